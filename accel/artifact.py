@@ -15,37 +15,34 @@ from typing import Any
 
 from accel.errors import BadInputSpec, ChainBroken, InvalidModel
 from accel.signature import DimRange, Signature, TensorSpec
+from accel.tables.kinds import KINDS, kind_of
 
 __all__ = ["Artifact", "DimRange", "Manifest", "Signature", "TensorSpec", "beside", "file_sha256", "manifest_path"]
 
 FORMAT = 1
 
-# What a file's ending says about its kind. A kind that is a folder is found by the main file in it.
-KINDS = {
-    ".onnx": "onnx",
-    ".engine": "engine",
-    ".xml": "openvino",
-    ".param": "ncnn",
-}
-
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes, as hex."""
+    """Returns the sha256 of a file's bytes in hex."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def text_sha256(text: str) -> str:
+    """Returns the sha256 of ``text`` in UTF-8, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def canonical_json(body: Any) -> str:
-    """One text for one value: sorted keys, no spaces, no NaN."""
+    """Returns the JSON text of ``body`` with sorted keys and no spaces: equal values give equal texts.
+
+    Raises ``ValueError`` if ``body`` holds an infinity or NaN.
+    """
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def finite_json(value: Any) -> Any:
-    """``value`` for JSON, which has no word for infinities and NaN: they become None, wherever they are in it."""
+    """Returns ``value`` with every infinity and NaN in it replaced by None, because JSON can't express them."""
     if isinstance(value, Mapping):
         return {str(name): finite_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -55,7 +52,10 @@ def finite_json(value: Any) -> Any:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A path in the same folder to write to; renamed to ``path`` at the end, removed if anything goes wrong."""
+    """Yields a temporary path in the folder of ``path`` to write to.
+
+    Renames it to ``path`` at the end, or removes it if the block raises an error.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         yield temporary
@@ -68,17 +68,18 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def manifest_path(path: Path) -> Path:
-    """The sidecar of an artifact's main file."""
+    """Returns the path of the manifest that belongs to the main file ``path``."""
     return path.with_name(path.name + ".manifest.json")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """How an artifact came to be and what was proven about it; ``<file>.manifest.json`` on disk.
+    """The record of how an artifact came to be and what was proven about it; ``<file>.manifest.json`` on disk.
 
-    ``files``: sha256 by file name, the main file first. ``source``: what the chain starts from (spec, and the sha256
-    of every file it was read from). ``stages``: one record a stage, oldest first: name, options, versions, sha256 in
-    and out, seconds, gates, notes. ``session``: runtime and options the figures in it were measured with.
+    ``files``: the sha256 of each file by name, the main file first. ``source``: the spec of the source, and the sha256
+    of every file it was read from. ``stages``: a record for each stage, oldest first, with its name, options, versions,
+    sha256 of input and output, seconds, gates and notes. ``properties``: see ``Artifact``. ``session``: the runtime and
+    the options that ``accel optimize`` chose, and the figures it measured with them.
     """
 
     kind: str
@@ -91,10 +92,11 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """One sha256 for the artifact's bytes: the file's own where there is one, else over all of them."""
+        """Returns one sha256 for the artifact's bytes: see ``combined_sha256``."""
         return combined_sha256(list(self.files.values()))
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the manifest as JSON values, with the sha256 of all others under ``digest``."""
         body = {
             "format": FORMAT,
             "kind": self.kind,
@@ -111,7 +113,7 @@ class Manifest:
         return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Beside ``path``, then renamed."""
+        """Write the manifest to a temporary file, then rename it to ``path``."""
         with beside(path) as temporary:
             temporary.write_text(self.to_text(), encoding="utf-8")
 
@@ -129,7 +131,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """The manifest in ``path``. ``ChainBroken`` where a single byte of it was changed after it was written."""
+        """Returns the manifest in ``path``. Raises ``ChainBroken`` if any byte was changed after accel wrote it."""
         broken = ChainBroken(f"{path} was changed after accel wrote it; make the artifact again")
         try:
             text = path.read_bytes().decode("utf-8")
@@ -137,30 +139,32 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers the values; comparing the text covers white space and escapes as well.
+        # The digest covers the values. The comparison of the texts covers white space and escapes as well.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again"
             )
         if manifest.to_text() != text:
             raise broken
-        # The digest is no signature: whoever changes a manifest can make it right, and files are copied by these names.
+        # The digest isn't signed, so an attacker can recompute it, and files are copied by the names in the manifest.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
             raise ChainBroken(f"{path} names files outside its folder; refused: make the artifact again")
         return manifest
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """One sha256 for several: the only one as it is, else the sha256 of their list (main file first)."""
+    """Returns one sha256 for ``files``: the sha256 of the only file, else of the list of sha256, main file first."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A model on disk: its main file (or, for a source, what names it), its kind, its signature, its history.
+    """A model on disk, or a source that is opened: its main file, kind, signature and history.
 
-    ``properties`` holds what the kind declares about the file (opset, ir, precision, compute capability);
-    ``notes`` what the stage that just made it wants recorded (which rung, which kernels).
+    ``path``: the main file; of a source, the path or name it was opened by. ``properties``: facts about the file that
+    depend on its kind (opset, ir, precision, compute capability). ``notes``: remarks of the stage that just made the
+    artifact, for its record (the exporter's rung, the kernels). ``companions``: the other files of the model, relative
+    to its folder (``.bin``, external data, variables). ``source``: see ``Manifest``.
     """
 
     path: Path
@@ -169,18 +173,16 @@ class Artifact:
     manifest: Manifest | None = None
     properties: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
-    companions: tuple[
-        str, ...
-    ] = ()  # other files of the model, relative to its folder (.bin, external data, variables)
+    companions: tuple[str, ...] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def history(self) -> tuple[Mapping[str, Any], ...]:
-        """The records of the stages that made this, oldest first."""
+        """Returns the records of the stages that made this artifact, oldest first."""
         return self.manifest.stages if self.manifest else ()
 
     def proof(self) -> list[dict[str, Any]]:
-        """For each stage that was gated: the comparison that came closest to its limit, and how many there were."""
+        """Returns an entry for each stage with a gate: the comparison closest to its limit, and a summary in words."""
         found = []
         for record in self.history:
             compared = [g for g in record["gates"] if g["value"] is not None and g["limit"]]
@@ -197,29 +199,33 @@ class Artifact:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The main file, then its companions."""
+        """Returns the paths of the main file and its companions."""
         return (self.path, *(self.path.parent / name for name in self.companions))
 
     def hashes(self) -> dict[str, str]:
-        """sha256 by file name, main file first, read now."""
+        """Reads all files. Returns the sha256 of each by name, the main file first."""
         return {name: file_sha256(self.path.parent / name) for name in (self.path.name, *self.companions)}
 
     @property
     def digest(self) -> str:
-        """One sha256 for what this is made of: a source names its own, a file is hashed."""
-        if "sha256" in self.source and self.manifest is None and self.kind in ("torch", "tensorflow", "tflite"):
+        """Returns one sha256 for the artifact: from its source or manifest if they record it, else from its files."""
+        kind = KINDS.get(self.kind)
+        if "sha256" in self.source and self.manifest is None and kind is not None and kind.framework:
             return str(self.source["sha256"])
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
 
     def with_manifest(self, manifest: Manifest) -> Artifact:
+        """Returns a copy with ``manifest``, whose properties and source replace the artifact's own."""
         return replace(self, manifest=manifest, properties=manifest.properties, source=manifest.source)
 
     @classmethod
     def open(cls, path: Path) -> Artifact:
-        """The artifact whose main file is ``path``, with the sidecar beside it. The hashes are not checked here. Files
-        that were copied under another name, sidecar and all, are the same artifact.
+        """Returns the artifact whose main file is ``path``, read from the manifest beside the file.
 
-        Raises ``InvalidModel`` where there is no sidecar: an artifact without one is a source (``accel.sources``).
+        Does not check the hashes. The files may have been copied under another name together with the manifest.
+
+        Raises ``InvalidModel`` if there is no manifest (``accel.sources`` opens models without one), and
+        ``ChainBroken`` if the manifest is damaged or of another kind.
         """
         sidecar = manifest_path(path)
         if not sidecar.is_file():
@@ -227,7 +233,7 @@ class Artifact:
         manifest = Manifest.read(sidecar)
         names = _names_beside(path, list(manifest.files), manifest.kind)
         manifest = replace(manifest, files=dict(zip(names, manifest.files.values(), strict=True)))
-        if KINDS.get(path.suffix, manifest.kind) != manifest.kind:
+        if (kind_of(path) or manifest.kind) != manifest.kind:
             raise ChainBroken(f"{sidecar} is of kind {manifest.kind}, {path.name} is not; make the artifact again")
         return cls(
             path=path,
@@ -240,9 +246,9 @@ class Artifact:
         )
 
     def copy_to(self, out: Path) -> Artifact:
-        """This artifact under another name, companions and sidecar with it, each written beside and renamed.
+        """Copy the artifact, its companions and its manifest to ``out``, each to a temporary file that is renamed.
 
-        The sidecar goes last: a copy that was interrupted has none, or one whose hashes don't hold.
+        Writes the manifest last: an interrupted copy has no manifest, or one whose hashes don't match.
         """
         if self.manifest is None:
             raise InvalidModel(f"{self.path} has no manifest yet and can't be published")
@@ -262,8 +268,9 @@ class Artifact:
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
-    """What the files ``names`` of an artifact are called where its main file, the first of them, is ``path``."""
-    if kind in ("openvino", "ncnn") and names[:1] != [path.name]:
-        # The runtime finds the weights by the name of the main file.
+    """Returns the names that the files ``names`` of an artifact get if the first, the main file, becomes ``path``."""
+    row = KINDS.get(kind)
+    if row is not None and row.companions and names[:1] != [path.name]:
+        # The runtime looks for the weights under the name of the main file.
         names = [path.with_suffix(Path(name).suffix).name for name in names]
     return [path.name, *names[1:]][: len(names)]

@@ -1,7 +1,7 @@
-"""The stage cache: a finished stage is never run twice, and a run that was killed goes on at the stage it was in.
+"""The stage cache: a finished stage never runs twice, and a run that was killed continues at its last stage.
 
-A folder an entry, named by the sha256 of everything that could change the result. An entry is made under another name
-and renamed, so it is there whole or not at all.
+An entry is a folder, named by the sha256 of everything that could change the result. The cache fills an entry under
+another name and renames it, so that an entry is either complete or absent.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ _kept: ContextVar[Path | None] = ContextVar("_kept", default=None)
 
 
 def unfinished() -> Path | None:
-    """A folder in which the stage that is being run may keep what it has so far: it finds it there again if it was
-    killed and is run once more with the same input and options. None outside ``run_stage``."""
+    """Returns a folder for the intermediate results of the stage that runs; None outside ``run_stage``.
+
+    If the stage is killed, its next run with the same input and options finds them there.
+    """
     return _unfinished.get()
 
 
 def kept_folder() -> Path | None:
-    """A folder for what makes the next stage of this kind quicker and never changes its result. None outside
-    ``run_stage``."""
+    """Returns a folder for files that make later runs of stages faster and never change a result (timing caches).
+
+    Returns None outside ``run_stage``.
+    """
     return _kept.get()
 
 
@@ -44,9 +48,9 @@ _DEFAULT_GIGABYTES = 20.0
 
 
 class StageCache:
-    """``root`` defaults to ``$ACCEL_CACHE_DIR``, else the user's cache folder (platformdirs).
+    """A cache in the folder ``root``, by default ``$ACCEL_CACHE_DIR``, else the user's cache folder (platformdirs).
 
-    The oldest entries go when it holds more than ``$ACCEL_CACHE_GB`` (20) gigabytes.
+    Removes the least recently used entries if the cache exceeds ``$ACCEL_CACHE_GB`` gigabytes (20 by default).
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -68,10 +72,11 @@ class StageCache:
             ) from error
 
     def entry(self, key: str) -> Path:
+        """Returns the folder of the entry ``key``, which may not exist."""
         return self._stages / key
 
     def find(self, key: str) -> Artifact | None:
-        """The artifact of a finished stage, its bytes checked; a damaged entry is dropped and the stage runs again."""
+        """Returns the artifact of a finished stage, or None. Checks its hashes and removes a damaged entry."""
         folder = self.entry(key)
         try:
             main = (folder / "main").read_text().strip()
@@ -86,12 +91,12 @@ class StageCache:
             shutil.rmtree(folder, ignore_errors=True)
             return None
         with contextlib.suppress(OSError):
-            os.utime(folder)  # the order in which entries are dropped
+            os.utime(folder)  # entries are removed in the order of these times
         return artifact
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A folder to make an entry in, on the cache's own file system; gone afterwards whatever happens."""
+        """Yields an empty folder on the cache's file system to make an entry in. Removes the folder afterwards."""
         self._drop_stale()
         folder = self._scratch / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -102,7 +107,7 @@ class StageCache:
 
     @contextmanager
     def resuming(self, key: str) -> Iterator[None]:
-        """Around a stage's function: what it keeps in ``unfinished()`` stays until it has come to its end."""
+        """Keeps the stage's ``unfinished()`` folder until the block, which runs the stage's function, succeeds."""
         folder = self.root / "unfinished" / key
         folder.mkdir(parents=True, exist_ok=True)
         token, kept = _unfinished.set(folder), _kept.set(self.root / "kept")
@@ -112,19 +117,19 @@ class StageCache:
             _unfinished.reset(token)
             _kept.reset(kept)
             with contextlib.suppress(OSError):
-                folder.rmdir()  # where nothing was kept, a stage that failed leaves nothing
+                folder.rmdir()  # the folder stays if the stage kept files in the folder
         shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: str, folder: Path, main: str) -> Artifact:
-        """Rename a finished ``folder`` into place and hand back the artifact in it."""
+        """Rename a finished ``folder`` to the entry ``key``. Returns the artifact with the main file ``main`` in it."""
         (folder / "main").write_text(main)
-        with contextlib.suppress(OSError):  # another process may have finished the same stage first: same bytes
+        with contextlib.suppress(OSError):  # another process may have stored the same bytes first
             folder.rename(self.entry(key))
         self._prune(keep=key)
         return Artifact.open(self.entry(key) / main)
 
     def get_record(self, kind: str, key: str) -> Any | None:
-        """A small JSON value kept under ``key`` (measurements, probes); None where there is none."""
+        """Returns the JSON value (a measurement, a probe) that ``put_record`` kept under ``key``, or None."""
         try:
             body = json.loads((self._records / f"{kind}-{key}.json").read_text())
         except (OSError, ValueError):
@@ -132,11 +137,12 @@ class StageCache:
         return body
 
     def put_record(self, kind: str, key: str, value: Any) -> None:
+        """Keep a small JSON value under ``key``."""
         with beside(self._records / f"{kind}-{key}.json") as temporary:
             temporary.write_text(json.dumps(value))
 
     def _drop_stale(self) -> None:
-        """Remove what killed processes left behind."""
+        """Remove the folders that killed processes left behind."""
         for folder in self._scratch.iterdir():
             pid = folder.name.partition("-")[0]
             with contextlib.suppress(OSError):
@@ -151,7 +157,7 @@ class StageCache:
         limit = float(os.environ.get("ACCEL_CACHE_GB", _DEFAULT_GIGABYTES)) * 1e9
         entries = []
         for entry in self._stages.iterdir():
-            with contextlib.suppress(OSError):  # another process may remove it meanwhile
+            with contextlib.suppress(OSError):  # another process may remove the entry meanwhile
                 size = sum(file.stat().st_size for file in entry.iterdir())
                 if entry.name != keep:
                     entries.append((entry.stat().st_mtime, size, entry))

@@ -1,9 +1,7 @@
-"""Work that must not take the caller down or be slowed by it runs in a child process: native parsers that can crash,
-builders, and each candidate of a benchmark.
+"""Child processes for work that could crash or slow down the caller: native parsers, builders, timed candidates.
 
-A child is a fresh interpreter (never a fork of a process with thread pools, never a second run of the caller's
-script). It can call any importable ``module:function``, keeps what that returns if asked to, reports progress,
-and dies with its parent.
+A child is a fresh interpreter: it neither forks a process with thread pools nor runs the caller's script again. A child
+calls any importable ``module:function``, can keep an object between calls, reports progress, and dies with its parent.
 """
 
 from __future__ import annotations
@@ -25,23 +23,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from accel.cancel import INTERVAL, Interrupted, cancellable, check_cancelled
 from accel.errors import AccelError, ChildCrashed
 from accel.progress import report, watched_by
+from accel.spelling import is_command_line, on_command_line
 
 _PR_SET_PDEATHSIG = 1
 _PROGRAM = "program"
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The object behind ``module:attribute``."""
+    """Imports the object that ``module:attribute`` names."""
     module, attributes = target.split(":")
     return operator.attrgetter(attributes)(importlib.import_module(module))  # type: ignore[no-any-return]
 
 
 def own_temporary(folder: str) -> dict[str, str]:
-    """The environment of a process whose temporary files are to go into ``folder``, which is removed after it: its
-    libraries leave some behind (TensorFlow its generated code, torchrun its logs, multiprocessing its sockets). What
-    torch compiled stays where it is: it is there to be found again."""
+    """Returns the environment variables that send a process's temporary files to ``folder``.
+
+    The caller removes ``folder`` after the process, because libraries leave files behind: TensorFlow its generated
+    code, torchrun its logs, multiprocessing its sockets. The code that torch compiled stays in the usual folder, where
+    later processes find it.
+    """
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):  # a container whose user has no name
@@ -51,12 +54,14 @@ def own_temporary(folder: str) -> dict[str, str]:
 
 
 class Child:
-    """A child process that answers calls one at a time. Its temporary files go when it is closed.
+    """A child process that answers calls one at a time. ``close`` removes its temporary files.
 
-    ``make`` (``module:factory`` with ``arguments``) is built once in the child; ``call("name", ...)`` calls its method.
-    ``call("module:function", ...)`` calls a function. ``folder``: where it runs, for libraries that write where they
-    stand. ``ChildCrashed`` where the process died, with the signal and
-    the last line it wrote in that call; an ``AccelError`` raised in the child is raised here as it was.
+    ``make`` (``module:factory`` with ``arguments``) builds an object in the child; ``call("name", ...)`` calls a method
+    of that object, ``call("module:function", ...)`` a function. ``env``: environment variables on top of this
+    process's. ``folder``: the working directory, for libraries that write to it.
+
+    Raises ``ChildCrashed`` if the process dies, with the signal and the last line that the process wrote during the
+    call. An ``AccelError`` raised in the child is raised here unchanged.
     """
 
     def __init__(
@@ -68,10 +73,10 @@ class Child:
         folder: Path | None = None,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._before = 0  # bytes of it when the call began
+        self._before = 0  # bytes in the log when the current call began
         ours, theirs = Pipe()
         self._pipe: Connection = ours
-        # It ends without its own clean-up (``os._exit``), or is killed.
+        # The child never cleans up, because the child ends with ``os._exit`` or is killed.
         self._temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
         with theirs:
             self._process = subprocess.Popen(
@@ -80,7 +85,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # Its own session: Ctrl-C reaches the parent alone, which then ends the child.
+                # The child has a session of its own. Only the parent gets Ctrl-C, and the parent then ends the child.
                 start_new_session=True,
                 cwd=folder,
                 env={
@@ -99,18 +104,21 @@ class Child:
                 raise
 
     def call(self, name: str, /, timeout: float | None = None, **arguments: Any) -> Any:
-        """What ``name`` returns in the child. ``TimeoutError`` (child killed) after ``timeout`` seconds."""
+        """Returns the result of ``name`` in the child.
+
+        Kills the child if the call is canceled (``accel.cancel``) or takes more than ``timeout`` seconds. Raises
+        ``TimeoutError`` if it takes too long.
+        """
         return self._reply(("call", name, arguments), timeout)
 
     def _reply(self, request: tuple[str, str, dict[str, Any]], timeout: float | None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         self._before = os.fstat(self._log.fileno()).st_size
         try:
-            self._pipe.send(request)
+            self._pipe.send((*request, is_command_line()))
             while True:
-                if deadline is not None and not self._pipe.poll(max(0.0, deadline - time.monotonic())):
-                    self.kill()
-                    raise TimeoutError(f"{request[1]} took longer than {timeout:g} s")
+                while not self._pipe.poll(_wait(deadline)):
+                    self._give_up_in_time(deadline, f"{request[1]} took longer than {timeout or 0:g} s")
                 kind, *body = self._pipe.recv()
                 if kind == "progress":
                     report(body[0], body[1])
@@ -120,23 +128,33 @@ class Child:
                     return body[0]
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise self._crash(request[1]) from None
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Interrupted):
+            self.kill()
+            raise
+
+    def _give_up_in_time(self, deadline: float | None, late: str) -> None:
+        """Kill the child and raise the error, if the call was canceled or ``deadline`` is over."""
+        try:
+            _check_time(deadline, late)
+        except BaseException:
             self.kill()
             raise
 
     def _crash(self, doing: str) -> ChildCrashed:
         code = self._process.wait()
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        lines = self._written(self._before).strip().splitlines()  # by this call, not by one that was answered
+        lines = self._written(self._before).strip().splitlines()  # written during this call
         last = f": {lines[-1].strip()[:300]}" if lines else ""
-        return ChildCrashed(f"the process running {doing} died ({died}){last}")
+        crash = ChildCrashed(f"the process running {doing} died ({died}){last}")
+        crash.died = died
+        return crash
 
     def output(self) -> str:
-        """Everything the child wrote to stdout and stderr so far."""
+        """Returns everything that the child wrote to stdout and stderr so far."""
         return self._written(0)
 
     def _written(self, start: int) -> str:
-        """What it wrote from that byte on."""
+        """Returns the child's output from the byte ``start`` on."""
         self._log.flush()
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size - start, start).decode("utf-8", "replace")
@@ -146,19 +164,22 @@ class Child:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stop every thread of the child, spinning thread pools included; back when they have stopped."""
+        """Stop every thread of the child, spinning thread pools included. Returns when all threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
+        """Let a paused child continue."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        """Kill the child and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
+        """End the child, by force after 5 seconds, and remove its temporary files."""
         self._pipe.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -182,66 +203,94 @@ class Child:
 
 
 def run_in_child(target: str, /, timeout: float | None = None, **arguments: Any) -> Any:
-    """``target(**arguments)`` in a child process of its own."""
+    """Returns ``target(**arguments)``, called in a child process of its own."""
     with Child() as child:
         return child.call(target, timeout=timeout, **arguments)
 
 
 def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
-    """Run a program in ``folder`` and give what it wrote, its errors last. It dies with this process, however that
-    ends, and Ctrl-C reaches it through this one. ``TimeoutError`` (program killed) after ``timeout`` seconds."""
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-m", "accel.child", _PROGRAM, str(os.getpid()), *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": _import_path()},
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"{Path(words[0]).name} took longer than {timeout:g} s") from error
-    return ran.stdout + ran.stderr
+    """Runs a program in ``folder`` and returns its output, followed by its errors.
+
+    The program dies with this process, also on Ctrl-C. The program is killed if the work is canceled
+    (``accel.cancel``). After ``timeout`` seconds it is killed, too, and ``TimeoutError`` is raised.
+    """
+    deadline = time.monotonic() + timeout
+    with subprocess.Popen(
+        [sys.executable, "-m", "accel.child", _PROGRAM, str(os.getpid()), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": _import_path()},
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=_wait(deadline))
+                except subprocess.TimeoutExpired:
+                    _check_time(deadline, f"{Path(words[0]).name} took longer than {timeout:g} s")
+                else:
+                    return output + errors
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _wait(deadline: float | None) -> float | None:
+    """Returns the seconds to wait for an answer before ``_check_time``; None to wait until there is one."""
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    if not cancellable():
+        return left
+    return INTERVAL if left is None else min(INTERVAL, left)
+
+
+def _check_time(deadline: float | None, late: str) -> None:
+    """Raises the error of ``check_cancelled``, or TimeoutError with the message ``late`` after ``deadline``."""
+    check_cancelled()
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimeoutError(late)
 
 
 def _import_path() -> str:
-    """This interpreter's, for one that starts elsewhere."""
+    """Returns this interpreter's import path with absolute folders, for a child with another working directory."""
     return os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when ``parent`` ends, and at once where it has already."""
+    """Make this process end when ``parent`` ends. Exits at once if ``parent`` is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         sys.exit(1)
 
 
 def _sendable(error: BaseException) -> BaseException:
+    """Returns ``error`` if its class survives pickling, else a ``ChildCrashed`` with its text."""
     if isinstance(error, AccelError | OSError):
         return error
     return ChildCrashed(f"{type(error).__name__}: {error}")
 
 
 def serve(pipe: Connection) -> None:
-    """Answer the parent until it hangs up."""
+    """Answer the parent's calls until the parent closes the pipe."""
     made: Any = None
     with watched_by(lambda message, fraction: pipe.send(("progress", message, fraction))):
         while True:
             try:
-                kind, name, arguments = pipe.recv()
+                kind, name, arguments, command_line = pipe.recv()
             except EOFError:
                 return
             try:
-                if kind == "make":
-                    made = resolve(name)(**arguments)
-                    answer = None
-                else:
-                    function = resolve(name) if ":" in name else getattr(made, name)
-                    answer = function(**arguments)
+                with on_command_line(command_line):
+                    if kind == "make":
+                        made = resolve(name)(**arguments)
+                        answer = None
+                    else:
+                        function = resolve(name) if ":" in name else getattr(made, name)
+                        answer = function(**arguments)
                 pipe.send(("done", answer))
             except Exception as error:
                 import traceback
@@ -252,7 +301,7 @@ def serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    if sys.argv[1] == _PROGRAM:  # what was asked of the kernel above holds for the program too
+    if sys.argv[1] == _PROGRAM:  # exec keeps the death signal set above
         os.execv(sys.argv[3], sys.argv[3:])
     serve(Connection(int(sys.argv[1])))
     # Native libraries that crash while they unload must not turn a good answer into a failure.

@@ -1,16 +1,18 @@
-"""Everything accel raises on purpose.
+"""The errors that accel raises on purpose.
 
     AccelError                      exit code 1: the work was started and failed
     ├── UsageError                  exit code 2: what was asked for has to change first
     │   ├── BadSource               the source can't be found, read or understood
-    │   │   └── InvalidModel        the file is not the model it says it is (empty, truncated, corrupt, hostile)
+    │   │   ├── InvalidModel        the file is not the model it says it is (empty, truncated, corrupt, hostile)
+    │   │   ├── FailsOnInputs       a source that its framework can't run on inputs of these shapes
+    │   │   └── RandomOps           a TensorFlow graph that still holds random ops, such as dropout
     │   ├── BadInputSpec            an --input, --dim or --profile that contradicts itself or the model
     │   ├── BadData                 calibration or verification data that doesn't fit the model
     │   ├── BadFeeds                inputs to Session.run that don't fit its signature
     │   ├── BadConfig               a training or planning config that can't be read or can't run as it is
     │   ├── BadRepository           a model repository, or a model or config.pbtxt in it, that can't be served
     │   ├── UnknownName             a target, stage, runtime or precision that doesn't exist
-    │   ├── UnsupportedHere         a right request that this machine, target or version can't fulfil
+    │   ├── UnsupportedHere         a valid request that this machine, target or version can't fulfill
     │   └── MissingExtra            a library that is not installed; names the extra
     ├── StageFailed                 a stage could not make its artifact
     │   ├── ExportFailed            no rung of the export ladder gave a right model
@@ -19,14 +21,15 @@
     ├── GateFailed                  a stage's output differs from its input by more than the limit
     ├── NothingPassed               accel optimize: no candidate passed its gates
     ├── RunFailed                   a loaded model failed on inputs that fit its signature
-    │   └── ValuesOutOfRange        because an integer of them picks what is not there; BadFeeds, too
-    ├── ChainBroken                 accel inspect --check: a hash doesn't hold
-    ├── TrainingFailed              a run stopped: a loss that is no number, a rank that died or hung
+    │   └── ValuesOutOfRange        an integer input is out of its range; a BadFeeds, too
+    ├── ChainBroken                 accel inspect --check: a hash differs from the recorded one
+    ├── TrainingFailed              a run stopped: the loss is not finite, or a rank died or hung
     ├── BadCheckpoint               a checkpoint that is damaged, unfinished or of another model
-    ├── ChildCrashed                a native library died in its child process
+    ├── ChildCrashed                a native library crashed in its child process
     └── CannotWrite                 no permission, no space, or no such folder
 
-Each message is one sentence of what is wrong, with the fix: ``OpsetTooLow`` is no use without "pass --opset 18".
+Each message is one sentence that says what is wrong and how to fix it.
+``accel.spelling.option`` spells the options in a message: ``opset=18`` in Python, ``--opset 18`` on the command line.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ import errno
 import re
 from typing import ClassVar
 
-# A full disk, a full quota, and the limit on the size of a file.
+# The disk is full, the quota is used up, the file would exceed the largest size.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_space(error: BaseException | None) -> OSError | None:
-    """The full disk behind ``error``, which a library may have wrapped in errors of its own; None where it is none."""
+    """Returns the error of a full disk that caused ``error``, or None. Libraries wrap it in errors of their own."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return error
@@ -49,19 +52,21 @@ def no_space(error: BaseException | None) -> OSError | None:
 
 
 def one_line(error: object, most: int | None = 300) -> str:
-    """An error's text without its line breaks, ``most`` characters of it (None: all): short enough for a terminal."""
+    """Returns an error's text in one line, cut to ``most`` characters (None: not cut)."""
     return " ".join(str(error).split())[:most]
 
 
 def shortened(error: object, most: int = 300) -> str:
-    """As ``one_line``; what is longer is cut between words, with "..." for the rest."""
+    """Returns an error's text in one line. A longer text is cut between words and ends in "..."."""
     text = one_line(error, None)
     return text if len(text) <= most else text[: most - 3].rpartition(" ")[0].rstrip(",;:") + "..."
 
 
 def whole_sentences(error: object, most: int = 240) -> str:
-    """As ``one_line``, without a terminal's colours and cut after the last sentence that fits; where not even the first
-    one does, between words, with "..." for the rest."""
+    """Returns an error's text in one line, without terminal colors, cut after the last sentence that fits.
+
+    If not even the first sentence fits, the text is cut between words and ends in "...".
+    """
     text = one_line(re.sub(r"\x1b\[[0-9;]*m", "", str(error)), None)
     if len(text) <= most:
         return text
@@ -70,13 +75,13 @@ def whole_sentences(error: object, most: int = 240) -> str:
 
 
 class AccelError(Exception):
-    """The root of the tree; ``exit_code`` is what the CLI exits with."""
+    """The root of the tree. ``exit_code``: the exit code of the command line."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(AccelError):
-    """What was asked for has to change before any work can start."""
+    """The request has to change before any work can start."""
 
     exit_code: ClassVar[int] = 2
 
@@ -87,6 +92,16 @@ class BadSource(UsageError):
 
 class InvalidModel(BadSource):
     """The file is not the model it says it is: empty, truncated, corrupt or hostile."""
+
+
+class FailsOnInputs(BadSource):
+    """A source that its framework can't run on inputs of these shapes. ``reason``: the message without the advice."""
+
+    reason: str = ""
+
+
+class RandomOps(BadSource):
+    """A TensorFlow graph still holds random ops. ``strip_training_ops`` removes them if they are dropout."""
 
 
 class BadInputSpec(UsageError):
@@ -114,14 +129,14 @@ class UnknownName(UsageError):
 
 
 class UnsupportedHere(UsageError):
-    """A right request that this machine, target or library version can't fulfil."""
+    """A valid request that this machine, target or library version can't fulfill."""
 
 
 class MissingExtra(UsageError):
-    """A library that is not installed."""
+    """A library is not installed. ``what``: the library; ``extra``: the pip extra that brings it."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(what, extra)  # both in args, so that the error survives pickling
+        super().__init__(what, extra)  # both are args, so that the error survives pickling
         self.what = what
         self.extra = extra
 
@@ -146,9 +161,14 @@ class SignatureDrift(StageFailed):
 
 
 class GateFailed(AccelError):
-    """A stage's output differs from its input by more than the gate's limit; by ``value``, where both could run."""
+    """A stage's output differs from its input by more than the gate's limit.
+
+    ``value``: the relative error; None if one of the two could not run. ``finding``: the message without the path of
+    the rejected file; empty if no file was set aside.
+    """
 
     value: float | None = None
+    finding: str = ""
 
 
 class NothingPassed(AccelError):
@@ -160,8 +180,10 @@ class RunFailed(AccelError):
 
 
 class ValuesOutOfRange(RunFailed, BadFeeds):
-    """A model failed because an integer input held a number outside the range that the input takes (a token that the
-    vocabulary doesn't have): whoever made the inputs has to change them."""
+    """A model failed because an integer input is out of range, such as a token id beyond the vocabulary.
+
+    The caller has to change the inputs, so the error is a ``BadFeeds``, too.
+    """
 
 
 class ChainBroken(AccelError):
@@ -169,7 +191,7 @@ class ChainBroken(AccelError):
 
 
 class TrainingFailed(AccelError):
-    """A training run stopped: a loss that is no number, a rank that died or hung."""
+    """A training run stopped: the loss is not finite, or a rank died or hung."""
 
 
 class BadCheckpoint(AccelError):
@@ -177,7 +199,9 @@ class BadCheckpoint(AccelError):
 
 
 class ChildCrashed(AccelError):
-    """A native library died in the child process it was kept in."""
+    """A native library died in its child process. ``died``: the signal or the exit code of the process."""
+
+    died: str = ""
 
 
 class CannotWrite(AccelError):

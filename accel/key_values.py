@@ -1,4 +1,4 @@
-"""``KEY=VALUE`` on the command line, read by a table of what there is."""
+"""Parsing of ``KEY=VALUE`` options by a table of the known keys."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from accel.errors import BadInputSpec
 def read_key_values(
     flag: str, texts: Iterable[str], known: Mapping[str, tuple[Callable[[str], Any], str]], *, underscores: bool = False
 ) -> dict[str, Any]:
-    """``KEY=VALUE`` each, by key. ``known``: what reads the value of each (``KeyError`` or ``ValueError`` where it is
-    none), and an example of one; values that are tuples add up. ``underscores``: a key may be written with them.
-    ``BadInputSpec`` for what can't be read."""
+    """Returns the values of ``texts``, each ``KEY=VALUE``, by key. If a key repeats, tuples are joined.
+
+    ``known``: for each key its parser, which raises ``KeyError`` or ``ValueError`` for a bad value, and an example.
+    ``underscores``: accepts underscores for the hyphens of a key.
+
+    Raises ``BadInputSpec`` if a text can't be read.
+    """
     found: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -30,5 +34,5 @@ def read_key_values(
 
 
 def yes_or_no(text: str) -> bool:
-    """``KeyError`` where it is neither."""
+    """Returns True for "yes" and False for "no". Raises ``KeyError`` for any other text."""
     return {"yes": True, "no": False}[text]

@@ -1,4 +1,4 @@
-"""How long work tells whoever watches how far it is. Stages report; the CLI decides what a person sees."""
+"""Progress reports: long work reports how far it is, and whoever watches decides what a person sees."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# (what is being done, fraction done or None where it can't be known)
+from accel.cancel import check_cancelled
+
+# Takes a message and the fraction that is done (None if nobody can know it).
 Sink = Callable[[str, float | None], None]
 
 _sink: ContextVar[Sink | None] = ContextVar("accel_progress_sink", default=None)
 
 
 def report(message: str, fraction: float | None = None) -> None:
-    """Tell the current watcher; costs nothing where nobody watches."""
+    """Tell the current watcher, if there is one. Raises the error of ``check_cancelled`` if the work has to end."""
     sink = _sink.get()
     if sink is not None:
         sink(message, fraction)
-
-
-def watcher() -> Sink | None:
-    """Who watches now; None where nobody does."""
-    return _sink.get()
+    check_cancelled()
 
 
 @contextmanager
 def watched_by(sink: Sink) -> Iterator[None]:
-    """Everything reported inside goes to ``sink``."""
+    """Sends every report made inside to ``sink``."""
     token = _sink.set(sink)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The contract of a model: named inputs and outputs, and how far each dynamic dim may go."""
+"""The signature of a model: its named inputs and outputs, and the range of each dynamic dim."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SPEC = re.compile(
 )
 
 
-# numpy makes the name anew each time, which costs a server more than the rest of the check.
+# numpy computes a dtype's name on every call, which would cost a server more than the rest of the check.
 dtype_name = lru_cache(maxsize=64)(str)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype of a field name from ``DTYPES`` (bfloat16 and float8 through ml_dtypes)."""
+    """Returns the numpy dtype for a name from ``DTYPES``; bfloat16 and float8 come from ml_dtypes."""
     import ml_dtypes
     import numpy as np
 
@@ -46,11 +46,11 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named tensor: ``dtype`` from ``DTYPES``; a dynamic dim is a string (``"batch"``).
+    """A named tensor. ``dtype``: a name from ``DTYPES``. ``shape``: a dynamic dim is a string (``"batch"``).
 
-    ``values`` bounds integers that stand for something (token ids, class numbers), both ends included: example
-    inputs are drawn from it, so that an embedding is exercised over its whole table and never outside it.
-    ``optional``: the model has a default for this input, and runs without it.
+    ``values``: the smallest and the largest value of integers that stand for something, such as token ids. Example
+    inputs are drawn from this range, so that they use the whole table of an embedding and never leave it.
+    ``optional``: the model has a default for this input and runs without it.
     """
 
     name: str
@@ -75,7 +75,10 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """``x:float32[batch,3,32,32]``; integers may add their range: ``ids:int64[batch,sequence]{0..30521}``."""
+        """Reads ``x:float32[batch,3,32,32]``, with the range of integers ``ids:int64[batch,sequence]{0..30521}``.
+
+        Raises ``BadInputSpec`` if the text can't be read.
+        """
         match = _SPEC.match(text.strip().replace(" ", ""))
         if match is None:
             raise BadInputSpec(f"can't read input {text!r}; write name:dtype[dim,...], e.g. x:float32[batch,3,32,32]")
@@ -96,7 +99,7 @@ class TensorSpec:
         return f"{self.name}:{self.dtype}[{','.join(map(str, self.shape))}]{values}"
 
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The concrete shape at these sizes of the dynamic dims."""
+        """Returns the shape with ``sizes`` for the dynamic dims. Raises ``BadInputSpec`` if a size is missing."""
         missing = [d for d in self.shape if isinstance(d, str) and d not in sizes]
         if missing:
             raise BadInputSpec(f"no size given for the dim {missing[0]!r} of {self.name!r}")
@@ -105,13 +108,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class DimRange:
-    """How far a dynamic dim goes: smallest, most usual and largest size. They and every size between them that fits
-    are multiples of ``step``: a net that halves an image twice and puts it together again takes multiples of 4."""
+    """The range of a dynamic dim: its smallest, most usual and largest size.
+
+    Every valid size is a multiple of ``step``. For example, a net that halves an image twice and then doubles it twice
+    takes multiples of 4.
+    """
 
     min: int
     opt: int
     max: int
-    # Recorded where it says something only: what was made before there were steps keeps its hashes.
+    # A step of 1 isn't recorded, so that artifacts made by versions of accel without steps keep their hashes.
     step: int = field(default=1, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
@@ -131,7 +137,7 @@ class DimRange:
 
     @classmethod
     def parse(cls, text: str) -> DimRange:
-        """``8:128:512`` (min:opt:max), or with the step ``16:32:64:4``."""
+        """Reads ``8:128:512`` (min:opt:max), or with a step ``16:32:64:4``. Raises ``BadInputSpec`` for other texts."""
         try:
             numbers = [int(part) for part in text.split(":")]
         except ValueError:
@@ -145,56 +151,62 @@ class DimRange:
 
     @classmethod
     def default(cls, dim: str) -> DimRange:
+        """Returns the range of a dim that nobody gave one: 1 to 8 for the batch, 2 to 64 for others."""
         return cls(1, 1, 8) if dim == BATCH else cls(2, 16, 64)
 
     @classmethod
     def within(cls, low: int, opt: int, high: int, step: int) -> DimRange | None:
-        """The multiples of ``step`` from ``low`` to ``high``, the usual one at most ``opt`` where one is; None where
-        there is none."""
+        """Returns the range of the multiples of ``step`` from ``low`` to ``high``; None if there is no multiple.
+
+        The usual size is the largest multiple up to ``opt``, or the smallest of the range.
+        """
         low, high = -(-low // step) * step, high // step * step
         return cls(low, min(max(opt // step * step, low), high), high, step) if low <= high else None
 
     def up(self, size: int) -> int:
-        """The smallest size that is a multiple of the step and no less than ``size``."""
+        """Returns the smallest multiple of the step that is at least ``size``."""
         return max(-(-size // self.step), 1) * self.step
 
     def down(self, size: int) -> int:
-        """The largest size that is a multiple of the step and no more than ``size``; the step where there is none."""
+        """Returns the largest multiple of the step that is at most ``size``, but at least the step."""
         return max(size // self.step, 1) * self.step
 
     def beside(self, size: int) -> str:
-        """The multiples of the step on both sides of ``size``, for a message: ``32 or 36``."""
+        """Returns the nearest multiples of the step below and above ``size`` for a message: ``32 or 36``."""
         found = {self.down(size), self.up(size)}
         return " or ".join(map(str, sorted(found)))
 
     def to_hold(self, size: int) -> str:
-        """This range as ``--dim`` takes it, widened to hold ``size``."""
+        """Returns this range, widened to hold ``size``, in the form that ``--dim`` takes."""
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """This range in place of ``known``, whose step it keeps where it says none and its sizes allow it."""
+        """Returns this range as the replacement of ``known``.
+
+        Takes the step of ``known`` if this range has none and all its sizes are multiples of that step.
+        """
         if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
             return self
         return replace(self, step=known.step)
 
     def to_json(self) -> list[int]:
-        """``[min, opt, max]``, and the step where there is one; ``DimRange(*body)`` reads it."""
+        """Returns ``[min, opt, max]``, followed by the step unless it is 1; ``DimRange(*body)`` reads it."""
         return [self.min, self.opt, self.max, *([self.step] if self.step != 1 else [])]
 
 
 def shapes_of(arrays: Mapping[str, np.ndarray]) -> str:
-    """Inputs or outputs by name, in words: ``x [2, 3], mask [2]``."""
+    """Returns the names and shapes of ``arrays`` for a message: ``x [2, 3], mask [2]``."""
     return ", ".join(f"{name} {list(value.shape)}" for name, value in arrays.items())
 
 
 def merged_ranges(known: Mapping[str, DimRange], given: Mapping[str, DimRange]) -> dict[str, DimRange]:
-    """``known`` with the ranges ``given`` in place of its own; see ``DimRange.over`` for their steps."""
+    """Returns ``known`` with the ranges of ``given`` in place of its own. ``DimRange.over`` sets their steps."""
     return {**known, **{dim: found.over(known.get(dim)) for dim, found in given.items()}}
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Named inputs and outputs, in order, with the range of each dynamic dim of the inputs."""
+    """The named inputs and outputs of a model, in order, and the range of each dynamic dim of the inputs."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...] = ()
@@ -213,12 +225,12 @@ class Signature:
 
     @property
     def dynamic_dims(self) -> tuple[str, ...]:
-        """Names of the dynamic dims of the inputs, in order of appearance."""
+        """Returns the names of the dynamic dims of the inputs, in order of appearance."""
         return tuple(dict.fromkeys(d for spec in self.inputs for d in spec.shape if isinstance(d, str)))
 
     @property
     def batch_dim(self) -> str | None:
-        """The dim that stacks samples: ``batch``, or else a dynamic first dim that every input shares."""
+        """Returns the dim that stacks samples: ``batch``, else the dynamic first dim of all inputs, else None."""
         if BATCH in self.dims:
             return BATCH
         first = {spec.shape[0] for spec in self.inputs if spec.shape}
@@ -227,29 +239,33 @@ class Signature:
 
     @property
     def fixed_batch(self) -> int | None:
-        """The number of samples that the model always takes; None where the first dim of every input is dynamic."""
+        """Returns the first fixed first dim of an input; None if the first dim of every input is dynamic."""
         return next((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), None)
 
     @property
     def batch_unit(self) -> int:
-        """What samples come in multiples of: the fixed batch, the step of a dynamic one; mostly 1."""
+        """Returns the number that divides every batch: the fixed batch, else the batch dim's step, else 1."""
         batch = self.batch_dim
         return self.fixed_batch or (self.dims[batch].step if batch else 1)
 
     def input(self, name: str) -> TensorSpec:
+        """Returns the input called ``name``. Raises ``StopIteration`` if there is none."""
         return next(spec for spec in self.inputs if spec.name == name)
 
     def with_dims(self, dims: Mapping[str, DimRange]) -> Signature:
-        """The same signature with these ranges replaced (see ``DimRange.over``)."""
+        """Returns the signature with these ranges in place of its own (see ``DimRange.over``)."""
         return replace(self, dims=merged_ranges(self.dims, dims))
 
     def sizes(self, **given: int) -> dict[str, int]:
-        """A size for every dynamic dim: the one given, else the most usual one."""
+        """Returns a size for every dynamic dim: the given size, else the most usual size of its range."""
         self.known(given)
         return {d: given.get(d, r.opt) for d, r in self.dims.items()}
 
     def known(self, given: Mapping[str, int]) -> Mapping[str, int]:
-        """``given``, once each of them is known to be a size of a dim that there is; ``BadInputSpec`` otherwise."""
+        """Returns ``given``.
+
+        Raises ``BadInputSpec`` for an unknown dim, a size below 1, or a size between two steps.
+        """
         for dim, size in given.items():
             if dim not in self.dims:
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dims are: {', '.join(self.dims) or 'none'}")
@@ -262,8 +278,10 @@ class Signature:
         return given
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
-        """The shapes every gate runs on: batch 1, 2 and the largest (at most ``largest_batch``, or the next that the
-        model takes); every other dim at min, opt and max."""
+        """Returns the sizes that every gate runs on: batch 1, 2 and the largest, other dims at min, opt and max.
+
+        ``largest_batch`` limits the batch; it is rounded up to a multiple of the batch dim's step.
+        """
         if not self.dims:
             return [{}]
         batch = self.batch_dim
@@ -279,9 +297,12 @@ class Signature:
         return [c for i, c in enumerate(found) if c not in found[:i]]
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
-        """Random inputs that the model accepts, the same for the same seed: normal floats, integers inside their
-        ``values`` (0 and 1 where none are known), and for ``*mask`` a run of ones of random length in each row. Without
-        those that the model has a default for."""
+        """Returns random inputs that the model accepts, equal for equal seeds. ``sizes``: sizes of dynamic dims.
+
+        Floats are normally distributed, and integers lie inside their ``values`` (0 and 1 if the spec has none). An
+        input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
+        Optional inputs are left out.
+        """
         import numpy as np
 
         rng = np.random.default_rng(seed)
@@ -307,7 +328,7 @@ class Signature:
         return feeds
 
     def check_feeds(self, feeds: Feeds) -> dict[str, int]:
-        """The size of each dynamic dim in ``feeds``; ``BadFeeds`` where names, dtypes or shapes don't fit."""
+        """Returns the size of each dynamic dim in ``feeds``. Raises ``BadFeeds`` if feeds don't fit the inputs."""
         want = {spec.name for spec in self.inputs}
         missing = want - set(feeds)
         if missing and (missing := missing - {spec.name for spec in self.inputs if spec.optional}):
@@ -339,17 +360,20 @@ class Signature:
         return sizes
 
     def beyond(self, feeds: Feeds) -> str:
-        """Where ``feeds``, which ``check_feeds`` takes, go farther than a dim's range: ``sequence is 600, beyond 512``.
-        They may well run: a range is what was asked for and proved. Empty where they don't."""
+        """Returns a phrase for a dim of ``feeds`` beyond its range, as "sequence is 600, beyond 512", else "".
+
+        Feeds that ``check_feeds`` accepts may run beyond the range. The range only says which sizes were proven.
+        """
         found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
         return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")
 
     @cached_property
     def _stepped(self) -> Mapping[str, DimRange]:
-        """The dims that not every size is one of: a server checks each request against them."""
+        """Returns the dims whose step isn't 1. The result is kept because a server checks every request."""
         return {dim: found for dim, found in self.dims.items() if found.step != 1}
 
     def describe_inputs(self) -> str:
+        """Returns the inputs for a message, each as ``TensorSpec.parse`` reads it."""
         return ", ".join(map(str, self.inputs))
 
     def to_json(self) -> dict[str, Any]:

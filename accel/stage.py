@@ -1,7 +1,7 @@
-"""What a stage is, and how one is run: cached, checked against the signature, gated, recorded.
+"""Running a stage: taken from the cache or made, checked against the contract, gated, recorded.
 
-A stage is a pure function ``stage(src: Artifact, config: StageConfig, out: Path) -> Artifact``. It writes ``out`` (and
-companions beside it) and nothing else; everything around that is here, the same for all of them.
+A stage is a pure function ``stage(src: Artifact, config: StageConfig, out: Path) -> Artifact``. A stage writes ``out``
+and its companions, and nothing else. ``run_stage`` does everything around that, in the same way for all stages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import accel
 from accel.artifact import Artifact, Manifest, canonical_json, file_sha256, manifest_path, text_sha256
 from accel.cache import StageCache
+from accel.cancel import interruptible
 from accel.child import resolve
+from accel.contract import check_contract
 from accel.errors import (
     NO_SPACE,
     CannotWrite,
@@ -29,31 +30,31 @@ from accel.errors import (
     GateFailed,
     InvalidModel,
     RunFailed,
-    SignatureDrift,
     StageFailed,
     UnsupportedHere,
 )
-from accel.memory import trim
+from accel.machine import trim_memory
 from accel.progress import report
-from accel.signature import Signature, TensorSpec
-from accel.stage_table import READERS, Stage, get_stage
+from accel.tables.kinds import KINDS
+from accel.tables.stage_table import Stage, get_stage
+from accel.version import __version__
 
-# With less than this many bytes left a disk is full, whatever is to be written.
+# accel calls a disk with fewer free bytes full, even if only a small file is to be written.
 _LITTLE_ROOM = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """The options of a stage. Everything that can change the result is a field; a ``Path`` counts by its content."""
+    """The options of a stage. Every option that can change the result is a field; a ``Path`` counts by its content."""
 
 
-# What a relative error that isn't finite is written as, since JSON has no infinity; the note says what is so.
+# Stands for a relative error that isn't finite, because JSON has no infinity. The note of the result says why.
 NOT_FINITE = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """One comparison: ``passed`` is None where this machine could not run it (``note`` says why)."""
+    """One comparison. ``passed``: None if this machine could not run the comparison (``note`` says why)."""
 
     gate: str
     case: str
@@ -66,23 +67,57 @@ class GateResult:
 
     @property
     def finding(self) -> str:
-        """The numbers in words, or what there is in place of them."""
+        """Returns the numbers in words, or the note if there are no numbers."""
         if self.value is None or self.limit is None or self.value >= NOT_FINITE:
             return self.note or "the reference is all zeros, and this is not"
         return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}"
 
 
 class Gate(Protocol):
-    """A check of a stage's output against its input. ``to_json`` describes it for the cache key and the manifest."""
+    """A check of a stage's output against its input. ``to_json`` describes the gate for the cache key and the
+    manifest."""
 
     def to_json(self) -> dict[str, Any]: ...
 
     def check(self, src: Artifact, out: Artifact) -> Sequence[GateResult]: ...
 
 
+class Proof:
+    """Checks the files that a stage writes: the contract with ``src`` first, then every gate of the run.
+
+    A stage that tries several files (``proves`` in its row of the table) gets the proof of its run and checks each file
+    with it. ``run_stage`` checks the returned file again. The proof keeps the results of the last file, so that a model
+    runs once at each shape.
+    """
+
+    def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
+        self.gates = tuple(gates)
+        self._stage, self._src = stage, src
+        self._opset: int | None = getattr(config, "opset", None)
+        self._hashes: dict[str, str] = {}
+        self._proven: Artifact | None = None
+        self._results: tuple[GateResult, ...] = ()
+
+    def of(self, result: Artifact) -> tuple[Artifact, tuple[GateResult, ...]]:
+        """Returns ``result`` with the signature that its own bytes show, and the comparisons of the gates.
+
+        Raises ``SignatureDrift`` if the contract is broken. A comparison over its limit is returned, not raised.
+        """
+        if (
+            self._proven is None
+            or result != replace(self._proven, notes=result.notes)
+            or result.hashes() != self._hashes
+        ):
+            self._proven = None
+            proven = check_contract(self._stage, self._src, result, opset=self._opset)
+            self._results = tuple(found for gate in self.gates for found in gate.check(self._src, proven))
+            self._hashes, self._proven = proven.hashes(), proven
+        return replace(self._proven, notes=result.notes), self._results
+
+
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of these distributions (those installed), of accel and of Python."""
-    found = {"accel": accel.__version__, "python": platform.python_version()}
+    """Returns the versions of accel, of Python, and of the installed distributions among ``packages``."""
+    found = {"accel": __version__, "python": platform.python_version()}
     for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
@@ -92,7 +127,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def config_json(config: StageConfig) -> dict[str, Any]:
-    """The options as recorded and keyed: a path by its name and sha256, so that only its content counts."""
+    """Returns the options as JSON values, for the cache key and the record. A path becomes its name and sha256."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):
@@ -112,12 +147,12 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Whether ``field`` came later than what was recorded without it, and says no more than that did."""
+    """Tells whether ``field`` is left out of the record: a later addition (``omit_default``) with its default value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
 def path_sha256(path: Path) -> str:
-    """sha256 of a file, or of the names and hashes of all files in a folder."""
+    """Returns the sha256 of a file, or of the names and hashes of all files in a folder."""
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file())
         return text_sha256("\n".join(f"{p.relative_to(path)} {file_sha256(p)}" for p in files))
@@ -134,11 +169,11 @@ def run_stage(
     cache: StageCache | None = None,
     stage: Stage | None = None,
 ) -> Artifact:
-    """Run a stage, or take its result from the cache; publish it to ``out`` (None: it stays in the cache).
+    """Run a stage, or take its result from the cache, and copy the result to ``out`` (None: leave it in the cache).
 
-    Raises ``UnsupportedHere`` for the wrong kind of input, ``StageFailed`` (and below) where it can't be done,
-    ``SignatureDrift`` where the result broke the contract, ``GateFailed`` where its outputs are off: then the bad file
-    is left aside as ``<out>.rejected`` and nothing under the final name has changed.
+    Raises ``UnsupportedHere`` if ``src`` is of the wrong kind, ``StageFailed`` or a subclass if the stage fails,
+    ``SignatureDrift`` if the result breaks the contract, and ``GateFailed`` if its outputs are off. The bad file is
+    then set aside as ``<out>.rejected``, and ``out`` is left as it was.
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
@@ -175,8 +210,10 @@ def run_stage(
 
 
 def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | None = None) -> None:
-    """``CannotWrite`` where a file as large as ``src`` can't be had in ``folder``: libraries that find no space give
-    other reasons, or write half a file without a word."""
+    """Raises ``CannotWrite`` if ``folder`` has no room for a file as large as ``src``.
+
+    Libraries that run out of space give other reasons, or silently write half a file.
+    """
     size = max(_LITTLE_ROOM, sum(file.stat().st_size for file in src.files if file.is_file()))
     allocate = getattr(os, "posix_fallocate", None)
     try:
@@ -190,7 +227,7 @@ def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | No
 
 
 def _as_made_from(made: Artifact, src: Artifact) -> Artifact:
-    """A cached artifact with the places where its source and input lie now: same bytes, maybe other paths."""
+    """Returns a cached artifact with the present paths of its source and input, whose bytes are the same."""
     assert made.manifest is not None
     record = {**made.history[-1], "input_path": str(src.path.absolute())}
     manifest = replace(made.manifest, source=src.source, stages=(*src.history, record))
@@ -212,25 +249,21 @@ def _make(
     function: Callable[..., Artifact] = resolve(stage.function)
     report(stage.name, None)
     started = time.monotonic()
-    inside = folder / f"model{stage.suffix}"
+    inside = folder / KINDS[stage.gives].main_file
+    proof = Proof(stage, src, config, gates)
     with cache.resuming(key):
-        result = function(src, config, inside)
-    trim()
+        result: Artifact = interruptible(function, src, config, inside, *((proof,) if stage.proves else ()))
+    trim_memory()
     if not result.path.is_file() or result.path.stat().st_size == 0:
         raise StageFailed(f"stage {stage.name} wrote no output; run it again with --no-cache")
-    result = check_contract(stage, src, config, result)
     seconds = time.monotonic() - started
-    results: list[GateResult] = []
-    for gate in gates:
-        results += gate.check(src, result)
+    result, results = proof.of(result)
     for failed in (r for r in results if r.passed is False):
         _check_room(stage, src, folder)
-        aside = _set_aside(result, out or cache.root / "rejected" / f"{stage.name}{stage.suffix}")
-        error = GateFailed(
-            f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.finding}; the file is "
-            f"set aside as {aside}"
-        )
-        error.value = failed.value
+        aside = _set_aside(result, out or cache.root / "rejected" / f"{stage.name}{KINDS[stage.gives].ending}")
+        finding = f"stage {stage.name} changed the output {failed.output!r} at {failed.case}: {failed.finding}"
+        error = GateFailed(f"{finding}; the file is set aside as {aside}")
+        error.finding, error.value = finding, failed.value
         raise error
     hashes = result.hashes()
     previous = src.manifest.stages if src.manifest else ()
@@ -259,65 +292,11 @@ def _make(
 
 
 def _set_aside(result: Artifact, out: Path) -> Path:
+    """Copy the main file of a rejected result beside ``out``. Returns the path of the copy."""
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(result.path, aside)  # the scratch folder may be on another disk: no rename
+        shutil.copyfile(result.path, aside)  # a copy, because the scratch folder may be on another disk
     except OSError as error:
         raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another -o") from error
     return aside
-
-
-def check_contract(stage: Stage, src: Artifact, config: StageConfig, result: Artifact) -> Artifact:
-    """``result`` with the signature that its own bytes show, once it is known to keep the contract of ``src``."""
-    where = f"stage {stage.name}"
-    found, properties = result.signature, dict(result.properties)
-    if result.kind in READERS:
-        found, read = resolve(READERS[result.kind])(result.path, src.signature)
-        properties |= read
-    _compare_specs(where, "input", src.signature.inputs, found.inputs, stage.may_change)
-    if src.signature.outputs:
-        _compare_specs(where, "output", src.signature.outputs, found.outputs, stage.may_change)
-    asked = getattr(config, "opset", None)
-    for name, wanted in (("opset", asked or src.properties.get("opset")), ("ir", src.properties.get("ir"))):
-        has = properties.get(name)
-        asked_for = name == "opset" and bool(asked)
-        if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
-            fix = f"ask for --opset {has}" if name == "opset" else f"save the model with ir_version {has}"
-            raise SignatureDrift(f"{where} gave {name} {has} where {wanted} was to be; {fix} instead")
-    # The stage may narrow the ranges (an engine's profile); a file's own bytes don't hold them.
-    dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
-    known = result.signature if "interface" in stage.may_change else src.signature
-    values = {spec.name: spec.values for spec in known.inputs}
-    inputs = tuple(replace(spec, values=values.get(spec.name)) for spec in found.inputs)
-    return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)
-
-
-def _compare_specs(
-    where: str,
-    role: str,
-    wanted: Sequence[TensorSpec],
-    found: Sequence[TensorSpec],
-    may_change: frozenset[str],
-) -> None:
-    if "interface" in may_change:
-        return
-    have = {spec.name: spec for spec in found}
-    for spec in wanted:
-        if spec.name not in have:
-            raise SignatureDrift(f"{where} lost the {role} {spec.name!r}; what is left: {', '.join(have) or 'nothing'}")
-        other = have[spec.name]
-        if spec.dtype != other.dtype and "dtypes" not in may_change:
-            raise SignatureDrift(f"{where} made the {role} {spec.name!r} {other.dtype}, it has to stay {spec.dtype}")
-        if "shapes" in may_change:
-            continue
-        if len(spec.shape) != len(other.shape):
-            raise SignatureDrift(f"{where} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
-        for dim, now in zip(spec.shape, other.shape, strict=True):
-            # An output dim may be called otherwise (a formula); dynamic has to stay dynamic and fixed to stay fixed.
-            if isinstance(dim, str) != isinstance(now, str) or (isinstance(dim, int) and dim != now):
-                raise SignatureDrift(f"{where} turned the dim {dim!r} of the {role} {spec.name!r} into {now!r}")
-            if role == "input" and dim != now:
-                raise SignatureDrift(f"{where} renamed the dim {dim!r} of the {role} {spec.name!r} to {now!r}")
-    if extra := set(have) - {spec.name for spec in wanted}:
-        raise SignatureDrift(f"{where} added the {role} {sorted(extra)[0]!r}, which the model did not have")

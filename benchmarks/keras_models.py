@@ -1,4 +1,4 @@
-"""Convolutional nets of keras.applications with random weights, as sources for accel. Nothing is downloaded."""
+"""Convolutional networks of keras.applications with random weights, as sources for accel. Nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""How much faster than native PyTorch is what `accel optimize` chooses for MiniLM on this CPU, and is it right?
+"""How much faster than native PyTorch is `accel optimize`'s choice for MiniLM on this CPU, and is it accurate?
 
     python benchmarks/minilm_cpu.py            # writes benchmarks/results/minilm_cpu.json and .md
 
-Real weights, real text of 128 tokens at batch 1, the metric on WordSim353 and the Lee corpus. For a quiet machine.
+Uses real weights, real text of 128 tokens at batch 1, and the metric on WordSim353 and the Lee corpus. Needs a quiet
+machine.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import numpy as np
 
 import accel
 from accel.api.optimize import Optimization
-from accel.bench.report import BenchReport
 from accel.examples import minilm
+from accel.timing.report import BenchReport
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = "accel.examples.minilm:model"
 
 
 def main() -> None:
-    """Export, optimize, bench; write what came out."""
+    """Exports, optimizes and benchmarks the model, and writes the results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         np.savez(folder / "calib.npz", **minilm.calibration_data())  # type: ignore[arg-type]
@@ -40,9 +41,9 @@ def main() -> None:
             metric="accel.examples.minilm:similarity",
             use_cache=False,
         )
-        # Three runs, each with its own processes: how far one run's figure can be from the next one's.
+        # Three runs in separate processes show how much the result varies between runs.
         runs = [
-            accel.benchmark(
+            accel.bench(
                 [folder / "out", exported.path],
                 against=SOURCE,
                 also=["torch-compile"],
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def markdown(result: Optimization, runs: list[BenchReport]) -> str:
-    """The tables of the results page."""
+    """Returns the tables of the results page."""
     machine = runs[0].environment
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [

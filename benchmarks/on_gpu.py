@@ -1,13 +1,14 @@
-"""One command on a machine with an NVIDIA GPU: the kernels' library, the tests, the benchmarks, within ten minutes.
+"""Builds the kernel library, runs the tests and the benchmark on a machine with an NVIDIA GPU, within ten minutes.
 
     python benchmarks/on_gpu.py                # `make gpu`; writes benchmarks/results/gpu_run.json and .md
     python benchmarks/on_gpu.py --seconds 300  # less time
     python benchmarks/on_gpu.py --out results  # all files there: gpu_run and gpu_gemm, .json and .md
-    python benchmarks/on_gpu.py --go-on        # a second run: the benchmark adds what the first had no time for
+    python benchmarks/on_gpu.py --go-on        # a second run: the benchmark adds the rows the first had no time for
 
-Steps run one after another, the commands of a step side by side. A step that fails or takes too long doesn't stop the
-next, and the files are written after each, so that a run that is cut short leaves what it found. Nothing is fetched:
-the library is $ACCEL_KERNEL_LIBRARY, else the one in $ACCEL_CACHE_DIR (default: build/gpu), else built there with nvcc.
+Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
+still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded: the
+library is $ACCEL_KERNEL_LIBRARY, or else the one in $ACCEL_CACHE_DIR (default: build/gpu), or else it is built there
+with nvcc.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
-# The versions of a machine with a GPU aren't those of constraints.txt: what they warn of is no failure there.
+# A GPU machine may have other versions than constraints.txt. Warnings of other versions must not fail a test.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-# Each test on a line of its own: what is cut off or crashes has no summary, and would end without the names.
+# -v prints each test on a line of its own: a run that is cut off or crashes prints no summary with the names.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
 FAILURE = re.compile(r"^(\S+\.py::.+?) (?:FAILED|ERROR|Fatal Python error)\b", re.MULTILINE)
 PASSED = re.compile(r"\b\d+ passed\b")
@@ -41,7 +42,8 @@ PASSED = re.compile(r"\b\d+ passed\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """``commands`` gets the seconds left for this step and gives what runs side by side; ``limit`` ends them all."""
+    """A step of the run. ``commands`` gets the seconds left for the step and returns the commands to run side by side.
+    All of them are killed after ``limit`` seconds."""
 
     name: str
     limit: float
@@ -54,7 +56,8 @@ def run_steps(
     out: Path,
     environment: Callable[[], dict[str, str]] = lambda: dict(os.environ),
 ) -> list[dict[str, Any]]:
-    """Each step within its limit and all within ``seconds``; the rows of the report, which is written after each."""
+    """Runs each step within its limit, and all steps within ``seconds``. Writes the report after each step and returns
+    its rows."""
     end = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []
     for step in steps:
@@ -67,7 +70,7 @@ def run_steps(
             try:
                 row["commands"] = _side_by_side(step.commands(left), started + left, environment())
                 row["result"] = _result(row["commands"])
-            except Exception as error:  # finding out what to run may fail as well
+            except Exception as error:  # the function that makes the commands may raise as well
                 row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}", "failed": []}]}
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
@@ -77,7 +80,8 @@ def run_steps(
 
 
 def _result(commands: Sequence[dict[str, Any]]) -> str:
-    """Of a step. pytest ends with 0 where every test was skipped, which is no proof of anything."""
+    """Returns the result of a step in words. pytest also exits with 0 if every test was skipped: that step is "not
+    run"."""
     codes = {command["code"] for command in commands}
     if not codes <= {0}:
         return "cut off" if None in codes else "FAILED"
@@ -87,7 +91,8 @@ def _result(commands: Sequence[dict[str, Any]]) -> str:
 
 def _side_by_side(commands: Sequence[Sequence[str]], end: float, environment: dict[str, str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / str(at) for at in range(len(commands))]  # a full pipe would stop its writer
+        # for the output, because a full pipe would block its writer
+        files = [Path(folder) / str(at) for at in range(len(commands))]
         running = [_start(command, file, environment) for command, file in zip(commands, files, strict=True)]
         codes: list[int | None] = []
         try:
@@ -114,7 +119,7 @@ def _start(command: Sequence[str], output: Path, environment: dict[str, str]) ->
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started."""
+    """Kills the process and all processes that it started."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -135,14 +140,15 @@ def _write(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def _words(command: dict[str, Any]) -> list[str]:
-    """What is said of a command in one line: the tests that failed, or why all were skipped, and its last words."""
+    """Returns the lines that sum up a command: its failed tests, the reasons if all tests were skipped, and its last
+    line."""
     lines = command["said"].strip().splitlines()
     skipped = [] if PASSED.search(command["said"]) else [line for line in lines if line.startswith("SKIPPED [")]
     return [*command["failed"], *skipped, *lines[-1:]]
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
-    """The files that hold tests for a GPU: the others need packages that such a machine may not have."""
+    """Returns the files with tests for a GPU. The other test files need packages that such a machine may not have."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [
         str(file.relative_to(root)) for file in files if re.search(r"mark\.gpu\b", file.read_text(encoding="utf-8"))
@@ -150,15 +156,15 @@ def gpu_files(root: Path = ROOT) -> list[str]:
 
 
 def shards(names: Sequence[str], count: int) -> list[list[str]]:
-    """``names`` dealt out; no shard is empty."""
+    """Deals ``names`` out to at most ``count`` shards, none of them empty."""
     return [list(names[at::count]) for at in range(min(count, len(names)))]
 
 
 def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[str], list[str]]:
-    """The ids of the tests for a GPU in ``files`` (default: all that there are), without those under compute-sanitizer;
-    and a line for each file that can't be collected here: such a machine may lack packages. Each file is asked for in a
-    process of its own: a folder's conftest.py that can't be imported ends a run of pytest before its first word.
-    """
+    """Returns the ids of the tests for a GPU in ``files`` (default: all such files), without the compute-sanitizer
+    tests. Also returns a line for each file that can't be collected here, since such a machine may lack packages. Each
+    file is collected in a process of its own, because pytest stops before any output if a folder's conftest.py can't be
+    imported."""
     files = files or gpu_files()
     end = time.monotonic() + seconds
     names: list[str] = []
@@ -173,7 +179,7 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
                     process.wait(timeout=max(0.0, end - time.monotonic()))
                 lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
                 names += [line for line in lines if "::" in line and not line.startswith("ERROR")]
-                if process.returncode not in (0, 5):  # 5: nothing in it was asked for
+                if process.returncode not in (0, 5):  # 5: no test of the file was selected
                     reasons = [line.strip() for line in lines if re.match(r"E   +\w+: ", line)]
                     why = "no answer in time" if process.returncode is None else f"exit status {process.returncode}"
                     missing += [f"not run: {file}: {'; '.join(dict.fromkeys(reasons)) or why}"]
@@ -184,9 +190,9 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
 
 
 def environment() -> dict[str, str]:
-    """That of every step: this checkout first, behind it what the caller's PYTHONPATH brings, and the library where
-    there is one by then."""
-    from accel.kernels.build import find_library
+    """Returns the environment of every step. PYTHONPATH has this checkout first and the caller's folders after it. If
+    the library is built by then, ACCEL_KERNEL_LIBRARY names it."""
+    from accel.kernels.native.build import find_library
 
     folders = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     found = {**os.environ, "PYTHONPATH": folders, "PYTHONUNBUFFERED": "1"}
@@ -195,12 +201,13 @@ def environment() -> dict[str, str]:
 
 
 def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
-    """What is done, the most telling first: the compilers want every core, the benchmarks the GPU to themselves. They
-    come last, with all that is left: they can go on in another run, compute-sanitizer can't."""
+    """Returns the steps, the most informative first. The compilers need every core and the benchmark needs the GPU to
+    itself. The benchmark comes last and gets all the remaining time, because it can continue in another run and
+    compute-sanitizer can't."""
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
-    # Those files alone: one that can't be imported ends a run of pytest before its first test.
+    # Only these files: a file that can't be imported ends a run of pytest before its first test.
     checked = [
         file for file in gpu_files() if "def test_compute_sanitizer" in (ROOT / file).read_text(encoding="utf-8")
     ]
@@ -208,13 +215,14 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
 
     def tests(_: float) -> list[list[str]]:
         names, missing = collected()
-        if not names:  # a step without a command would have passed
+        if not names:  # a step without a command would pass
             raise RuntimeError(f"no test for a GPU could be collected: {'; '.join(missing) or 'none was found'}")
         told = [[PYTHON, "-c", "import sys; print(*sys.argv[1:], sep='; ')", *missing]] if missing else []
         return told + [[*TESTS, *part] for part in shards(names, side_by_side)]
 
     def warm(_: float) -> list[list[str]]:
-        # What compute-sanitizer runs, too: it has no time for Triton's compiler.
+        # This step also compiles the kernels that compute-sanitizer checks. The time limit of the
+        # compute-sanitizer step leaves no time for Triton's compiler.
         cases = [[PYTHON, str(Path(file).with_name("gpu_cases.py"))] for file in checked]
         return [*cases, *([*benchmark, "--warm", f"{at}/{side_by_side}"] for at in range(side_by_side))]
 

@@ -1,10 +1,11 @@
-"""Is preprocessing cheaper inside the graph? A net fed with bytes through numpy on the host, and directly.
+"""Is preprocessing cheaper inside the graph? Feeds a network with bytes directly, and after preprocessing in numpy.
 
-    python benchmarks/preprocess.py                    # every row that isn't there yet
+    python benchmarks/preprocess.py                    # measures every row that has no result yet
     python benchmarks/preprocess.py digits --again
 
-In turns, on one thread, in ONNX Runtime. Each row is written to benchmarks/results/preprocess.json and .md as soon as
-it is measured: median and 99th percentile of both, and how far the outputs are apart. For a quiet machine.
+Both forms run alternately, on one thread, in ONNX Runtime. Each row is written to benchmarks/results/preprocess.json
+and .md as soon as it is measured: the median and the 99th percentile of both, and the difference between their outputs.
+Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import numpy as np
 from result_rows import measure_rows, row_arguments
 
 import accel
-from accel.bench.environment import environment
-from accel.converters.preprocess import PreprocessConfig
+from accel.converters.graph.preprocess import PreprocessConfig
+from accel.timing.environment import environment
 
 HERE = Path(__file__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``shape``: of the bytes that come in, channels last. ``mean``, ``std``: one number or one a channel."""
+    """One network to measure. ``shape``: of the input bytes, channels last. ``mean``, ``std``: one number, or one per
+    channel."""
 
     title: str
     source: str
@@ -58,7 +60,7 @@ ROWS = {
 
 
 def main() -> None:
-    """Measure the rows asked for, or all that aren't there yet."""
+    """Measures the requested rows, or all rows without a result."""
     parser = row_arguments(__doc__, "digits")
     parser.add_argument("--rounds", type=int, default=200)
     asked = parser.parse_args()
@@ -66,7 +68,8 @@ def main() -> None:
 
 
 def measured(row: Row, rounds: int) -> dict[str, Any]:
-    """Both ways in turns, in ms, with the largest relative error between their outputs."""
+    """Times both forms alternately, in ms, and returns the row, with the largest relative error between their
+    outputs."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         plain = accel.export(row.source, out=folder / "plain.onnx")
@@ -106,7 +109,7 @@ def measured(row: Row, rounds: int) -> dict[str, Any]:
 
 
 def markdown(body: dict[str, Any]) -> str:
-    """The results page."""
+    """Returns the results page."""
     lines = [
         "# Preprocessing in the graph, against numpy on the host",
         "",

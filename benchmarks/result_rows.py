@@ -1,5 +1,4 @@
-"""Benchmarks of several rows: each is written as soon as it is measured, so that an interrupted run goes on where it
-was."""
+"""Benchmarks of several rows. Each row is written as soon as it is measured, so an interrupted run continues later."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def row_arguments(description: str | None, example: str) -> argparse.ArgumentParser:
-    """Which rows, whether again, and where the results go; a script adds its own options."""
+    """Returns a parser with the options that all scripts share: the rows, ``--again`` and the folder of the results. A
+    script adds its own options."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n", 1)[0])
     parser.add_argument("rows", nargs="*", help=f"such as {example}; default: all")
     parser.add_argument("--again", action="store_true", help="measure rows again that are there already")
@@ -30,10 +30,12 @@ def measure_rows(
     measure: Callable[[str], dict[str, Any]],
     page: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Measure the rows asked for, or all that aren't in ``stem``.json yet, and write it and ``page`` after each; where
-    all are there, ``page`` alone, from what is recorded.
+    """Measures the requested rows (default: all) that ``stem``.json lacks, or all of them again with ``--again``.
+    Writes ``stem``.json and ``page`` after each row. If no row is missing, writes only ``page``, from the recorded
+    rows.
 
-    A row that fails is said and left out: the others are measured, and the next run tries it again.
+    If a row fails, prints the error and leaves the row out. The other rows are measured, and the next run tries the row
+    again.
     """
     for name in asked.rows:
         if name not in names:

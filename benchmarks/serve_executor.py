@@ -1,11 +1,11 @@
-"""What does the executor cost over `session.run`, with one caller at a time?
+"""How much time does the executor add to `session.run`, with one caller at a time?
 
     python benchmarks/serve_executor.py            # writes benchmarks/results/serve_executor.json
 
-The MLP of the load benchmark (1024-512-512-10, float32, one row) in ONNX Runtime with one thread, and a session that
-does nothing, so that the executor's own time stands alone. Each turn times a block of `session.run` and a block of
-`infer(executor, ...)` in random order; the figure is the median over the turns of the difference per request. Run it on
-a quiet machine.
+Measures the MLP of the load benchmark (1024-512-512-10, float32, one row) in ONNX Runtime with one thread, and a
+session that does nothing, which shows the executor's own time. Each turn times a block of `session.run` and a block of
+`infer(executor, ...)` in random order. The result is the median over the turns of the difference per request. Needs a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from accel.bench.environment import environment
 from accel.runtimes.base import SessionOptions, get_runtime
-from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest, infer
-from accel.serve.scheduling import Scheduling
+from accel.serve.protocol.inference import InferenceRequest, infer
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import Scheduling
 from accel.signature import Feeds, Signature, TensorSpec
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
+from accel.timing.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "serve_executor.json"
 TURNS, BLOCK = 60, 200
@@ -38,7 +38,7 @@ WIDTHS = (1024, 512, 512, 10)
 
 
 class Nothing:
-    """A session whose output is there before it is asked."""
+    """A session that returns a fixed output without any work."""
 
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)),), (TensorSpec("y", "float32", ("batch", 4)),))
     _answer = {"y": np.zeros((1, 4), np.float32)}  # noqa: RUF012 - never changed
@@ -60,7 +60,7 @@ class Nothing:
 
 
 def mlp(path: Path) -> Path:
-    """The MLP as an ONNX file."""
+    """Writes the MLP as an ONNX file and returns its path."""
     rng = np.random.default_rng(0)
     nodes, weights, value = [], [], "x"
     for i, (wide, narrow) in enumerate(itertools.pairwise(WIDTHS)):
@@ -80,7 +80,7 @@ def mlp(path: Path) -> Path:
 
 
 def per_call(call: Callable[[], object]) -> float:
-    """Microseconds."""
+    """Returns microseconds per call."""
     start = time.perf_counter()
     for _ in range(BLOCK):
         call()

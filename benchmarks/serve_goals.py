@@ -1,4 +1,4 @@
-"""What `serve_load.py` is measured for: each goal, the figure of the run, and whether it is met."""
+"""The goals of `serve_load.py`: each with the result of the run, and whether it is met."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# Requests a second in each round, by scenario, server and concurrency.
+# Requests per second in each round, by scenario, server and concurrency.
 Rates = Mapping[tuple[str, str, int], Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The median of ``rounds`` has to be at least ``bound``, below it where ``at_most``. No rounds: not measured."""
+    """A goal: the median of ``rounds`` has to be at least ``bound``, or below ``bound`` if ``at_most``. Without rounds
+    the goal is not measured."""
 
     what: str
     bound: float
@@ -26,7 +27,7 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no figure."""
+        """Tells whether the goal is met, or None if it was not measured."""
         if self.found is None:
             return None
         return self.found < self.bound if self.at_most else self.found >= self.bound
@@ -37,8 +38,8 @@ class Goal:
 
 
 def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
-    """``overhead_us``: what one remote call at concurrency 1 takes longer than ``session.run`` in each round, in
-    microseconds."""
+    """Returns the goals. ``overhead_us``: in each round, the microseconds that one remote call at concurrency 1 takes
+    longer than ``session.run``."""
     found = [
         Goal(
             what=f"mlp, concurrency {concurrency}: accel over MLServer's faster way",
@@ -58,8 +59,8 @@ def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
 
 
 def _ratios(rates: Rates, scenario: str, others: tuple[str, ...], concurrency: int) -> list[float]:
-    """Round by round, as what slows the machine for a while slows all that are measured then; over the way of the other
-    that is faster on the whole."""
+    """Returns accel's rate over a peer's in each round, because a disturbance of the machine slows both in the same
+    round. If the peer has several setups, the one with the highest median rate counts."""
     own = rates.get((scenario, "accel", concurrency))
     peers = [rates[key] for other in others if (key := (scenario, other, concurrency)) in rates]
     if own is None or not peers:
@@ -68,7 +69,7 @@ def _ratios(rates: Rates, scenario: str, others: tuple[str, ...], concurrency: i
 
 
 def table(found: list[Goal]) -> list[str]:
-    """Lines of Markdown."""
+    """Returns the goals as lines of Markdown."""
     lines = ["| goal | bound | found | rounds | met |", "|---|---|---|---|---|"]
     for goal in found:
         sign = "<" if goal.at_most else ">="

@@ -1,12 +1,13 @@
-"""What does length-aware batching give on texts of real lengths, beside padding batches as the requests came?
+"""How much faster is length-aware batching on texts of real lengths than padding each batch in the order of arrival?
 
     python benchmarks/serve_lengths.py [--seconds 12] [--rounds 2]      # about two minutes
 
-One `accel serve` process with MiniLM (real weights) twice: `grouped` as it is served by default, `padded` with the
-parameter `length_grouping: none`, which pads each batch, in the order of arrival, to its longest. The texts are the
-documents of the Lee corpora, their sentences and the words of WordSim353, mixed. In every round each model gets first
-as many requests as it can take (64 under way), then half as many a second at random instants, which gives the latency.
-Every answer is compared with the text's own run without a batch. For a quiet machine; only 127.0.0.1 is loaded.
+One `accel serve` process serves MiniLM (real weights) twice: `grouped` with the defaults, and `padded` with the
+parameter `length_grouping: none`, which pads each batch, in the order of arrival, to its longest text. The texts are
+the documents of the Lee corpora, their sentences and the words of WordSim353, mixed. In every round each model first
+gets as many requests as it can take (64 under way). Then it gets half of that rate at random instants, which measures
+the latency. Every answer is compared with the answer for the same text without a batch. Needs a quiet machine. Only
+127.0.0.1 is loaded.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from serve_load import RESULTS
 from serve_starters import free_port, running
 
 import accel
-from accel.bench.environment import environment
 from accel.examples import minilm
+from accel.timing.environment import environment
 
 LONGEST, BATCH, UNDER_WAY, TEXTS = 256, 32, 64, 600
-BOUND_MS = 100  # max_queue_delay of both: how long a request may wait for company
+BOUND_MS = 100  # max_queue_delay of both models: how long a request may wait for others
 CONFIG = """
 max_batch_size: {batch}
 dynamic_batching {{ max_queue_delay_microseconds: {delay} }}
@@ -47,9 +48,10 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds; ``rates``: the requests a second of each. ``p50_ms``, ``p99_ms``: at half of that.
-    ``waited_in_bound``: the part of the requests at that rate that waited in the queue for at most ``BOUND_MS``, over
-    all rounds, and ``in_bound`` in each."""
+    """The results of one model: medians over the rounds. ``rates``: the requests per second of each round. ``p50_ms``
+    and ``p99_ms``: the latency at half of that rate. ``waited_in_bound``: the share of those requests that waited in
+    the queue for at most ``BOUND_MS``, over all rounds. ``in_bound``: the share
+    of requests that waited for at most ``BOUND_MS`` in each round."""
 
     model: str
     requests_per_second: float
@@ -67,7 +69,7 @@ class Row:
 
 
 def texts() -> list[np.ndarray]:
-    """Token ids, one array a text, in a random order that is always the same."""
+    """Returns token ids, one array per text, in a fixed random order."""
     documents: list[str] = []
     for name in ("lee_background.cor", "lee.cor"):
         documents += minilm._corpus(name).read_text(encoding="latin-1").splitlines()
@@ -81,7 +83,7 @@ def texts() -> list[np.ndarray]:
 
 
 class Asked:
-    """Requests sent and what came back for each: once, twice, wrong, or not at all."""
+    """Sends requests, and counts the answers to each that are missing, repeated or wrong."""
 
     def __init__(self, port: int, model: str, inputs: list[np.ndarray], wanted: np.ndarray) -> None:
         self._client = triton.InferenceServerClient(f"127.0.0.1:{port}")
@@ -90,11 +92,11 @@ class Asked:
         self._started: dict[int, float] = {}
         self._answers: dict[int, int] = {}
         self._numbers = itertools.count()
-        self.latencies: list[tuple[float, float]] = []  # when it was answered, and after how long
+        self.latencies: list[tuple[float, float]] = []  # the time of the answer, and the seconds that the request took
         self.wrong = 0
 
     def send(self) -> None:
-        """The next text; returns at once."""
+        """Sends the next text without waiting for the answer."""
         number = next(self._numbers)
         index = number % len(self._inputs)
         ids = self._inputs[index]
@@ -116,12 +118,13 @@ class Asked:
         self._client.async_infer(self._model, [given], answered, request_id=str(number))
 
     def wait_for_room(self, under_way: int) -> None:
-        """Until fewer than ``under_way`` are unanswered; a minute is too long."""
+        """Waits until fewer than ``under_way`` requests are unanswered, at most a minute."""
         with self._lock:
             self._lock.wait_for(lambda: len(self._started) - len(self._answers) < under_way, 60)
 
     def close(self) -> tuple[int, int, int]:
-        """Lost, answered twice, wrong."""
+        """Closes the client and returns the numbers of requests without an answer, requests with several, and wrong
+        answers."""
         self.wait_for_room(1)
         with self._lock:
             lost = len(self._started) - len(self._answers)
@@ -131,7 +134,7 @@ class Asked:
 
 
 def closed_loop(asked: Asked, seconds: float) -> float:
-    """Requests a second with ``UNDER_WAY`` of them under way, after a sixth of the time to warm up."""
+    """Returns the requests per second with ``UNDER_WAY`` requests under way, after a warm-up of a sixth of the time."""
     begin = time.perf_counter()
     while time.perf_counter() < begin + seconds:
         asked.wait_for_room(UNDER_WAY)
@@ -142,7 +145,7 @@ def closed_loop(asked: Asked, seconds: float) -> float:
 
 
 def open_loop(asked: Asked, seconds: float, rate: float) -> list[float]:
-    """Latencies in seconds at ``rate`` requests a second, at the instants of a Poisson process."""
+    """Returns latencies in seconds. Requests are sent at the instants of a Poisson process with ``rate`` per second."""
     gaps = random.Random(1)
     due = time.perf_counter()
     end = due + seconds
@@ -157,7 +160,7 @@ def open_loop(asked: Asked, seconds: float, rate: float) -> list[float]:
 def measure(
     port: int, http_port: int, model: str, inputs: list[np.ndarray], wanted: np.ndarray, seconds: float
 ) -> dict[str, float]:
-    """One model, once."""
+    """Measures one model in one round."""
     found: dict[str, float] = dict.fromkeys(("lost", "twice", "wrong"), 0)
     asked = Asked(port, model, inputs, wanted)
     found["rate"] = closed_loop(asked, seconds)
@@ -177,7 +180,7 @@ def measure(
 
 
 def counters(http_port: int, model: str) -> dict[str, float]:
-    """The server's own figures of the model, as Prometheus gets them: by name, for a bucket with its upper end."""
+    """Returns the server's Prometheus metrics of the model by name. The name of a bucket includes its upper bound."""
     with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {
@@ -189,13 +192,14 @@ def counters(http_port: int, model: str) -> dict[str, float]:
 
 
 def waits(http_port: int, model: str) -> tuple[float, float]:
-    """Answered requests that waited in the queue for at most ``BOUND_MS``, and all of them."""
+    """Returns the number of answered requests that waited in the queue for at most ``BOUND_MS``, and of all answered
+    requests."""
     found = counters(http_port, model)
     return tuple(found[f"accel_queue_duration_seconds_bucket{end}"] for end in (BOUND_MS / 1000, "+Inf"))
 
 
 def padding(http_port: int, model: str) -> float:
-    """The part of all tokens that was padding."""
+    """Returns the share of padding among all tokens."""
     found = counters(http_port, model)
     padded, real = found["accel_padded_tokens_total"], found["accel_real_tokens_total"]
     return padded / (padded + real)
@@ -304,7 +308,7 @@ def write(rows: list[Row], inputs: list[np.ndarray]) -> None:
         + f" tokens), batches of up to {BATCH}, a delay bound of {BOUND_MS} ms.",
         f"Latencies at half the requests a second; in bound: the part of those that waited at most {BOUND_MS} ms.",
         "A text of 256 tokens alone takes about half the bound, and the load generator shares the cores, so that runs",
-        "take longer than what was measured when the model was loaded: both make others late (`docs/serving.md`).",
+        "take longer than what was measured when the model was loaded: both make others late (`how-to/serving.md`).",
         "",
         "| batching | requests/s | spread | padding | p50 ms | p99 ms | in bound | lost | twice | wrong |",
         "|---|---|---|---|---|---|---|---|---|---|",

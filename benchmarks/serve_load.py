@@ -1,13 +1,13 @@
-"""Requests a second and latency of `accel serve` beside its peers, one after the other in one run.
+"""Requests per second and latency of `accel serve` and its peers, measured one after the other in one run.
 
     python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]
 
-VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 has no workers with a later one). The load
-comes from h2load (apt: nghttp2-client), which costs far less than a Python client; each server takes its turn in every
-round. For a quiet machine; only 127.0.0.1 is loaded.
+VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 has no workers with a later version). h2load
+sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes its turn
+in every round. Needs a quiet machine. Only 127.0.0.1 is loaded.
 
-h2load can't see an error in a gRPC call's trailers, so after each of accel's runs the server's own statistics are
-compared with what h2load counted. Whether the goals are met: serve_goals.py.
+h2load can't see an error in a gRPC call's trailers. So after each run of accel, the script compares the server's own
+statistics with the answers that h2load counted. serve_goals.py tells whether the goals are met.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serve_goals import Goal, goals, table
 from serve_starters import STARTERS, Scenario
 
 import accel
-from accel.bench.environment import environment
+from accel.timing.environment import environment
 
 DEALS = 4
 RESULTS = Path(__file__).parent / "results"
@@ -67,7 +67,7 @@ SCENARIOS = (
         ("accel", "floor", "floor-model", "mlserver", "mlserver-workers", "litserve"),
         40,
     ),
-    # The mean of 1 x 4 x 16 x 16 floats, 4,096 bytes: what is left is the server itself.
+    # The mean of 1 x 4 x 16 x 16 floats, 4,096 bytes: nearly all time goes to the server itself.
     Scenario("small", "x:float32[batch,4,16,16]", (1, 4, 16, 16), (8,), ("accel", "floor", "floor-model"), 16),
     # 1 x 3 x 224 x 224 floats are 602,112 bytes.
     Scenario(
@@ -78,8 +78,9 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds; ``rates``: the requests a second of each, ``spread``: their (max - min) / median.
-    ``lost``, ``twice``: by the server's own counts, over all rounds; None where they weren't asked for."""
+    """The results of one server: medians over the rounds. ``rates``: the requests per second of each round. ``spread``:
+    (max - min) / median of ``rates``. ``lost``, ``twice``: from the server's own counts over all rounds, or None for a
+    server without counts."""
 
     scenario: str
     server: str
@@ -96,8 +97,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Overhead:
-    """One caller at a time: medians over the rounds of the p50 over the wire, of ``session.run`` with one thread on the
-    same request, and of their difference; ``rounds``: that difference in each."""
+    """The time that serving adds for one caller: medians over the rounds of the remote p50, of the p50 of
+    ``session.run`` with one thread on the same request, and of their difference. ``rounds``: the difference in each
+    round."""
 
     scenario: str
     rpc_us: float
@@ -132,8 +134,8 @@ def main() -> None:
 def measure(
     scenario: Scenario, folder: Path, peers: Path | None, seconds: float, rounds: int
 ) -> tuple[list[Row], list[tuple[float, float]]]:
-    """Every server of the scenario in turn, ``rounds`` times; and of accel alone, where it is asked by one caller, the
-    p50 in microseconds over the wire and of ``session.run`` in each round."""
+    """Measures every server of the scenario in turn, ``rounds`` times, and returns their rows. Also returns, for accel
+    with one caller, a pair for each round: the p50 in microseconds of a remote call and of ``session.run``."""
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     model.parent.mkdir(parents=True)
     accel.export(f"{folder / 'models.py'}:{scenario.name}", inputs=[scenario.spec], out=model)
@@ -169,15 +171,19 @@ def measure(
 
 @contextlib.contextmanager
 def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
-    """Within it load is sent; what it puts into the list is how many answers h2load counted, and how many requests it
-    may have had under way when it stopped. Behind it the list has how many of them, by the server's own counts, failed
-    behind h2load's back or were lost, and how many were answered more than once; any is an error."""
+    """Compares the requests sent inside this context with the server's own counts.
+
+    The caller appends two numbers to the list: the answers that h2load counted, and the largest possible number of open
+    requests when h2load stopped. On exit, this context appends two numbers to the list: the requests that were lost or
+    whose failure h2load didn't see, and the requests that the server answered more than once. Raises RuntimeError if
+    either of the numbers appended on exit is not 0.
+    """
     before, sent = settled(port, model), list[tuple[int, int]]()
     yield sent
     after = settled(port, model)
     success, fail = after[0] - before[0], after[1] - before[1]
     ((answered, under_way),) = sent
-    # One that was cut off at the end may have been answered, or cancelled, and that counts as failed.
+    # A request cut off at the end may have been answered or canceled, and a canceled one counts as failed.
     lost, twice = max(0, answered - success), max(0, success + fail - answered - under_way)
     sent.append((lost, twice))
     if lost or twice:
@@ -188,7 +194,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
 
 
 def settled(port: int, model: str) -> tuple[int, int]:
-    """Success and failure, once they stand still."""
+    """Returns the server's counts of successes and failures, once they no longer change."""
     found = None
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         while True:
@@ -200,8 +206,8 @@ def settled(port: int, model: str) -> tuple[int, int]:
 
 
 def exactly(port: int, body: Path, count: int, concurrency: int) -> int:
-    """Send ``count`` requests, none of which is cut off; how many were answered. Raises where that isn't all of them:
-    the server can't count what never reached it."""
+    """Sends ``count`` requests, cuts none off, and returns the number of answers. Raises RuntimeError if an answer is
+    missing, because the server can't count requests that never reached it."""
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-n", str(count), "-d", str(body)]
     words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
     answered = answers(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
@@ -218,7 +224,7 @@ def answers(said: str) -> int:
 
 
 def session_run_us(model: Path, x: np.ndarray, seconds: float) -> float:
-    """The p50 of ``session.run`` with one thread while the server has nothing to do."""
+    """Returns the p50 of ``session.run`` with one thread while the server is idle."""
     times = []
     with accel.load(model, options={"threads": 1}) as session:
         feeds = {"x": x}
@@ -260,7 +266,7 @@ def row(scenario: str, server: str, concurrency: int, runs: list[dict[str, float
 
 
 def grpc_body(model: str, x: np.ndarray) -> bytes:
-    """The request as it goes over the wire: one length-prefixed message."""
+    """Returns the request as sent on the wire: one length-prefixed message."""
     wanted = triton.InferInput("x", list(x.shape), "FP32")
     wanted.set_data_from_numpy(x)
     request = triton.service_pb2.ModelInferRequest(model_name=model)
@@ -271,7 +277,7 @@ def grpc_body(model: str, x: np.ndarray) -> bytes:
 
 
 def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float = 60.0) -> None:
-    """Wait until the server answers: h2load counts an error in the trailers as an answer."""
+    """Waits until the server answers. Without this wait, h2load would count an error in the trailers as an answer."""
     tensor = triton.InferInput("x", list(x.shape), "FP32")
     tensor.set_data_from_numpy(x)
     deadline = time.monotonic() + patience
@@ -287,11 +293,11 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
 
 
 def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
-    """``concurrency`` connections with one request under way each, for ``seconds`` after a second of warm-up.
+    """Sends requests on ``concurrency`` connections, one under way on each, for ``seconds`` after a second of warm-up.
 
-    The system deals connections to the processes of a server at random, and unevenly where they are few: so the time is
-    cut into ``DEALS`` parts, each with connections of its own. The warm-up is a run of its own: h2load counts none of
-    the requests that it sends in its own warm-up.
+    The operating system deals connections to the processes of a server at random, and few connections unevenly. So the
+    time is cut into ``DEALS`` parts with new connections each. The warm-up is a separate run, because h2load does not
+    count the requests of its own warm-up.
     """
     log = body.with_suffix(".log")
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]
@@ -328,7 +334,7 @@ def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool)
 
 
 def check(port: int, scenario: Scenario, model: Path) -> None:
-    """Each answer belongs to its request: 200 different inputs at once through Triton's own client."""
+    """Checks that each answer belongs to its request: 200 different inputs at once through Triton's own client."""
     rng = np.random.default_rng(1)
     inputs = [
         rng.standard_normal(scenario.shape).astype(np.float32) for _ in range(200 if scenario.name == "mlp" else 16)
@@ -411,7 +417,7 @@ def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
 
 
 def why_missed(rows: list[Row]) -> list[str]:
-    """What the bare servers of the same run say of the goals."""
+    """Returns lines that compare the goals with the bare servers of the same run."""
     found = {(r.scenario, r.server, r.concurrency): r for r in rows}
 
     def ratio(scenario: str, server: str, others: tuple[str, ...]) -> float | None:

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Scenario:
-    """One model and the request that is sent to it again and again."""
+    """A model, and the request that the load generator repeats."""
 
     name: str
     spec: str
@@ -33,7 +33,8 @@ class Scenario:
 
 @contextlib.contextmanager
 def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str, str] | None = None) -> Iterator[int]:
-    """The server until the block ends; it and its children are ended as a group."""
+    """Starts the server, waits until it listens, and yields its port. Ends the server and its children as a process
+    group afterwards."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
         words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=log, stderr=log, start_new_session=True
@@ -47,7 +48,7 @@ def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str,
                 log.seek(0)
                 raise RuntimeError(f"{words[0]} did not start: {log.read()[-2000:].decode()}")
             time.sleep(0.1)
-        time.sleep(2)  # the second process of those that have one
+        time.sleep(2)  # lets the second process start, if the server has two
         yield port
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -80,7 +81,7 @@ def start_accel(
 def start_floor(
     scenario: Scenario, folder: Path, _peers: Path | None, runs: bool = False
 ) -> contextlib.AbstractContextManager[int]:
-    """``runs``: it runs the model on the call's thread, instead of answering zeros."""
+    """Starts the floor server. If ``runs``, it runs the model on the thread of the call instead of answering zeros."""
     port = free_port()
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     answered = str(model) if runs else str(scenario.answer_bytes)
@@ -90,7 +91,8 @@ def start_floor(
 def start_mlserver(
     scenario: Scenario, folder: Path, peers: Path | None, workers: int = 0
 ) -> contextlib.AbstractContextManager[int]:
-    """``workers`` 0, everything in one process, is its fastest on two cores; 2 is what corresponds to two processes."""
+    """Starts MLServer. ``workers`` 0 keeps MLServer in one process, which is fastest on two cores. ``workers`` 2
+    corresponds to accel's two processes."""
     assert peers
     port = free_port()
     home = folder / f"mlserver-{scenario.name}-{workers}"

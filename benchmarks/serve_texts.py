@@ -1,11 +1,11 @@
-"""MiniLM on texts of real lengths: `accel serve` beside its peers, one after the other in one run.
+"""MiniLM on texts of real lengths: `accel serve` and its peers, measured one after the other in one run.
 
     python benchmarks/serve_texts.py --peers VENV [--seconds 8] [--rounds 3]      # about seven minutes
 
-VENV as for serve_load.py; the texts are those of serve_lengths.py. Callers, one a thread, each send the next text when
-they have their answer, which is compared with the text's own run. All servers have the same file and the same requests,
-ids and mask. accel batches by length, as it does where nothing else is said; none of the others pads, so they run each
-text alone. For a quiet machine; only 127.0.0.1 is loaded.
+VENV is the one of serve_load.py, and the texts are those of serve_lengths.py. Each caller has its own thread, sends a
+text, waits for the answer, compares it with the answer for the same text without a batch, and sends the next text. All
+servers have the same file and the same requests: ids and mask. accel batches by length, its default. The peers don't
+pad, so they run each text alone. Needs a quiet machine. Only 127.0.0.1 is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serve_load import RESULTS, settled, versions
 from serve_starters import STARTERS, Scenario
 
 import accel
-from accel.bench.environment import environment
+from accel.timing.environment import environment
 
 CONCURRENCIES = (1, 8, 32)
 OWN = "accel-instances"
@@ -44,8 +44,9 @@ Ask = Callable[[Feeds], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds; ``rates``: the requests a second of each. ``wrong``: answers that were not the text's
-    own; ``lost``: calls that failed, and of accel those that its statistics don't have once each."""
+    """The results of one server: medians over the rounds. ``rates``: the requests per second of each round. ``wrong``:
+    answers that belong to another text or are inaccurate. ``lost``: failed calls, and for accel also calls that its
+    statistics don't count exactly once."""
 
     server: str
     concurrency: int
@@ -58,7 +59,7 @@ class Row:
 
 
 class Callers:
-    """Threads that each have one request under way, for some seconds."""
+    """Threads that each keep one request under way, for a given number of seconds."""
 
     def __init__(self, asks: list[Ask], inputs: list[Feeds], wanted: np.ndarray) -> None:
         self._asks, self._inputs, self._wanted = asks, inputs, wanted
@@ -67,7 +68,7 @@ class Callers:
         self.wrong = self.lost = 0
 
     def run(self, seconds: float) -> float:
-        """Answers a second."""
+        """Returns the answers per second."""
         begin = time.perf_counter()
         threads = [threading.Thread(target=self._call, args=(i, begin + seconds)) for i in range(len(self._asks))]
         for thread in threads:
@@ -120,7 +121,7 @@ def over_json(stack: ExitStack, port: int) -> Ask:
 def measure(
     server: str, folder: Path, peers: Path | None, inputs: list[Feeds], wanted: np.ndarray, seconds: float
 ) -> dict[int, dict[str, float]]:
-    """One server, once: by the number of callers."""
+    """Measures one server in one round. Returns the results by number of callers."""
     found = {}
     connect = over_json if server == "litserve" else over_grpc
     with STARTERS[server](SCENARIO, folder, peers) as port, ExitStack() as stack:

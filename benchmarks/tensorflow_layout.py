@@ -1,12 +1,12 @@
-"""Does it pay to turn TensorFlow's channels-last convolutions into ONNX's channels-first ones?
+"""Is it worth turning TensorFlow's channels-last convolutions into ONNX's channels-first convolutions?
 
-    python benchmarks/tensorflow_layout.py             # every row that isn't there yet
+    python benchmarks/tensorflow_layout.py             # measures every row that has no result yet
     python benchmarks/tensorflow_layout.py mobilenet_v2 --again
 
-Each net is converted twice, with every convolution between its two transposes and with the transposes sunk until they
-cancel, and run in ONNX Runtime and in OpenVINO, which have passes of their own against transposes. Paired blocks at
-batch 1. Each row is written to benchmarks/results/tensorflow_layout.json and .md as soon as it is measured. For a quiet
-machine.
+Each network is converted twice: with every convolution between its two transposes, and with the transposes moved until
+they cancel. Both forms run in ONNX Runtime and in OpenVINO, which remove transposes themselves. The two forms are timed
+in paired blocks at batch 1. Each row is written to benchmarks/results/tensorflow_layout.json and .md as soon as it is
+measured. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from result_rows import measure_rows, row_arguments
 
 from accel.artifact import Artifact
-from accel.bench.paired import Candidate, measure
-from accel.converters.onnx_from_tensorflow import OnnxFromTensorFlowConfig
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.simplify import SimplifyConfig
-from accel.sources import open_source
+from accel.converters.from_tensorflow.onnx_from_tensorflow import OnnxFromTensorFlowConfig
+from accel.converters.graph.simplify import SimplifyConfig
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.sources.source import Source
 from accel.stage import run_stage
+from accel.timing.paired import Candidate, measure
 
 KERAS = Path(__file__).with_name("keras_models.py")
 ROWS = ("fer", "mobilenet_v2", "efficientnet_b0", "resnet50_v2")
@@ -31,7 +31,7 @@ LAYOUTS = ("channels_last", "channels_first")
 
 
 def main() -> None:
-    """Measure the rows asked for, or all that aren't there yet."""
+    """Measures the requested rows, or all rows without a result."""
     parser = row_arguments(__doc__, "mobilenet_v2")
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def row(name: str, rounds: int) -> dict[str, Any]:
-    """One net in both layouts and both runtimes."""
-    source = open_source(_fer() if name == "fer" else f"{KERAS}:{name}")
+    """Measures one network in both layouts and both runtimes."""
+    source = Source(_fer() if name == "fer" else f"{KERAS}:{name}").open()
     candidates, turned = [], {}
     for layout in LAYOUTS:
         made = run_stage("onnx_from_tensorflow", source, OnnxFromTensorFlowConfig(layout=layout))
@@ -64,7 +64,7 @@ def _fer() -> str:
 
 
 def markdown(body: dict[str, Any]) -> str:
-    """The results page."""
+    """Returns the results page."""
     machine = next(iter(body["rows"].values()))["bench"]["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     lines = [

@@ -1,12 +1,12 @@
-"""How long does it take from BERT-base in PyTorch to the file that is run, and how much memory: accel beside others?
+"""How much time and memory do accel and other tools take from BERT-base in PyTorch to the file that is run?
 
-    python benchmarks/toolchain_time.py            # every row that isn't there yet
+    python benchmarks/toolchain_time.py            # measures every row that has no result yet
     python benchmarks/toolchain_time.py accel --again
 
 Rows: accel's export and optimize, the same again (everything from the cache), optimum (export, then its ONNX Runtime
-quantizer) and Olive (export, dynamic int8). The others are installed into a virtual environment each, below
-``--environments``; one that can't be installed has a row that says why. Seconds are those of the commands, with their
-imports; memory is the largest sum over a command's processes. For a quiet machine.
+quantizer) and Olive (export, dynamic int8). Each of the other tools is installed into a virtual environment of its own
+below ``--environments``. If a tool can't be installed, its row says why. Times are in seconds and cover the whole
+commands, imports included. Memory is the largest sum over a command's processes. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from result_rows import measure_rows, row_arguments
 
-from accel.bench.environment import environment
-from accel.cpu import available_cores
+from accel.machine import available_cores
+from accel.timing.environment import environment
 
 ROWS = ("accel", "optimum", "olive")
 PACKAGES = {
@@ -34,7 +34,7 @@ PACKAGES = {
     "olive": ["olive-ai[cpu]==0.13.0", "torch==2.13.0", "transformers<5", "requests"],
 }
 LIMIT_SECONDS = 3600
-# `olive optimize` is for language models alone: it builds them with ModelBuilder and calibrates on downloaded text.
+# `olive optimize` is only for language models: it builds them with ModelBuilder and calibrates on downloaded text.
 OLIVE = {
     "input_model": {
         "type": "HfModel",
@@ -61,7 +61,7 @@ OLIVE = {
 
 
 def main() -> None:
-    """Measure the rows asked for, or all that aren't there yet."""
+    """Measures the requested rows, or all rows without a result."""
     parser = row_arguments(__doc__, "accel")
     parser.add_argument("--model", default="bert-base", help="for a quick try: small-cnn (accel only)")
     parser.add_argument("--environments", type=Path, default=Path(tempfile.gettempdir()) / "accel-toolchain-time")
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def accel_row(name: str) -> dict[str, Any]:
-    """Export and optimize with an empty cache, then both again."""
+    """Runs export and optimize with an empty cache, then both again, and returns the row."""
     from cpu_models import MODELS
 
     model = MODELS[name]
@@ -83,7 +83,7 @@ def accel_row(name: str) -> dict[str, Any]:
         folder = Path(text)
         np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
         given = []
-        if model.train:  # a factory that draws its weights anew is another model each time
+        if model.train:  # a factory that draws random weights on each call would make another model each time
             model.train(folder / "weights.safetensors")
             given = ["--weights", "weights.safetensors"]
         accel = [sys.executable, "-m", "accel"]
@@ -98,7 +98,7 @@ def accel_row(name: str) -> dict[str, Any]:
 
 
 def other_row(name: str, environments: Path) -> dict[str, Any]:
-    """Another toolchain in its own virtual environment, on the same model from a transformers folder."""
+    """Runs another tool in its own virtual environment, on the same model saved as a transformers folder."""
     title = f"{name} (bert-base)"
     place = environments / name
     python = place / "bin" / "python"
@@ -140,7 +140,8 @@ def other_row(name: str, environments: Path) -> dict[str, Any]:
 
 
 def timed(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
-    """Run a command: its seconds, the largest memory of its process tree in MiB, and its last words if it failed."""
+    """Runs a command. Returns the command's duration in seconds and the largest memory of the command's processes in
+    MiB. If the command failed, also returns the end of the command's output."""
     started, peak = time.monotonic(), 0.0
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(words, cwd=folder, env=dict(env), stdout=said, stderr=subprocess.STDOUT)
@@ -162,7 +163,7 @@ def timed(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> dict[st
 
 
 def tree_mib(pid: int) -> float:
-    """Resident memory of a process and everything below it, now."""
+    """Returns the current resident memory of a process and all its descendants, in MiB."""
     total, queue = 0.0, [pid]
     while queue:
         here = queue.pop()
@@ -177,7 +178,7 @@ def tree_mib(pid: int) -> float:
 
 
 def markdown(body: dict[str, Any]) -> str:
-    """The results page."""
+    """Returns the results page."""
     machine = next(iter(body["rows"].values()))["environment"]
     lines = [
         "# From a model to the file that is run: seconds and memory",

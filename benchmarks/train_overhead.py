@@ -1,18 +1,18 @@
-"""How much does `accel train` cost over the same model in a bare torch loop, and what does DeepSpeed take?
+"""How much longer does `accel train` take than a bare torch loop on the same model, and how long does DeepSpeed take?
 
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
     python benchmarks/train_overhead.py --deepspeed PATH/bin/python
 
-Two gloo ranks, one thread each, a GPT of 10.7 M parameters, AdamW, float32. The loops' steps take turns in one process
-group, in an order that turns round each time, so that whatever else the machine does meets all of them. Accel's is
-everything that a run does at a step: data, passes, the check that the gradient is finite, the log. The bare loop is DDP
-at ZeRO 0, FSDP2 by block at ZeRO 3 and the same with gathered parameters kept at ZeRO 2, with the mean of the batch as
-its loss, no check, no clipping and no log. DeepSpeed takes part at the same stage and with the same optimizer where it
-is installed beside accel, or in an environment of its own with the same Python, whose interpreter ``--deepspeed``
-names: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson
-py-cpuinfo einops msgpack` (torch and the rest are accel's; DS_ACCELERATOR=cpu is set here). Each figure is the median
-over the turns of a loop's time divided by the bare loop's time in the same turn, less 1, with its 95 % bootstrap
-interval. Run it on a quiet machine: with other work on the cores the interval is wider than the figure.
+Two gloo ranks, one thread each, a GPT of 10.7 M parameters, AdamW, float32. The loops take turns, step by step, in one
+process group. The order rotates from turn to turn, so that a disturbance of the machine slows all loops alike. accel's
+loop is a complete training step: data, forward and backward pass, the check that the gradient is finite, the log. The
+bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and the same with gathered parameters kept at ZeRO 2. The loss of
+the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. DeepSpeed takes part with
+the same stage and optimizer if it is installed beside accel, or in a separate environment with the same Python, whose
+interpreter ``--deepspeed`` names: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 &&
+PATH/bin/pip install hjson py-cpuinfo einops msgpack` (torch and the rest are accel's; DS_ACCELERATOR=cpu is set here).
+Each result is the median over the turns of a loop's time divided by the bare loop's time in the same turn, less 1, with
+its 95 % bootstrap interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accel.bench.statistics import speedup
 from accel.examples.gpt import GPT, GPTConfig
+from accel.timing.statistics import speedup
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
-# What the bare loop is at a ZeRO stage.
+# The kind of bare loop for each ZeRO stage.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
-_TURNS = "TRAIN_OVERHEAD_TURNS"  # tells a rank that it is one
+_TURNS = "TRAIN_OVERHEAD_TURNS"  # set in the processes that are ranks
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 
@@ -57,10 +57,11 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def accel_step(zero: int, folder: Path) -> Callable[[], None]:
-    from accel.train import watchdog
-    from accel.train.config import TrainConfig
-    from accel.train.layout import join
+    from accel.train.config.schema import TrainConfig
+    from accel.train.log import beat
     from accel.train.loop import Trainer
+    from accel.train.parallel.layout import join
+    from accel.train.run import watchdog
 
     here = f"{Path(__file__).absolute()}"
     body: dict[str, Any] = {
@@ -78,7 +79,7 @@ def accel_step(zero: int, folder: Path) -> Callable[[], None]:
         log = trainer._log()
 
     def step() -> None:
-        watchdog.beat(folder)
+        beat(folder)
         seen = trainer.one_step(batches)
         if log is not None:
             log.step(trainer.step, seen)
@@ -133,7 +134,7 @@ def deepspeed_step(zero: int) -> Callable[[], None]:
 
 
 def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """What accel's config makes by default."""
+    """Returns the optimizer that accel's config makes by default."""
     return torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
 
 
@@ -151,7 +152,7 @@ def rank_main(out: Path) -> None:
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
-        gc.collect()  # or loops pay for each other's garbage by turns
+        gc.collect()  # otherwise a loop would pay for the garbage of another loop
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -173,7 +174,7 @@ def rank_main(out: Path) -> None:
 
 
 def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """For each loop its times in milliseconds and, but for the bare one, what it takes more."""
+    """Returns the times of each loop in milliseconds, and for all but the bare loop the extra time, as a share."""
     bare = np.array(seconds["bare"])
     found: dict[str, Any] = {}
     for name, values in seconds.items():
@@ -187,8 +188,8 @@ def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def packages(python: str) -> str:
-    """Where the environment of an interpreter keeps its packages. Ends the program where its Python is another one or
-    it has no DeepSpeed."""
+    """Returns the folder of the packages in an interpreter's environment. Ends the program if the environment has
+    another Python version or no DeepSpeed."""
     ask = (
         "import importlib.metadata, platform, sysconfig; importlib.metadata.version('deepspeed'); "
         "print(platform.python_version_tuple()[:2] == {!r}, sysconfig.get_path('purelib'))"

@@ -1,4 +1,4 @@
-"""What the whole suite shares: one stage cache, and the real models exported once."""
+"""Fixtures of the whole suite: one stage cache, and the real models, exported once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from hypothesis import HealthCheck, settings
 
 from accel.artifact import Artifact
 
+pytest_plugins = ["tests.support.tensorflow_models"]
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# No sample fails because the machine is busy, and they are the same in each run (new: --hypothesis-profile=default).
+# Samples have no deadline, since the machine may be busy, and are the same in each run (new samples:
+# --hypothesis-profile=default).
 settings.register_profile("accel", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("accel")
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this run have in common."""
+    """Returns a folder that all workers of this run share."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
     folder.mkdir(exist_ok=True)
@@ -38,7 +41,8 @@ OneWorker = Callable[[str], AbstractContextManager[None]]
 
 @pytest.fixture(scope="session")
 def one_worker(shared: Path) -> OneWorker:
-    """``with one_worker("what"):`` the other workers wait, and then find what the first of them made."""
+    """Returns ``one_worker``. Inside ``with one_worker("name"):`` only one worker runs; the others wait and then find
+    the files that the first one made."""
 
     @contextmanager
     def alone(name: str) -> Iterator[None]:
@@ -51,8 +55,8 @@ def one_worker(shared: Path) -> OneWorker:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Rounds beyond those that were asked for make intervals narrower, up to 30 s in each ``accel optimize``: no test
-    asks for figures that sure, and tests of the search give their own."""
+    """Shortens the extra rounds that narrow intervals, which take up to 30 s in each ``accel optimize``. No test needs
+    such precise figures, and the tests of the search set their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 2.0)
         patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 1.0)
@@ -61,7 +65,7 @@ def _short_measurements() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_cache(shared: Path) -> Iterator[None]:
-    """Every test uses one cache of this run, never the user's."""
+    """Gives every test the one cache of this run, never the user's."""
     before = os.environ.get("ACCEL_CACHE_DIR")
     os.environ["ACCEL_CACHE_DIR"] = str(shared / "cache")
     yield
@@ -73,7 +77,8 @@ def _one_cache(shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """No test, and no library it calls, leaves a file in the folder the suite runs in (caches of the tools aside)."""
+    """Asserts that no test, and no library it calls, leaves a file in the folder of the run (except caches of
+    tools)."""
     before = set(Path.cwd().iterdir())
     yield
     left = {path for path in set(Path.cwd().iterdir()) - before if not path.name.startswith((".", "__pycache__"))}
@@ -82,7 +87,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache for tests that watch what it does."""
+    """Gives a test that watches its cache an empty one."""
     folder = tmp_path / "own-cache"
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(folder))
     return folder
@@ -90,7 +95,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command did."""
+    """The exit code and the output of a command."""
 
     code: int
     stdout: str
@@ -99,7 +104,7 @@ class Ran:
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> object:
-    """``cli("export", ...)`` runs the accel command in this process, exactly as ``main`` does."""
+    """Returns ``cli``: ``cli("export", ...)`` runs the accel command in this process, exactly as ``main`` does."""
     import click
 
     from accel.cli import group, run
@@ -119,13 +124,13 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> object:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the exported models of this run."""
+    """Makes a folder for the exported models of this run."""
     return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="session")
 def minilm(models: Path, one_worker: OneWorker, _one_cache: None) -> Artifact:
-    """all-MiniLM-L6-v2 with its real weights, exported and simplified, largest shape 4x256."""
+    """Exports and simplifies all-MiniLM-L6-v2 with its real weights, with a largest shape of 4x256."""
     from accel.api.export import export
 
     with one_worker("minilm"):
@@ -138,7 +143,7 @@ def minilm(models: Path, one_worker: OneWorker, _one_cache: None) -> Artifact:
 
 @pytest.fixture(scope="session")
 def minilm_data(models: Path) -> Path:
-    """32 real texts of 64 tokens."""
+    """Saves 32 real texts of 64 tokens."""
     from accel.examples import minilm as example
 
     path = models / "calib.npz"
@@ -148,7 +153,7 @@ def minilm_data(models: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def digits_weights(shared: Path, one_worker: OneWorker) -> Path:
-    """A net that was really trained on the digits."""
+    """Trains a small net on the digits and returns its weights."""
     from accel.examples import digits as example
 
     path = shared / "digits.safetensors"
@@ -161,7 +166,7 @@ def digits_weights(shared: Path, one_worker: OneWorker) -> Path:
 
 @pytest.fixture(scope="session")
 def digits(models: Path, digits_weights: Path, _one_cache: None) -> Artifact:
-    """That net as ONNX."""
+    """Exports the trained net to ONNX."""
     from accel.api.export import export
 
     return export("accel.examples.digits:model", weights=digits_weights, out=models / "digits.onnx")
@@ -169,7 +174,7 @@ def digits(models: Path, digits_weights: Path, _one_cache: None) -> Artifact:
 
 @pytest.fixture(scope="session")
 def digits_data(models: Path) -> tuple[Path, Path]:
-    """Calibration images, and labelled test images."""
+    """Saves calibration images, and labeled test images."""
     from accel.examples import digits as example
 
     parts = example.data()
@@ -201,7 +206,7 @@ MY_MODEL = textwrap.dedent(
 
 @pytest.fixture
 def my_model(tmp_path: Path) -> Path:
-    """A factory in a file, as a user has one."""
+    """Writes a user's factory in a file."""
     path = tmp_path / "my_model.py"
     path.write_text(MY_MODEL)
     return path

@@ -1,1 +1,4 @@
-"""What the CLI calls, and so can you: one function a file."""
+"""The public functions, one in a file. The command line only parses its options and calls them.
+
+In: a ``Source`` (or its spec) and keywords. Out: an ``Artifact``, a session or a report with ``to_json``.
+"""

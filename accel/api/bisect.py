@@ -1,4 +1,4 @@
-"""Where do two models part?"""
+"""Finds the first node at which two models differ."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.api.verify import LIMITS as OUTPUT_LIMITS
 from accel.artifact import Artifact
 from accel.errors import BadData, UnsupportedHere, UsageError
-from accel.sources import open_source
-from accel.verify.compare import Difference
+from accel.proof.compare import Difference
+from accel.sources.source import Model, Source, SourceOptions, shared
+from accel.spelling import option
+from accel.tables.limits import BISECT_LIMITS, VERIFY_LIMITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
 
-    from accel.sources.declare import Dims
-    from accel.verify.bisect import Divergence
-
-# The largest relative error (rel_l2) of a tensor inside the candidate that still counts as the same. Both sides run
-# node by node without fusions: float32 against float32 leaves next to nothing.
-LIMITS = {**OUTPUT_LIMITS, "fp32": 1e-4}
-
-# How far what a runtime computes may be from the ONNX form that it was made from: both compute the same graph.
-_AS_RUN = 0.1
+    from accel.proof.bisect import Divergence
+    from accel.sources.declare import Dims, Inputs
 
 _BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class BisectReport:
-    """``divergence`` is None where the outputs agree within ``limit``. ``tensors``: how many were matched (of which
-    ``by_structure``), ``unmatched`` how many have no counterpart. ``harmless``: they differ, what is computed from them
-    doesn't. ``earlier``: tensors before the one found that differ as well; None unless scanned. ``notes``: which file
-    was looked into instead of one that can't be. ``as_run``: where that was the candidate, its file agrees and this
-    machine runs it, the output in which what its runtime computes is furthest from the file looked into, if by more
-    than such a runtime may: no node is to blame then."""
+    """The result of a bisection.
+
+    ``divergence``: the first difference, or None if the outputs agree within ``limit``. ``tensors``: the number of
+    paired tensors; ``by_structure`` of them were paired by structure. ``unmatched``: the number of tensors without a
+    counterpart. ``harmless``: tensors that differ without an effect on the outputs. ``earlier``: tensors before the
+    first difference that differ as well; None without ``scan``. ``notes``: the ONNX files that stood in for an engine
+    or an IR. ``as_run``: set if the ONNX form of the candidate agrees with the reference but the candidate's own
+    runtime computes something else: the output that differs most. No node is to blame then.
+    """
 
     divergence: Divergence | None
     limit: float
@@ -68,36 +65,56 @@ class BisectReport:
 
 
 def bisect(
-    reference: str | Path | Artifact,
-    candidate: str | Path | Artifact,
+    reference: Model,
+    candidate: Model,
     *,
     data: str | Path | None = None,
     samples: int = 8,
     limit: float | None = None,
     scan: bool = False,
+    inputs: Inputs | None = None,
+    weights: str | Path | None = None,
     dims: Dims | None = None,
+    graph_inputs: Sequence[str] = (),
+    graph_outputs: Sequence[str] = (),
+    signature: str = "",
+    strip_training_ops: bool = False,
 ) -> BisectReport:
-    """Find the first node at which ``candidate`` parts from ``reference``: two ONNX models with the same inputs and
-    outputs, after whatever stage (simplified, cast, quantized). For an engine or an OpenVINO model the last ONNX form
-    that it was made from, where that is still there as the manifest records it; what the runtime computes, where this
-    machine has it, is compared with that form.
+    """Finds the first node at which ``candidate`` differs from ``reference``: two ONNX models with the same inputs and
+    outputs, after any stages (simplified, cast, quantized).
 
-    Both run on ``samples`` samples of ``data`` (without it on random inputs), with the rounding of their own dtypes
-    after every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ of a tensor that still counts
-    as the same; the default follows the candidate's precision, 0 asks for equal bits. O(log n) runs, with no more than
-    the tensors across one cut of the graph in memory; ``scan`` then also looks at every tensor before.
+    For an engine or an OpenVINO model, looks into the last ONNX form it was made from, if that file is still as the
+    manifest records it. If this machine can run the engine or the OpenVINO model, compares its outputs with that ONNX
+    form as well.
 
-    Raises ``UnsupportedHere`` for what is no ONNX and has none in its manifest, ``UsageError`` where inputs or outputs
-    differ, ``BadData``.
+    Both models run on ``samples`` samples of ``data``, or on random inputs, with the rounding of their own dtypes after
+    every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as equal;
+    the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs and holds the tensors
+    across one cut of the graph in memory. ``scan``: also compare every tensor before the difference.
+    ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``.
+
+    Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest records none, ``UsageError`` if the inputs
+    or outputs differ, ``BadData`` if the data doesn't fit.
     """
-    from accel.sources.onnx_weights import read_detached
-    from accel.verify.bisect import Bisection
-    from accel.verify.data import widened
+    from accel.proof.bisect import Bisection
+    from accel.proof.data import widened
+    from accel.sources.onnx.weights import read_detached
 
     notes: list[str] = []
-    given = open_source(candidate)
-    first, second = _onnx_of(open_source(reference, dims=dims), notes), _onnx_of(given, notes)
-    first = widened(first, Path(data) if data else None, dict(dims or {}))
+    options: SourceOptions = {
+        "inputs": inputs,
+        "weights": weights,
+        "dims": dims,
+        "graph_inputs": graph_inputs,
+        "graph_outputs": graph_outputs,
+        "signature": signature,
+        "strip_training_ops": strip_training_ops,
+    }
+    one, two = shared((reference, candidate), options)
+    given = two.open()
+    first = _onnx_of(Source.of(one, inputs=inputs, weights=weights, dims=dims).open(), notes)
+    second = _onnx_of(given, notes)
+    first = widened(first, Path(data) if data else None, dict(Source.of(reference, dims=dims).dims or {}))
     for role, ours, theirs in (
         ("inputs", first.signature.inputs, second.signature.inputs),
         ("outputs", first.signature.outputs, second.signature.outputs),
@@ -115,11 +132,11 @@ def bisect(
                     "give two forms of one model"
                 )
     if limit is None:
-        limit = LIMITS[str(second.properties.get("precision", "fp32"))]
+        limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]
     if not limit >= 0:
-        raise UsageError(f"a limit of {limit} makes no sense; give a relative error such as 0.001")
+        raise UsageError(f"{limit} is no limit; give a relative error such as 0.001")
     if samples < 1:
-        raise UsageError(f"{samples} samples are none; give at least 1")
+        raise UsageError(f"{samples} samples are too few; give at least 1")
     feeds = _feeds(first, Path(data) if data else None, samples)
     search = Bisection(read_detached(first.path), read_detached(second.path), feeds, limit=limit).search(scan=scan)
     return BisectReport(
@@ -138,9 +155,9 @@ def bisect(
 
 
 def _as_run(given: Artifact, looked_into: Artifact, feeds: Sequence[Mapping[str, np.ndarray]]) -> Difference | None:
+    from accel.proof.compare import compare, worst
+    from accel.proof.gates import cast_feeds, gate_runtime
     from accel.runtimes.base import open_session, recorded_options
-    from accel.verify.compare import compare, worst
-    from accel.verify.gates import cast_feeds, gate_runtime
 
     runtime = gate_runtime(given)
     if given is looked_into or runtime is None:
@@ -149,7 +166,8 @@ def _as_run(given: Artifact, looked_into: Artifact, feeds: Sequence[Mapping[str,
         found = worst([compare(one.run(cast_feeds(one, f)), two.run(cast_feeds(two, f))) for f in feeds])
     furthest = max(found.values(), key=lambda difference: difference.rel_l2)
     precision = recorded_options(given).get("precision") or given.properties.get("precision")
-    return furthest if not furthest.rel_l2 <= min(_AS_RUN, OUTPUT_LIMITS.get(str(precision), _AS_RUN)) else None
+    as_run = BISECT_LIMITS["as-run"]
+    return furthest if not furthest.rel_l2 <= min(as_run, VERIFY_LIMITS.get(str(precision), as_run)) else None
 
 
 def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
@@ -158,31 +176,34 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     made_from = _last_onnx(artifact)
     if made_from is None:
         raise UnsupportedHere(
-            f"{artifact.path} is {artifact.kind}; bisect looks inside ONNX files: give the one it was made from"
+            f"{artifact.path} is {artifact.kind} and bisect looks into ONNX files; give the ONNX file it was made from"
         )
-    notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, which it was made from")
+    notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, from which it was made")
     return made_from
 
 
 def _last_onnx(artifact: Artifact) -> Artifact | None:
-    """The ONNX form that the last stage of ``artifact`` read, its bytes being those that the manifest records."""
+    """Returns the ONNX form that the last stage of ``artifact`` read. Returns None if that file is gone or has changed
+    since, or if the last stage read no ONNX file."""
     if not artifact.history:
         return None
     record = artifact.history[-1]
     path = Path(str(record.get("input_path", "")))
     if path.suffix != ".onnx" or not path.is_file():
         return None
-    found = open_source(path)
+    found = Source(path).open()
     return found if found.digest == record["input"] else None
 
 
 def _feeds(artifact: Artifact, data: Path | None, samples: int) -> list[dict[str, np.ndarray]]:
-    from accel.verify.data import Dataset
+    from accel.proof.data import Dataset
 
     if data is not None:
         feeds = list(Dataset.load(data, artifact.signature).batches(_BATCH, samples))
         if not feeds:
-            raise BadData(f"{data} holds less than one batch of the model's fixed size; raise --samples or add some")
+            raise BadData(
+                f"{data} gives less than one batch of the model's fixed size; raise {option('samples')} or add samples"
+            )
         return feeds
     batch = artifact.signature.batch_dim
     most = min(artifact.signature.dims[batch].max, samples, _BATCH) if batch else 0

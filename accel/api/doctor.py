@@ -1,4 +1,4 @@
-"""What is installed, what is missing, and what each missing part would bring."""
+"""Lists the installed and the missing parts, and what each missing part would bring."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import platform
 import shutil
 from typing import Any
 
-from accel.bench.environment import environment
-from accel.converters.saved_model_from_onnx import ONNX2TF
-from accel.cpu import available_cores
+from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
+from accel.machine import available_cores
 from accel.runtimes.base import get_runtime, has_nvidia_gpu
-from accel.target import TARGETS
+from accel.tables.target import TARGETS
+from accel.timing.environment import environment
 
-# TensorFlow has no build for the CPU alone but on x86.
+# The build of TensorFlow without GPU code exists for x86 only.
 _TENSORFLOW = "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow"
-# Installed by another name in NVIDIA's own images.
+# Names of the same distributions in NVIDIA's images.
 _ALSO = {"tensorrt-cu13": "tensorrt"}
 # distribution, import name, extra, what it brings
 _PARTS = (
@@ -34,7 +34,7 @@ _PARTS = (
         "the target tensorrt-rtx: engines, built without a GPU",
     ),
     ("tensorrt-rtx-cu13-libs", "tensorrt_rtx_libs", "tensorrt-rtx", "its library"),
-    ("tensorrt-cu13", "tensorrt", "tensorrt", "the target tensorrt: engines for data-centre GPUs"),
+    ("tensorrt-cu13", "tensorrt", "tensorrt", "the target tensorrt: engines for data-center GPUs"),
     ("onnxruntime-gpu", "onnxruntime", "cuda", "the target ort-cuda: ONNX Runtime on NVIDIA GPUs"),
     ("cuda-bindings", "cuda.bindings", "tensorrt-rtx", "running engines on a GPU"),
     (_TENSORFLOW, "tensorflow", "tensorflow", "TensorFlow, Keras and TFLite models in, and their reference"),
@@ -66,7 +66,7 @@ _PARTS = (
     ("tensorboard", "tensorboard", "train", "the event files of accel train"),
     ("torchdata", "torchdata", "train", "the data loader of accel train"),
 )
-# Installed by a line of their own, not by an extra.
+# Parts of onnx2tf. The install line of onnx2tf is separate from the extras.
 _BESIDE = (
     ("onnx2tf", "onnx2tf", "what accel export --to saved_model and --to tflite are made with"),
     ("ai-edge-litert", "ai_edge_litert", "a part of onnx2tf"),
@@ -79,7 +79,8 @@ _BESIDE = (
 
 
 def doctor() -> dict[str, Any]:
-    """``parts`` (installed or missing, with the install line), ``targets`` (buildable, runnable here), ``machine``."""
+    """Returns ``python``, ``parts`` (each installed, or missing with its install line), ``targets`` (which this machine
+    can build for and run), ``machine`` and ``cache``."""
     return {
         "python": platform.python_version(),
         "parts": [
@@ -99,7 +100,7 @@ def _line(extra: str | None) -> str:
 def _part(distribution: str, module: str, extra: str | None, brings: str, needs: str) -> dict[str, Any]:
     version = _version(distribution) or _version(_ALSO.get(distribution, distribution))
     installed = version is not None and _importable(module)
-    # pip takes what it once installed for whole, even where its files are gone.
+    # Without --force-reinstall pip keeps a damaged installation.
     again = f"pip install --force-reinstall --no-deps {distribution}=={version}"
     return {
         "name": distribution,
@@ -141,7 +142,7 @@ def _target(name: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores this process may use, memory, GPU, compilers."""
+    """Describes the CPU, the cores this process may use, memory, GPU and compilers."""
     found = environment(available_cores(), date=False)
     return {
         "system": f"{platform.system()} {platform.machine()}",

@@ -1,27 +1,33 @@
-"""What a model is and how it came to be."""
+"""Describes a model and how it was made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, manifest_path
 from accel.child import run_in_child
-from accel.errors import BadSource, UnsupportedHere, UsageError
-from accel.sources import main_file, open_source
-from accel.verify.chain import Link, check_chain
+from accel.errors import RandomOps, UnsupportedHere, UsageError
+from accel.proof.chain import Link, check_chain
+from accel.sources.source import Model, Source
+from accel.spelling import option
 
 if TYPE_CHECKING:
     from accel.graph.read import ReadGraph
+    from accel.sources.declare import Dims, Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """``chain`` is empty where it wasn't asked for; ``intact`` is None then, and False where a hash doesn't hold.
-    ``kernels``: of an engine, in the order they run: name, type, dtypes, and the ONNX nodes that went into each.
-    ``problem``: what an engine's own toolkit, where it is installed, has against it; "" for nothing."""
+    """The result of an inspection.
+
+    ``chain``: the hashes that were checked, empty without ``check``. ``intact``: None without ``check``, False if a
+    hash doesn't hold. ``kernels``: the kernels of an engine in the order they run: name, type, dtypes and ONNX nodes of
+    each. ``problem``: the objection of the engine's toolkit to the engine; "" if there is none or the toolkit is
+    missing.
+    """
 
     artifact: Artifact
     bytes: int
@@ -55,42 +61,55 @@ class Inspection:
 
 
 def inspect(
-    model: str | Path | Artifact,
+    model: Model,
     *,
     check: bool = False,
     page: str | Path | None = None,
-    against: str | Path | Artifact | None = None,
+    against: Model | None = None,
     sizes: Mapping[str, int] | None = None,
+    inputs: Inputs | None = None,
+    weights: str | Path | None = None,
+    dims: Dims | None = None,
     graph_inputs: Sequence[str] = (),
     graph_outputs: Sequence[str] = (),
     signature: str = "",
+    strip_training_ops: bool = False,
 ) -> Inspection:
-    """Signature, properties, history, and of everything but engines operators, parameters, FLOPs at ``sizes`` (default:
-    the usual ones) and warnings; with ``check`` every hash of its chain, from the file back to the weights, computed
-    anew, and an engine read by its toolkit, where that is installed. What is no graph in a file (TensorFlow, TFLite,
-    PyTorch) is counted as the ONNX that accel makes of it, which a ``check`` alone doesn't ask for.
+    """Returns the signature, properties and history of ``model``.
 
-    ``page``: write an HTML file that shows the graph, beside that of ``against`` if given. ``graph_inputs``,
-    ``graph_outputs``: tensors of a ``.pb`` or ``.meta`` (default: what looks like its ends). ``signature``: which one
-    of a SavedModel.
+    For everything but engines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
+    lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX for that, but not for a ``check`` without
+    a ``page``. ``check``: compute every hash of the model's chain again, from the file back to the weights, and let the
+    toolkit of an engine read the engine if the toolkit is installed.
 
-    Raises ``BadSource`` where there is no such model; ``ChainBroken`` with ``check`` where it has no manifest;
+    ``page``: write an HTML file that shows the graph, beside the graph of ``against`` if given.
+    ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``. A ``.pb`` or ``.meta`` file without
+    ``graph_inputs`` and ``graph_outputs`` is read between its likely inputs and outputs.
+
+    Raises ``BadSource`` if the model is not found, ``ChainBroken`` if a model to ``check`` has no manifest, and
     ``UnsupportedHere`` for the page of an engine.
     """
     if against is not None and page is None:
-        raise UsageError("--against is for the page of two graphs; name it with --graph out.html")
+        raise UsageError(
+            f"{option('against')} shows two graphs on one page; name the page with {option('page', 'out.html')}"
+        )
     warnings: list[str] = []
-    unchecked = check and not isinstance(model, Artifact)
-    if unchecked:
-        artifact = _open_unchecked(Path(str(model)))
-    else:
-        chosen = {"graph_inputs": graph_inputs, "graph_outputs": graph_outputs, "signature": signature}
-        artifact = _open(model, chosen, warnings)
+    source = Source.of(
+        model,
+        inputs=inputs,
+        weights=weights,
+        dims=dims,
+        graph_inputs=graph_inputs,
+        graph_outputs=graph_outputs,
+        signature=signature,
+        strip_training_ops=strip_training_ops,
+    )
+    artifact = _open_unchecked(source) if check else _open(source, warnings)
     size = sum(f.stat().st_size for f in artifact.files if f.is_file())
     links = tuple(check_chain(artifact)) if check else ()
     intact = all(link.status != "changed" for link in links) if check else None
     if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
-        intact = False  # the artifact's own files have to be there
+        intact = False  # a file of the artifact itself is missing
     problem = _engine_problem(artifact) if intact and artifact.kind == "engine" else ""
     if problem:
         intact = False
@@ -103,10 +122,10 @@ def inspect(
     kernels = tuple(notes.get("kernels", ()))
     if page is not None:
         if found is None:
-            raise UnsupportedHere(f"{artifact.path} was changed after it was made; make it again before it is drawn")
+            raise UnsupportedHere(f"{artifact.path} was changed after it was made; make the artifact again to draw it")
         drawn = [(artifact, found)]
         if against is not None:
-            other = _open(against, {}, [])
+            other = _open(Source.of(against), [])
             known = {name: size for name, size in (sizes or {}).items() if name in other.signature.dims}
             drawn.append((other, _read(other, known)))
         _write_page(drawn, Path(page))
@@ -116,8 +135,8 @@ def inspect(
 
 
 def _engine_problem(engine: Artifact) -> str:
-    """What the engine's toolkit has against the file; "" where nothing, or where it isn't installed."""
-    from accel.converters.engine_from_onnx import check_engine
+    """Returns the toolkit's reason to refuse the engine. Returns "" if it takes the engine or is not installed."""
+    from accel.converters.to_tensorrt.engine_from_onnx import check_engine
     from accel.runtimes.tensorrt_toolkit import toolkit_runtime
 
     if not toolkit_runtime(engine.properties["toolkit"]).installed:
@@ -125,64 +144,59 @@ def _engine_problem(engine: Artifact) -> str:
     return check_engine(engine.path) or ""
 
 
-def _open(model: str | Path | Artifact, tensorflow: Mapping[str, Any], warnings: list[str]) -> Artifact:
-    """Whatever can be looked at: also an IR or a net that accel didn't make, a bare graph whose ends nobody named, and
-    one that has dropout in it."""
-    if isinstance(model, Artifact):
-        return model
-    path = Path(model)
-    if path.is_dir():
-        path = main_file(path) or path
+def _open(source: Source, warnings: list[str]) -> Artifact:
+    """Opens any model that can be shown. Unlike ``Source.open`` this takes an OpenVINO or ncnn model without a
+    manifest, a bare graph without named ends, and a graph with dropout."""
+    if isinstance(source.spec, Artifact):
+        return source.spec
+    path = source.path
     if path.is_file() and not manifest_path(path).is_file():
         if path.suffix == ".xml":
             # In a child process: who wrote the file is not known, and OpenVINO's parser is native.
-            signature, properties = run_in_child("accel.converters.openvino_from_onnx:describe", path=path)
+            signature, properties = run_in_child("accel.converters.graph.read_ir:describe", path=path)
             return Artifact(path, "openvino", signature, properties=properties, companions=(f"{path.stem}.bin",))
         if path.suffix == ".param":
             from accel.graph.ncnn_param import bare_signature
 
             return Artifact(path, "ncnn", bare_signature(path), companions=(f"{path.stem}.bin",))
         if path.suffix in (".pb", ".meta") and path.name != "saved_model.pb":
-            return _open_bare_graph(path, tensorflow, warnings)
-    return _open_stripped(model, tensorflow, warnings)
+            return _open_bare_graph(source, path, warnings)
+    return _open_stripped(source, warnings)
 
 
-def _open_bare_graph(path: Path, tensorflow: Mapping[str, Any], warnings: list[str]) -> Artifact:
-    """A frozen graph or TF1 checkpoint between the ends that were named, or else those it seems to have."""
-    from accel.sources.tensorflow_process import in_tensorflow
-    from accel.sources.tensorflow_source import TensorFlowSpec, form_of
+def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifact:
+    """Opens a frozen graph or TF1 checkpoint between its named ends, or its likely ends if none are named."""
+    from accel.sources.tensorflow.process import in_tensorflow
+    from accel.sources.tensorflow.source import TensorFlowSpec, form_of
 
-    chosen = dict(tensorflow)
-    if path.stat().st_size and not (chosen["graph_inputs"] and chosen["graph_outputs"]):
+    source = replace(source, spec=path)
+    if path.stat().st_size and not (source.graph_inputs and source.graph_outputs):
         spec = TensorFlowSpec(form=form_of(str(path)) or "", path=str(path.absolute()))
-        starts, ends = in_tensorflow("accel.sources.tensorflow_forms:graph_ends", spec=spec)
-        chosen["graph_inputs"] = chosen["graph_inputs"] or starts
-        chosen["graph_outputs"] = chosen["graph_outputs"] or ends
-    return _open_stripped(path, chosen, warnings)
+        starts, ends = in_tensorflow("accel.sources.tensorflow.forms:graph_ends", spec=spec)
+        source = Source.of(source, graph_inputs=starts, graph_outputs=ends)
+    return _open_stripped(source, warnings)
 
 
-def _open_stripped(model: str | Path, tensorflow: Mapping[str, Any], warnings: list[str]) -> Artifact:
-    """The source, without its dropout where it still has one: a warning says so."""
+def _open_stripped(source: Source, warnings: list[str]) -> Artifact:
+    """Opens the source. If it still holds random ops, strips its dropout and adds a warning."""
     try:
-        return open_source(model, tensorflow=tensorflow)
-    except BadSource as error:
-        if "pass --strip-training-ops" not in str(error):
-            raise
+        return source.open()
+    except RandomOps as error:
         warnings.append(str(error))
-        return open_source(model, tensorflow={**tensorflow, "strip_training_ops": True})
+        return replace(source, strip_training_ops=True).open()
 
 
-def _open_unchecked(path: Path) -> Artifact:
-    """The artifact as its manifest describes it, damaged or not: the check is to say what is damaged."""
-    main = main_file(path) if path.is_dir() else path
-    if main is not None and manifest_path(main).is_file():
-        return Artifact.open(main)
-    return open_source(path)
+def _open_unchecked(source: Source) -> Artifact:
+    """Opens the artifact as its manifest describes it, damaged or not: the check finds the damage."""
+    if not isinstance(source.spec, Artifact) and manifest_path(source.path).is_file():
+        return Artifact.open(source.path)
+    return source.open()
 
 
 def _read(artifact: Artifact, sizes: Mapping[str, int] | None) -> ReadGraph:
-    from accel.api.export import to_onnx_unjudged
     from accel.graph.read import read_graph
+
+    from .export import to_onnx_unjudged
 
     return read_graph(artifact, sizes, to_onnx_unjudged)
 
@@ -193,7 +207,6 @@ def _write_page(drawn: Sequence[tuple[Artifact, ReadGraph]], page: Path) -> None
     models = []
     for artifact, found in drawn:
         if found.model is None or found.cost is None:
-            why = found.warnings[0].partition(": ")[2] if found.warnings else "it has no graph"
-            raise UnsupportedHere(f"{artifact.path} can't be drawn: {why}")
+            raise UnsupportedHere(f"{artifact.path} can't be drawn: {found.problem or 'it has no graph'}")
         models.append(graph_data(artifact.path.name, found.model, found.cost))
     write_page(models, page)

@@ -1,34 +1,50 @@
-"""Loading a model to run it."""
+"""Loads a model to run it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.artifact import Artifact
 from accel.runtimes.base import BaseSession, open_session
-from accel.sources import open_source
+from accel.sources.source import Model, Source
 
 if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
 
 
 def load(
-    model: str | Path | Artifact,
+    model: Model,
     *,
     runtime: str | None = None,
     options: Mapping[str, Any] | None = None,
     inputs: Inputs | None = None,
-    weights: Path | None = None,
+    weights: str | Path | None = None,
     dims: Dims | None = None,
+    graph_inputs: Sequence[str] = (),
+    graph_outputs: Sequence[str] = (),
+    signature: str = "",
+    strip_training_ops: bool = False,
 ) -> BaseSession:
-    """A session for an artifact, the folder it is in, an ONNX file from anywhere, or a PyTorch source.
+    """Opens a session for ``model``: an artifact, the folder of an artifact, an ONNX file or any other source.
 
-    ``runtime``: the one it was chosen for where that is not given, else the first that runs its kind here.
-    ``options``: fields of ``SessionOptions`` (``threads``...), over those recorded with the artifact.
+    ``runtime``: by default the runtime that the artifact was optimized for, or else the first runtime on this machine
+    that runs models of its kind. ``options``: fields of ``SessionOptions`` (``threads``...); they take precedence over
+    the options recorded with the artifact. ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``.
+
+    Raises ``BadSource`` if the model can't be opened, ``UnsupportedHere`` if no runtime here can run it.
 
     >>> with accel.load("out/") as session:                      # doctest: +SKIP
     ...     session.run(session.example_inputs(batch=2))
     """
-    return open_session(open_source(model, inputs=inputs, weights=weights, dims=dims), runtime, options)
+    source = Source.of(
+        model,
+        inputs=inputs,
+        weights=weights,
+        dims=dims,
+        graph_inputs=graph_inputs,
+        graph_outputs=graph_outputs,
+        signature=signature,
+        strip_training_ops=strip_training_ops,
+    )
+    return open_session(source.open(), runtime, options)

@@ -1,26 +1,29 @@
-"""From a training config, a model or a handful of numbers to what it takes."""
+"""Plans the memory, traffic and time of a training config, a model, or a ``ModelSpec``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel.errors import BadConfig
 from accel.plan.search import Plan, search
 from accel.plan.spec import Layout, Machine, ModelSpec
-
-if TYPE_CHECKING:
-    from accel.train.config import TrainConfig
+from accel.train.config.rules import check
+from accel.train.config.schema import OptimizerConfig, ShapeConfig, TrainConfig
 
 
 def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Plan:
-    """Memory, traffic and time of one layout. Raises ``BadConfig`` where it can't be."""
+    """Returns memory, traffic and time of one layout. Raises ``BadConfig`` if the layout doesn't fit the model."""
     return Plan.of(spec, layout, machine or Machine())
 
 
 def spec_of_config(config: TrainConfig) -> ModelSpec:
-    """The config's model in numbers: its ``[shape]`` where that says enough, else its factories are called."""
+    """Returns the ``ModelSpec`` of the config's model.
+
+    Takes ``[shape]`` if it says enough, else calls the config's factories and measures the model. Raises ``BadConfig``
+    if the config has neither.
+    """
     shape = config.shape
     given = {name: value for name, value in vars(shape).items() if value}
     if shape.params or (shape.layers and shape.hidden):
@@ -40,8 +43,8 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
 
 
 def layout_of_config(config: TrainConfig, world: int) -> Layout:
-    """How ``config`` lies on ``world`` ranks. Raises ``BadConfig`` where it can't."""
-    config.validate(world)
+    """Returns the layout of ``config`` on ``world`` ranks. Raises ``BadConfig`` if it can't run on them."""
+    check(config, world)
     p = config.parallel
     return Layout(
         world=world,
@@ -67,8 +70,11 @@ def layout_of_config(config: TrainConfig, world: int) -> Layout:
 def search_for_config(
     config: TrainConfig, machine: Machine, world: int, fixed: Mapping[str, Any] | None = None
 ) -> list[Plan]:
-    """Every layout of the config's model and global batch that fits and is as ``fixed`` says, fastest first. Where the
-    config asks for replicas, ZeRO++, offload or no sequence parallel, they stay as it has them."""
+    """Returns the plans of every layout that fits, fastest first, for the config's model and global batch.
+
+    ``fixed``: the required values of fields of ``Layout``. If the config asks for replicas, ZeRO++, offload or no
+    sequence parallel, every layout keeps them. Raises ``BadConfig`` if no layout fits.
+    """
     p, usual = config.parallel, type(config.parallel)()
     kept = {
         name: getattr(p, name)
@@ -89,9 +95,7 @@ def search_for_config(
 
 
 def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
-    """The training config of a plan: ``base`` with the plan's layout and shape."""
-    from accel.train.config import OptimizerConfig, ShapeConfig, TrainConfig
-
+    """Returns the training config of a plan: ``base`` with the plan's layout, and without ``base`` also its shape."""
     layout, spec = chosen.layout, chosen.spec
     if base is None:
         optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}
@@ -125,7 +129,7 @@ def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
 
 def _runs(config: TrainConfig, world: int) -> bool:
     try:
-        config.validate(world)
+        check(config, world)
     except BadConfig:
         return False
     return True

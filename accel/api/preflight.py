@@ -1,4 +1,4 @@
-"""What will an engine build refuse?"""
+"""Lists the nodes of an ONNX model that an engine build refuses."""
 
 from __future__ import annotations
 
@@ -8,28 +8,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.api.export import check_writable, open_cache
 from accel.artifact import Artifact
 from accel.errors import BadInputSpec, GateFailed, UnsupportedHere, UsageError
-from accel.optimizer.recipes import STAGE_LIMITS
-from accel.sources import open_source
+from accel.sources.source import Model, Source
+from accel.spelling import option
 from accel.stage import run_stage
+from accel.tables.limits import STAGE_LIMITS
+
+from .export import check_writable, open_cache
 
 if TYPE_CHECKING:
-    from accel.converters.preflight import Refusal
+    from accel.converters.to_tensorrt.preflight import Refusal
+    from accel.sources.declare import Dims, Inputs
 
-# How far a rewritten graph may be from the one that came, by what rounds in it. Requantizing uint8 as symmetric int8
-# takes up to one of eight bits, and what an 8-bit graph rounds may fall into the next step; float64 in a graph of
-# floats has no such excuse.
+# The largest relative error of a rewritten graph, by the graph's precision. Requantizing uint8 as symmetric int8 loses
+# up to one of eight bits, and values of an 8-bit graph may then round to the next step. Rewriting float64 in a graph of
+# floats has the limit of the floats.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """``refusals``: what is refused of the model as it came. ``fixed``: the rewritten model, where that was asked for,
-    and ``left``: what is still refused of it. ``asked_parser``: whether the toolkit itself was here to be asked about
-    operators."""
+    """The result of a preflight.
+
+    ``refusals``: the refused nodes of the given model. ``fixed``: the rewritten model, or None without ``fix``.
+    ``left``: the refused nodes of the rewritten model. ``asked_parser``: True if the toolkit is installed, so that its
+    parser was asked about operators.
+    """
 
     refusals: tuple[Refusal, ...]
     asked_parser: bool
@@ -38,7 +44,7 @@ class PreflightReport:
 
     @property
     def passed(self) -> bool:
-        """Nothing is refused (any more)."""
+        """Tells whether the rewritten model has no refused nodes, or the given model if none was rewritten."""
         return not (self.left if self.fixed else self.refusals)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +58,7 @@ class PreflightReport:
 
 
 def preflight(
-    model: str | Path | Artifact,
+    model: Model,
     *,
     target: str = "tensorrt-rtx",
     compute_capabilities: Sequence[str] = (),
@@ -60,41 +66,66 @@ def preflight(
     out: str | Path | None = None,
     data: str | Path | None = None,
     use_cache: bool = True,
+    inputs: Inputs | None = None,
+    weights: str | Path | None = None,
+    dims: Dims | None = None,
+    graph_inputs: Sequence[str] = (),
+    graph_outputs: Sequence[str] = (),
+    signature: str = "",
+    strip_training_ops: bool = False,
 ) -> PreflightReport:
-    """List every node of an ONNX model that an engine build for ``target`` (``tensorrt-rtx`` or ``tensorrt``) refuses,
-    with its cause and its fix; with ``fix`` rewrite what can be rewritten safely into ``out``, gated like every stage
-    (on ``data``, where given).
+    """Lists every node of an ONNX model that an engine build for ``target`` (``tensorrt-rtx`` or ``tensorrt``) refuses,
+    with the cause and the fix.
 
-    The file that ``fix`` writes is as near to ``model`` as ``accel.optimize`` asks of the same rewriting: 1e-3 where
-    the floats are float32, 0.1 where the graph is quantized.
+    ``fix``: rewrite the refused nodes that can be rewritten safely and write the model to ``out``. A gate compares the
+    new model with ``model``, on ``data`` if given; its limit is the limit of ``accel.optimize`` for the same rewriting:
+    a relative error of 1e-3 for float32, 0.1 for a quantized graph. ``inputs`` to ``strip_training_ops``: the fields of
+    ``accel.Source``; for an ONNX file only ``inputs`` and ``dims`` apply.
 
-    Raises ``UsageError`` for an ``out`` that is missing, no ``.onnx`` or without ``fix``, ``UnsupportedHere`` for what
-    is no ONNX and for a compute capability that the target doesn't build for, ``UnknownName`` for a target that builds
-    no engines, ``GateFailed`` where the rewritten model computes something else.
+    Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
+    ``UnsupportedHere`` if the model is no ONNX model, or the target doesn't build for a compute capability. Raises
+    ``UnknownName`` if the target builds no engines, ``GateFailed`` if the rewritten model computes other outputs.
     """
-    from accel.converters.fit_tensorrt import FitTensorRtConfig
-    from accel.converters.preflight import parser_says
-    from accel.converters.preflight import preflight as look
+    from accel.converters.to_tensorrt.fit import FitTensorRtConfig
+    from accel.converters.to_tensorrt.preflight import parser_says
+    from accel.converters.to_tensorrt.preflight import preflight as look
+    from accel.proof.gates import OutputGate
     from accel.runtimes.tensorrt_toolkit import check_capability, toolkit_runtime
-    from accel.verify.gates import OutputGate
 
+    source = Source.of(
+        model,
+        inputs=inputs,
+        weights=weights,
+        dims=dims,
+        graph_inputs=graph_inputs,
+        graph_outputs=graph_outputs,
+        signature=signature,
+        strip_training_ops=strip_training_ops,
+    )
     toolkit_runtime(target)
     for text in compute_capabilities:
         check_capability(text)
     if fix and out is None:
-        raise UsageError("--fix writes a new file; give it a name with -o fixed.onnx")
+        raise UsageError(f"{option('fix', True)} writes a new file; name the file with {option('out', 'fixed.onnx')}")
     if out is not None:
         if not fix:
-            raise UsageError(f"nothing is written without --fix; add it, or leave out -o {out}")
+            raise UsageError(
+                f"{option('out', out)} is only written with {option('fix', True)}; "
+                f"add {option('fix', True)} or leave out {option('out')}"
+            )
         if Path(out).suffix != ".onnx":
-            raise UsageError(f"{out} has to end in .onnx")
+            raise UsageError(f"{out} has to end in .onnx; rename it")
         check_writable(Path(out))
     try:
-        src = open_source(model)
-    except BadInputSpec as error:  # a factory, which would have to be told what it takes
-        raise UnsupportedHere(f"{model} is no ONNX file; make one of it with accel export, and give that") from error
+        src = source.open()
+    except BadInputSpec as error:
+        if not source.native:
+            raise
+        raise UnsupportedHere(
+            f"{source.text} is no ONNX file; export it with accel export and give the exported file"
+        ) from error
     if src.kind != "onnx":
-        raise UnsupportedHere(f"{src.path} is {src.kind}; give the ONNX file that the engine is to be built from")
+        raise UnsupportedHere(f"{src.path} is {src.kind}; give the ONNX file from which to build the engine")
     supported = parser_says(src.path, target, compute_capabilities)
     refusals = tuple(look(src.path, compute_capabilities, supported))
     if not fix:
@@ -113,12 +144,12 @@ def preflight(
 
 
 def _way_on(error: GateFailed, refusals: Sequence[Refusal], *, quantized: bool) -> GateFailed:
-    """``error`` of a rewriting that changed too much, with the nodes it was for and what can be done instead."""
-    from accel.converters.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
+    """Returns ``error``, the failed gate of a rewriting, with the rewritten nodes and advice on how to go on."""
+    from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 
     nodes = [row.node for row in refusals if row.safe]
     named = ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
     fix = NEEDS_OWN_SCALES if quantized else NEEDS_FLOAT64
-    told = GateFailed(f"{error}; rewritten were {named}: {fix}")
+    told = GateFailed(f"{error}; the rewritten nodes are {named}: {fix}")
     told.value = error.value
     return told

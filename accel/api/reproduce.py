@@ -1,4 +1,4 @@
-"""Does the same still come out?"""
+"""Makes an artifact again from its source and compares the results."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.api.export import check_writable, open_cache
 from accel.artifact import Artifact
 from accel.errors import BadData
-from accel.sources import open_source
+from accel.sources.source import Model, Source
+from accel.spelling import option
+
+from .export import check_writable, open_cache
 
 if TYPE_CHECKING:
-    from accel.verify.reproduce import Remade
+    from accel.proof.reproduce import Remade
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """``stages``: what became of each. ``artifact``: what was made now, where it was to be kept. ``intact``: the files
-    of the artifact are still those that its manifest records, which is what the stages are compared with."""
+    """The result of a reproduction.
+
+    ``stages``: the result of each stage. ``artifact``: the new artifact, or None if it was not kept. ``intact``: True
+    if the files of the given artifact still are the files that its manifest records.
+    """
 
     stages: tuple[Remade, ...]
     artifact: Artifact | None = None
@@ -28,12 +33,12 @@ class Reproduction:
 
     @property
     def passed(self) -> bool:
-        """No stage came out different, and the artifact is what the manifest says."""
+        """Tells whether the artifact is intact and no stage gave a different result."""
         return self.intact and all(row.status != "different" for row in self.stages)
 
     @property
     def identical(self) -> bool:
-        """Every stage gave the same bytes as the artifact has."""
+        """Tells whether the artifact is intact and every stage gave the same bytes again."""
         return self.intact and all(row.status == "identical" for row in self.stages)
 
     def to_json(self) -> dict[str, Any]:
@@ -46,27 +51,26 @@ class Reproduction:
         }
 
 
-def reproduce(
-    artifact: str | Path | Artifact, *, data: Sequence[str | Path] = (), out: str | Path | None = None
-) -> Reproduction:
-    """Make ``artifact`` again from its source by the stages in its manifest, nothing taken from the cache, and compare
-    what each stage makes with the recorded sha256; where the bytes differ, by the gate that it passed then.
+def reproduce(artifact: Model, *, data: Sequence[str | Path] = (), out: str | Path | None = None) -> Reproduction:
+    """Makes ``artifact`` again from its source by the stages in its manifest, without the cache.
 
-    ``data``: the files that stages were given (calibration), found by their sha256. ``out``: where to keep the result.
-    Raises ``ChainBroken`` where the source is gone or changed, ``UsageError`` where a file is missing in ``data``.
+    Compares the result of each stage with the recorded sha256. If the bytes differ, runs the gate that the stage passed
+    at first. ``data``: files that the stages read, such as calibration data; their sha256 tells which is which.
+    ``out``: where to keep the result. Raises ``ChainBroken`` if the source is gone or has changed, ``UsageError`` if
+    ``data`` lacks a file.
     """
-    from accel.verify.reproduce import remake
+    from accel.proof.reproduce import remake
 
     given = [Path(path) for path in data]
     for path in given:
         if not path.exists():
-            raise BadData(f"{path} does not exist; check --data")
+            raise BadData(f"{path} does not exist; check {option('data')}")
     if out is not None:
         check_writable(Path(out))
-    found = open_source(artifact)
+    found = Source.of(artifact).open()
     with ExitStack() as stack:
         made, rows = remake(found, given, open_cache(stack, use_cache=False))
         kept = made.copy_to(Path(out)) if out is not None else None
-    assert found.manifest is not None  # else there was nothing to run again
+    assert found.manifest is not None  # remake raises without a manifest
     intact = found.hashes() == dict(found.manifest.files)
     return Reproduction(stages=tuple(rows), artifact=kept, intact=intact)

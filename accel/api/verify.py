@@ -1,9 +1,9 @@
-"""Are two models still the same?"""
+"""Compares the outputs of two models."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,27 +12,26 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, finite_json
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report
+from accel.proof.compare import Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, DimRange, Feeds, Signature
-from accel.sources import is_source, open_source
-from accel.sources.tensorflow_source import options_of_each
-from accel.verify.compare import Difference, compare, holds_floats, worst
+from accel.sources.source import Model, Source, SourceOptions, shared
+from accel.tables.limits import VERIFY_LIMITS
 
 if TYPE_CHECKING:
     import numpy as np
 
     from accel.sources.declare import Dims, Inputs
 
-# The largest relative error (rel_l2) that each precision may have on real data; see the README for what they are worth.
-# int4 (of weights alone): a twelfth of each product's norm at 15 steps a block of 32, added up over some 20 of them.
-LIMITS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1, "int8": 2.5e-1, "fp8": 2.5e-1, "int4": 4e-1}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """``outputs``: the worst of each number for each output over all ``cases``. ``middle_sample``: of each output with
-    a sample on axis 0 the relative error (rel_l2) of the middle sample by itself, which the largest ones can't hide.
-    ``problems``: what didn't hold."""
+    """The result of a comparison.
+
+    ``outputs``: the largest differences of each output over all ``cases``. ``middle_sample``: for each output with
+    samples on axis 0, the median over the samples of each sample's own relative error (rel_l2); large samples can't
+    hide it. ``problems``: a sentence for each output that differs by more than ``limit``.
+    """
 
     passed: bool
     limit: float
@@ -53,8 +52,8 @@ class Verification:
 
 
 def verify(
-    reference: str | Path | Artifact,
-    candidate: str | Path | Artifact,
+    reference: Model,
+    candidate: Model,
     *,
     data: str | Path | None = None,
     limit: float | None = None,
@@ -62,40 +61,57 @@ def verify(
     inputs: Inputs | None = None,
     weights: str | Path | None = None,
     dims: Dims | None = None,
-    tensorflow: Mapping[str, Any] | None = None,
+    graph_inputs: Sequence[str] = (),
+    graph_outputs: Sequence[str] = (),
+    signature: str = "",
+    strip_training_ops: bool = False,
 ) -> Verification:
-    """Run both models on the same inputs and compare every output by name.
+    """Runs both models on the same inputs and compares every output by name.
 
-    On ``samples`` samples of ``data`` (.npz, or a folder of them), or without data on random inputs at several shapes:
-    batch 1, 2 and the largest, every other dim at its ends. ``limit``: largest ||candidate - reference||₂ /
-    ||reference||₂ of any output, and of its middle sample alone; the default follows the candidate's precision.
-    ``inputs``, ``weights``, ``dims``: of what is a source, as in ``accel.export``; one that doesn't say what it takes
-    gets what the other model takes. ``tensorflow``: as in ``accel.benchmark``.
+    Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
+    at several shapes: batch 1, 2 and the largest, every other dim at its ends. ``limit``: the largest
+    ||candidate - reference||₂ / ||reference||₂ of any output and of its middle sample; the default depends on the
+    candidate's precision.
 
-    Raises ``UnsupportedHere`` where one of them can't run on this machine, ``BadData`` where the data doesn't fit,
-    or holds an integer that a model fails on.
+    ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``, for the models that are sources; a TensorFlow
+    option goes to the models of its form. ``inputs`` and ``dims`` also apply to the reference if it is a file. A source
+    that doesn't declare its inputs gets the inputs of the other model.
+
+    Raises ``UnsupportedHere`` if a model can't run on this machine, ``BadData`` if the data doesn't fit or holds an
+    integer that a model fails on.
     """
     if limit is not None and not limit >= 0:
-        raise UsageError(f"a limit of {limit:g} can't be; it is a relative error, e.g. 1e-3")
+        raise UsageError(f"{limit:g} is no limit; give a relative error such as 1e-3")
     import numpy as np
 
-    from accel.verify.concordance import sample_errors
-    from accel.verify.data import widened
-    from accel.verify.gates import cast_feeds, gate_runtime
-    from accel.verify.runs import failed_on_data
+    from accel.proof.concordance import sample_errors
+    from accel.proof.data import widened
+    from accel.proof.gates import cast_feeds, gate_runtime
+    from accel.proof.runs import failed_on_data
 
-    first, second = _open(reference, candidate, inputs, Path(weights) if weights else None, dims, tensorflow or {})
-    first = widened(first, Path(data) if data else None, dict(dims or {}))
+    options: SourceOptions = {
+        "inputs": inputs,
+        "weights": weights,
+        "dims": dims,
+        "graph_inputs": graph_inputs,
+        "graph_outputs": graph_outputs,
+        "signature": signature,
+        "strip_training_ops": strip_training_ops,
+    }
+    first, second = _open(reference, candidate, options)
+    first = widened(first, Path(data) if data else None, dict(Source.of(reference, dims=dims).dims or {}))
     for artifact in (first, second):
         if gate_runtime(artifact) is None:
-            raise UnsupportedHere(f"{artifact.path} can't run on this machine; verify it where there is an NVIDIA GPU")
+            raise UnsupportedHere(
+                f"{artifact.path} can't run on this machine; verify it on a machine with an NVIDIA GPU"
+            )
     names = [{spec.name for spec in a.signature.inputs} for a in (first, second)]
     if names[0] != names[1]:
         raise UsageError(
             f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
             "give two forms of one model"
         )
-    limit = limit if limit is not None else LIMITS[effective_precision(second)]
+    limit = limit if limit is not None else VERIFY_LIMITS[effective_precision(second)]
     found: list[list[Difference]] = []
     cases: list[str] = []
     problems: list[str] = []
@@ -123,8 +139,8 @@ def verify(
             problems.append(f"output {name!r}: rel_l2 {difference.rel_l2:.3g} is over the limit {limit:g}")
         elif middle.get(name, 0.0) > limit:
             problems.append(
-                f"output {name!r}: half of the samples, each by itself, are off by {middle[name]:.3g} of their size or "
-                f"more, over the limit {limit:g}"
+                f"output {name!r}: half of the samples have a relative error of {middle[name]:.3g} or more, over the "
+                f"limit {limit:g}"
             )
     return Verification(
         passed=not problems,
@@ -137,37 +153,28 @@ def verify(
 
 
 def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
-    """Whether axis 0 of an output is that of the samples, and what it holds are numbers that can be a little off."""
+    """Tells whether axis 0 of an output counts the samples and the output holds floats."""
     samples = next((value.shape[:1] for value in feeds.values() if value.ndim), None)
-    own = output.ndim > (BATCH not in artifact.signature.dims)  # a vector may be anything where no dim is the batch
+    own = output.ndim > (BATCH not in artifact.signature.dims)  # without a batch dim, a vector may be one sample
     return own and output.shape[:1] == samples and holds_floats(output)
 
 
-def _open(
-    reference: str | Path | Artifact,
-    candidate: str | Path | Artifact,
-    inputs: Inputs | None,
-    weights: Path | None,
-    dims: Dims | None,
-    tensorflow: Mapping[str, Any],
-) -> tuple[Artifact, Artifact]:
-    """Both models. What has to be said of a source is said of each that is one; inputs and dims also of the reference
-    whatever it is, since they say what it is run on."""
-    each = options_of_each([str(m.path if isinstance(m, Artifact) else m) for m in (reference, candidate)], tensorflow)
-    sources = [not isinstance(m, Artifact) and is_source(m) for m in (reference, candidate)]
-    # Weights that no model asks for are refused by the first.
-    own = weights if sources[0] or not sources[1] else None
-    if not sources[1]:
-        second = open_source(candidate)
-        like = partial(getattr, second, "signature")
-        return open_source(reference, inputs=inputs, weights=own, dims=dims, tensorflow=each[0], like=like), second
-    first = open_source(reference, inputs=inputs, weights=own, dims=dims, tensorflow=each[0])
-    like = partial(getattr, first, "signature")
-    return first, open_source(candidate, inputs=inputs, weights=weights, dims=dims, tensorflow=each[1], like=like)
+def _open(reference: Model, candidate: Model, options: SourceOptions) -> tuple[Artifact, Artifact]:
+    """Opens both models. The reference gets inputs and dims even if it is a file, because it runs on these inputs."""
+    one, two = shared((reference, candidate), options)
+    one = Source.of(one, inputs=options["inputs"], dims=options["dims"])
+    if not one.native and not two.native:
+        one = Source.of(one, weights=options["weights"])  # raises: neither model takes weights
+    if two.native:
+        first = one.open()
+        return first, two.open(like=partial(getattr, first, "signature"))
+    second = two.open()
+    return one.open(like=partial(getattr, second, "signature")), second
 
 
 def effective_precision(artifact: Artifact) -> str:
-    """The precision it computes in: the file's own, or the lower one its session was chosen with."""
+    """Returns the precision a model computes in: the precision of the file, or the lower one of its recorded
+    session."""
     own = str(artifact.properties.get("precision", "fp32"))
     asked = recorded_options(artifact).get("precision", "fp32")
     return asked if own == "fp32" else own
@@ -176,7 +183,7 @@ def effective_precision(artifact: Artifact) -> str:
 def _feeds(
     first: Artifact, second: Artifact, data: Path | None, samples: int
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    from accel.verify.data import Dataset
+    from accel.proof.data import Dataset
 
     if data is not None:
         for index, feeds in enumerate(Dataset.load(data, first.signature).batches(8, samples)):
@@ -189,9 +196,12 @@ def _feeds(
 
 
 def _common(first: Artifact, second: Artifact) -> Signature:
-    """The inputs of ``first`` in the shapes and the integers that both take: an engine's profile may be narrower than
-    what it was made from, and an ONNX file without a manifest declares no ranges at all."""
-    from accel.verify.gates import what_both_take
+    """Returns the inputs of ``first`` with the shapes and integers that both models take.
+
+    The profile of an engine may be narrower than the ranges of its source, and an ONNX file without a manifest declares
+    no ranges.
+    """
+    from accel.proof.gates import what_both_take
 
     theirs = {spec.name: spec for spec in second.signature.inputs}
     for spec in first.signature.inputs:
@@ -214,7 +224,7 @@ def _common(first: Artifact, second: Artifact) -> Signature:
 
 
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The integers in both ranges; None is any."""
+    """Returns the intersection of two ranges of integers. None stands for all integers."""
     if one is None or other is None:
         return one or other
     low, high = max(one[0], other[0]), min(one[1], other[1])

@@ -1,4 +1,8 @@
-"""One click command a file. This file has what they share: loading a command when it is asked for, progress, errors."""
+"""The command line, with a file for each click command. ``__init__.py`` loads a command when the command is used, shows
+progress and prints errors.
+
+In: words of the command line. Out: text or, with ``--json``, one JSON object on stdout, and an exit code.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,29 @@ from typing import Any
 
 import click
 
-import accel
 from accel.errors import NO_SPACE, AccelError, one_line
+from accel.spelling import on_command_line
+from accel.version import __version__
 
-# name -> (module, one line). A command's module is imported when it runs: `accel --help` stays fast.
+# name -> (module, one line). A module is imported when its command runs, which keeps `accel --help` fast.
 COMMANDS = {
     "export": ("accel.cli.export", "Export a PyTorch or TensorFlow model to ONNX, or ONNX to another format."),
     "optimize": ("accel.cli.optimize", "Make the fastest correct form of a model for a target."),
     "bench": ("accel.cli.bench", "Time artifacts and sources beside one another."),
     "verify": ("accel.cli.verify", "Compare the outputs of two models."),
-    "preflight": ("accel.cli.preflight", "List what an engine build will refuse of an ONNX model, and mend it."),
-    "bisect": ("accel.cli.bisect", "Find the first node at which two ONNX models part."),
-    "inspect": ("accel.cli.inspect", "Show what a model is and how it came to be."),
+    "preflight": (
+        "accel.cli.preflight",
+        "List the nodes of an ONNX model that an engine build refuses, and rewrite them.",
+    ),
+    "bisect": ("accel.cli.bisect", "Find the first node at which two ONNX models differ."),
+    "inspect": ("accel.cli.inspect", "Show what a model is and how it was made."),
     "reproduce": ("accel.cli.reproduce", "Make an artifact again from its source and compare, stage by stage."),
     "serve": ("accel.cli.serve", "Serve a repository of models over gRPC and HTTP, as Triton does."),
     "infer": ("accel.cli.infer", "Ask a served model: arrays in, table or JSON out."),
-    "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check what is proven here."),
+    "kernels": ("accel.cli.kernels", "Fused kernels: list them, build them, check them on this machine."),
     "train": ("accel.cli.train", "Train a model on one process or many, to a checkpoint that exports."),
-    "plan": ("accel.cli.plan", "Show what a training run or a deployment takes: memory, communication, time."),
-    "doctor": ("accel.cli.doctor", "Show what is installed, what is missing and what it would bring."),
+    "plan": ("accel.cli.plan", "Show memory, communication and time of a training run or a deployment."),
+    "doctor": ("accel.cli.doctor", "Show what is installed, what is missing and what each missing part would bring."),
 }
 
 
@@ -54,34 +62,39 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-# The names alone are for click's "Did you mean".
+# click needs the names for its "Did you mean".
 @click.group(cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(accel.__version__, "-V", "--version", prog_name="accel")
+@click.version_option(__version__, "-V", "--version", prog_name="accel")
 def group() -> None:
     """A trained model to the fastest correct form for the machine you name, with the proof."""
 
 
 def main() -> None:
     """The ``accel`` command."""
-    # SIGTERM ends a run as Ctrl-C does: child processes and half-written files go with it.
-    # Not by way of SIGINT, which is ignored in a shell's background job.
+    # SIGTERM ends a run as Ctrl-C does, with its child processes and half-written files. SIGINT itself may be ignored:
+    # a shell ignores it for background jobs.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(group))
 
 
 def run(command: click.Command, arguments: list[str] | None = None) -> int:
-    """Run a command; the exit code: 0, 1 (failed) or 2 (usage). Errors are one line on stderr, never a traceback."""
+    """Runs a command and returns its exit code: 0, 1 (failed) or 2 (usage). Prints an error as one line on stderr,
+    never as a traceback."""
     try:
-        command.main(args=arguments, prog_name="accel", standalone_mode=False)
+        with on_command_line():
+            command.main(args=arguments, prog_name="accel", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort) as error:  # click makes an Abort of the first; a command may say more in it
-        said = "interrupted; run the same command again, it goes on at the stage it was in"
+    except (
+        KeyboardInterrupt,
+        click.Abort,
+    ) as error:  # click turns KeyboardInterrupt, which may have a message, to Abort
+        said = "interrupted; run the same command again to go on at the interrupted stage"
         return _say(str(error.__cause__ or error) or said)
     except AccelError as error:
         return _say(str(error), error.exit_code)
-    except BrokenPipeError:  # the reader of a pipe went away
+    except BrokenPipeError:  # the reader of the pipe has closed it
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return 1
@@ -114,14 +127,14 @@ def _os_error(error: OSError) -> str:
 
 
 def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--json`` and ``--quiet`` for a command; its function gets a ``say: Output``."""
+    """Adds ``--json`` and ``--quiet`` to a command. The command's function gets ``say: Output``."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
     @click.option("-q", "--quiet", is_flag=True, help="No progress.")
     @wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> Any:
         say = Output(as_json=as_json, quiet=quiet)
-        # What a user's factory or metric prints is not part of the one object on stdout.
+        # The user's factory or metric may print, which must not mix with the JSON object on stdout.
         aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with aside, say.progress():
             return function(*args, say=say, **kwargs)
@@ -130,7 +143,7 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Output:
-    """Where a command's words go: results to stdout, progress to stderr."""
+    """Prints the output of a command: results to stdout, progress to stderr."""
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
@@ -139,7 +152,7 @@ class Output:
         self._bar: Any = None
 
     def result(self, body: Any, human: Callable[[], Any]) -> None:
-        """``body`` as one JSON object with ``--json``; else what ``human`` makes (text, or something rich prints)."""
+        """Prints ``body`` as one JSON object with ``--json``, else the text or rich object that ``human`` returns."""
         self._stop_bar()
         if self.as_json:
             click.echo(json.dumps(body, allow_nan=False), file=self._stdout)
@@ -155,7 +168,7 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:
-        """A bar on a terminal, plain lines in a pipe, nothing with ``--quiet``."""
+        """Shows progress: a bar on a terminal, plain lines in a pipe, nothing with ``--quiet``."""
         from accel.progress import watched_by
 
         if self.quiet:
@@ -192,12 +205,12 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
 class PlainLines:
-    """Progress for a log: a line when something new begins, none for every percent, batch or round."""
+    """Progress for a log: one line for each new step, and none for percentages, batches or rounds."""
 
     def __init__(self) -> None:
         self._last = ""
 
-    def __call__(self, message: str, fraction: float | None) -> None:  # noqa: ARG002 - the bar's other half
+    def __call__(self, message: str, fraction: float | None) -> None:  # noqa: ARG002 - part of the interface
         kind = message.translate(_NO_DIGITS)
         if kind != self._last:
             self._last = kind

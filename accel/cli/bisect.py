@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
-from accel.cli.options import dim_option, read_dims
+from . import output_options
+from .options import source_options
 
 if TYPE_CHECKING:
     from accel.api.bisect import BisectReport
-    from accel.cli import Output
-    from accel.verify.bisect import Divergence, Node
+    from accel.proof.bisect import Divergence, Node
+    from accel.sources.source import SourceOptions
+
+    from . import Output
 
 
 @click.command("bisect")
@@ -24,11 +26,13 @@ if TYPE_CHECKING:
 @click.option(
     "--limit",
     type=click.FloatRange(min=0),
-    help="Largest relative error of a tensor; by default what the precision allows. 0 asks for equal bits.",
+    help="Largest relative error of a tensor. Default: by precision. 0 asks for equal bits.",
 )
 @click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Samples of the data to use.")
-@click.option("--scan", is_flag=True, help="Look at every tensor before the one found as well: more runs.")
-@dim_option
+@click.option(
+    "--scan", is_flag=True, help="Also compare every tensor before the first difference, which takes more runs."
+)
+@source_options
 @output_options
 def command(
     reference: str,
@@ -37,18 +41,16 @@ def command(
     limit: float | None,
     samples: int,
     scan: bool,
-    dims: tuple[str, ...],
+    source: SourceOptions,
     say: Output,
 ) -> None:
-    """Find the first node at which CANDIDATE parts from REFERENCE: two ONNX files of one model.
+    """Find the first node at which CANDIDATE differs from REFERENCE, two ONNX files of one model.
 
-    Exit code 1 where they part, 0 where the outputs agree.
+    Exit code 1 if they differ, 0 if the outputs agree.
     """
     from accel.api.bisect import bisect
 
-    found = bisect(
-        reference, candidate, data=data, limit=limit, samples=samples, scan=scan, dims=read_dims(dims) or None
-    )
+    found = bisect(reference, candidate, data=data, limit=limit, samples=samples, scan=scan, **source)
     say.result(found.to_json(), lambda: _human(found, scan))
     if found.divergence is not None or found.as_run is not None:
         sys.exit(1)

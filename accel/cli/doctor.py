@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
+from . import output_options
 
 if TYPE_CHECKING:
-    from accel.cli import Output
+    from . import Output
 
 
 @click.command("doctor")

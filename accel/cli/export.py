@@ -7,52 +7,49 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
-from accel.cli.options import read_dims, read_normalize, source_options, tensorflow_options
 from accel.errors import BadInputSpec
-from accel.sources import renaming_note, training_note
+from accel.sources.notes import renaming_note, training_note
+from accel.tables.kinds import export_formats
+
+from . import output_options
+from .options import read_normalize, source_options
 
 if TYPE_CHECKING:
-    from accel.cli import Output
-    from accel.converters.preprocess import PreprocessConfig
+    from accel.converters.graph.preprocess import PreprocessConfig
+    from accel.sources.source import SourceOptions
+
+    from . import Output
 
 
 @click.command("export")
-@click.argument("source")
+@click.argument("model", metavar="SOURCE")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="The .onnx file, or with --to the folder."
 )
-@click.option("--to", default="onnx", show_default=True, help="onnx, saved_model, tflite, ncnn, openvino, torch.")
+@click.option("--to", default="onnx", show_default=True, help=f"{', '.join(export_formats())}.")
 @source_options
-@tensorflow_options
 @click.option(
     "--channels",
     type=click.Choice(["auto", "first", "last"]),
     default="auto",
     show_default=True,
-    help="Where TensorFlow's convolutions have them inside the graph; how images come in is --layout.",
+    help="Position of the channels inside the graph of a TensorFlow model. --layout is for the images.",
 )
-@click.option("--opset", type=int, help="The opset the file will have, exactly: 20, of an ONNX file its own.")
+@click.option("--opset", type=int, help="The opset of the file. Default: 20, or the own opset of an ONNX file.")
 @click.option("--limit", type=float, help="Largest relative error of an output (float32: 1e-4).")
-@click.option("--normalize", metavar="MEAN,STD", help="Of pixels in 0..1; one number or one a channel: .5:.4:.3,.2.")
-@click.option("--layout", type=click.Choice(["NHWC", "NCHW"]), help="How images come in.")
-@click.option("--dtype", type=click.Choice(["uint8", "float32", "float16"]), help="What images come in as.")
-@click.option("--resize", metavar="HxW", help="Scale images of any size to this.")
-@click.option("--postprocess", metavar="softmax|argmax|topk:K", help="What is done with the one output.")
-@click.option("--no-simplify", is_flag=True, help="Leave the exporter's graph as it is.")
+@click.option(
+    "--normalize", metavar="MEAN,STD", help="Normalize pixels in 0..1; one number or one a channel: .5:.4:.3,.2."
+)
+@click.option("--layout", type=click.Choice(["NHWC", "NCHW"]), help="Layout of the images.")
+@click.option("--dtype", type=click.Choice(["uint8", "float32", "float16"]), help="Dtype of the images.")
+@click.option("--resize", metavar="HxW", help="Scale images of any size to this size.")
+@click.option("--postprocess", metavar="softmax|argmax|topk:K", help="Postprocess the only output.")
+@click.option("--no-simplify", is_flag=True, help="Keep the exporter's graph.")
 @click.option("--no-cache", is_flag=True, help="Run every stage again.")
 @output_options
 def command(
-    source: str,
-    out: Path,
-    to: str,
-    inputs: tuple[str, ...],
-    weights: Path | None,
-    dims: tuple[str, ...],
-    tensorflow: dict[str, Any],
-    channels: str,
-    opset: int | None,
-    limit: float | None,
+    model: str,
+    source: SourceOptions,
     normalize: str | None,
     layout: str | None,
     dtype: str | None,
@@ -61,29 +58,23 @@ def command(
     no_simplify: bool,
     no_cache: bool,
     say: Output,
+    **options: Any,
 ) -> None:
     """Export SOURCE to ONNX and prove that it computes the same.
 
     SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, or a folder
-    written by transformers' save_pretrained; or TensorFlow's: a SavedModel folder, a Keras file (.keras, .h5, .hdf5), a
-    frozen graph (.pb) or TF1 checkpoint (.meta) with --inputs and --outputs, a TFLite file.
+    written by transformers' save_pretrained. Of TensorFlow it is a SavedModel folder, a Keras file (.keras, .h5,
+    .hdf5), a TFLite file, or a frozen graph (.pb) or TF1 checkpoint (.meta) with --inputs and --outputs.
     """
     from accel.api.export import export
 
     artifact = export(
-        source,
-        out=out,
-        to=to,
-        inputs=inputs or None,
-        weights=weights,
-        dims=read_dims(dims),
-        channels=channels,
-        opset=opset,
-        limit=limit,
+        model,
         preprocess=_preprocess(normalize, layout, dtype, resize, postprocess),
         simplify=not no_simplify,
         use_cache=not no_cache,
-        **tensorflow,
+        **source,
+        **options,
     )
     if note := renaming_note(artifact):
         click.echo(f"accel: note: {note}", err=True)
@@ -118,7 +109,7 @@ def _preprocess(
 ) -> PreprocessConfig | None:
     if not (normalize or layout or dtype or resize or postprocess):
         return None
-    from accel.converters.preprocess import PreprocessConfig, parse_postprocess
+    from accel.converters.graph.preprocess import PreprocessConfig, parse_postprocess
 
     mean, std = read_normalize(normalize) if normalize else ((), ())
     size = None

@@ -1,76 +1,85 @@
-"""``accel infer``."""
+"""``accel infer``: sends arrays or images to a served model and shows the outputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
-from accel.cli.options import read_normalize
 from accel.errors import MissingExtra, UsageError
+
+from . import output_options
+from .options import read_normalize
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from accel.cli import Output
-    from accel.serve.client import Inference
+    from accel.serve.client.grpc import Inference
+
+    from . import Output
+
+
+def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of the connection. ``function`` gets their values as the keywords of ``InferenceClient``."""
+    pem = click.Path(path_type=Path)
+    for option in (
+        click.option("--tls-key", "key", type=pem, help="PEM file with the key of that certificate."),
+        click.option("--tls-certificate", "certificate", type=pem, help="PEM file of the client, if the server asks."),
+        click.option("--tls-ca", "ca", type=pem, help="PEM file of the server certificate's CA; turns TLS on."),
+        click.option("--token", envvar="ACCEL_TOKEN", help="Bearer token; better in the environment as ACCEL_TOKEN."),
+        click.option(
+            "--timeout", type=click.FloatRange(0.001), default=60.0, show_default=True, help="Seconds per request."
+        ),
+        click.option("--url", default="127.0.0.1:8001", show_default=True, help="The server's gRPC address."),
+    ):
+        function = option(function)
+    return function
 
 
 @click.command("infer")
 @click.argument("model")
-@click.option("--url", default="127.0.0.1:8001", show_default=True, help="The server's gRPC address.")
 @click.option(
     "--input",
     "inputs",
     required=True,
     multiple=True,
     type=click.Path(path_type=Path),
-    help=".npz with one array an input, .json with one list an input, or images: .png and .jpeg files, or a folder of "
+    help=".npz with one array per input, .json with one list per input, or images: .png and .jpeg files or a folder of "
     "them; repeat for more images.",
 )
 @click.option(
     "--normalize",
     metavar="MEAN,STD",
-    help="Of images, their pixels being 0..1: 0.485:0.456:0.406,0.229:0.224:0.225, one number or one a channel.",
+    help="Mean and deviation of images with pixels in 0..1: 0.485:0.456:0.406,0.229:0.224:0.225, one number or one per "
+    "channel.",
 )
 @click.option(
-    "--classes", type=click.IntRange(0), help="Show so many classes a sample; 0: the outputs. For images 3 by default."
+    "--classes",
+    type=click.IntRange(0),
+    help="Show this many classes per sample; 0: outputs. For images 3 by default.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help=".npz to write the outputs to.")
 @click.option("--model-version", default="", help="By default the newest.")
-@click.option("--batch", type=click.IntRange(0), default=0, help="Samples a request; 0: the most the model takes.")
-@click.option("--timeout", type=click.FloatRange(0.001), default=60.0, show_default=True, help="Seconds a request.")
-@click.option("--token", envvar="ACCEL_TOKEN", help="Bearer token; better in the environment as ACCEL_TOKEN.")
-@click.option(
-    "--tls-ca", type=click.Path(path_type=Path), help="PEM of who signed the server's certificate; turns TLS on."
-)
-@click.option(
-    "--tls-certificate", type=click.Path(path_type=Path), help="PEM that says who asks, for a server with a client CA."
-)
-@click.option("--tls-key", type=click.Path(path_type=Path), help="PEM, the key of that certificate.")
+@click.option("--batch", type=click.IntRange(0), default=0, help="Samples per request; 0: the most the model takes.")
+@connection_options
 @output_options
 def command(
     model: str,
-    url: str,
     inputs: tuple[Path, ...],
     normalize: str | None,
     classes: int | None,
     output: Path | None,
     model_version: str,
     batch: int,
-    timeout: float,
-    token: str | None,
-    tls_ca: Path | None,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
     say: Output,
+    **connection: Any,
 ) -> None:
-    """Send arrays or images to MODEL on a server and show what comes back."""
+    """Send arrays or images to MODEL on a server and show the outputs."""
     try:
-        from accel.serve.client import InferenceClient, not_finite, read_inputs
-        from accel.serve.images import image_files
+        from accel.serve.client.grpc import InferenceClient, not_finite, read_inputs
+        from accel.serve.client.images import image_files
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from None
 
@@ -79,8 +88,7 @@ def command(
         what = "--normalize is for" if normalize else "several --input are for"
         raise UsageError(f"{what} images; arrays come from one .npz or .json as they are")
     mean, std = read_normalize(normalize) if normalize else ((), ())
-    tls = {"ca": tls_ca, "certificate": tls_certificate, "key": tls_key}
-    with InferenceClient(url, token=token, timeout=timeout, **tls) as client:
+    with InferenceClient(**connection) as client:
         if files:
             found = client.infer_images(
                 model, files, version=model_version, batch=batch, mean=mean, std=std, classes=classes

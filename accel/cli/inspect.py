@@ -9,24 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
-from accel.cli.options import graph_options, read_names, read_sizes
+from . import output_options
+from .options import read_sizes, source_options
 
 if TYPE_CHECKING:
     from accel.api.inspect import Inspection
-    from accel.cli import Output
+    from accel.sources.source import SourceOptions
 
-# The endings that netron draws.
+    from . import Output
+
+# The endings of files that netron draws.
 _NETRON = (".onnx", ".tflite", ".keras", ".h5", ".hdf5", ".pb", ".xml", ".param", ".pt2", ".pt")
 
 
 @click.command("inspect")
 @click.argument("model")
-@click.option("--check", is_flag=True, help="Compute every hash of the chain anew, read engines; exit code 1 if wrong.")
+@click.option(
+    "--check", is_flag=True, help="Compute every hash of the chain again, read engines; exit code 1 if wrong."
+)
 @click.option("--graph", "page", type=click.Path(path_type=Path), help="Write an HTML page that shows the graph.")
-@click.option("--against", help="A second model, shown beside it on the page with what changed.")
-@click.option("--sizes", metavar="NAME=SIZE,...", help="The shape that FLOPs are counted at: batch=1,sequence=128.")
-@graph_options
+@click.option("--against", help="A second model to show beside it on the page, with the changes.")
+@click.option("--sizes", metavar="NAME=SIZE,...", help="The shape for counting FLOPs: batch=1,sequence=128.")
+@source_options
 @output_options
 def command(
     model: str,
@@ -34,14 +38,12 @@ def command(
     page: Path | None,
     against: str | None,
     sizes: str | None,
-    graph_inputs: str | None,
-    graph_outputs: str | None,
-    signature: str,
+    source: SourceOptions,
     say: Output,
 ) -> None:
-    """Show what MODEL is, what it costs, how it came to be and what was proven about it.
+    """Show what MODEL is, what it costs, how it was made and what was proven about it.
 
-    MODEL is any file or folder that accel export takes or gives.
+    MODEL is any model that accel export takes or writes.
     """
     from accel.api.inspect import inspect
 
@@ -51,9 +53,7 @@ def command(
         page=page,
         against=against,
         sizes=read_sizes(sizes) or None,
-        graph_inputs=read_names(graph_inputs),
-        graph_outputs=read_names(graph_outputs),
-        signature=signature,
+        **source,
     )
     say.result(found.to_json(), lambda: _human(found))
     if found.intact is False:
@@ -103,7 +103,7 @@ def _human(found: Inspection) -> Any:
 
 
 def _graph(graph: dict[str, Any]) -> list[Any]:
-    """Operators and weights, FLOPs by operator, the most expensive nodes, and what looks odd."""
+    """Returns operators, weights, FLOPs by operator, the most expensive nodes and warnings, to be printed."""
     from rich.markup import escape
 
     counts = ", ".join(f"{op} {n}" for op, n in list(graph.get("operators", {}).items())[:12])
@@ -120,7 +120,7 @@ def _cost(graph: dict[str, Any]) -> list[Any]:
     from rich.markup import escape
     from rich.table import Table
 
-    from accel.verify.gates import case_name
+    from accel.proof.gates import case_name
 
     sizes = case_name(graph["sizes"])
     total = graph["flops"] or 1
@@ -143,11 +143,11 @@ def _plain(value: Any) -> str:
 
 
 def _kernels(rows: list[dict[str, Any]]) -> list[Any]:
-    """What became of the ONNX nodes: a row a kernel, then what was fused and what wasn't, counted."""
+    """Returns a table with the ONNX nodes of each kernel, and a line that counts fused and single nodes."""
     from rich.markup import escape
     from rich.table import Table
 
-    from accel.converters.kernel_table import fusions
+    from accel.converters.to_tensorrt.kernel_table import fusions
 
     table = Table(title="kernels", title_justify="left")
     for column in ("#", "type", "in", "out", "ONNX nodes"):

@@ -8,25 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
 from accel.errors import GateFailed, UnknownName, UnsupportedHere
 
+from . import output_options
+
 if TYPE_CHECKING:
-    from accel.cli import Output
-    from accel.kernels.build import Built
-    from accel.kernels.spec import ConvSpec, GemmSpec
+    from accel.kernels.catalogue.spec import ConvSpec, GemmSpec
+    from accel.kernels.native.build import Built
+
+    from . import Output
 
 
 @click.group("kernels")
 def command() -> None:
-    """Fused GEMM and convolution kernels: what there is and what is proven."""
+    """List, check, build and tune the fused GEMM and convolution kernels."""
 
 
 @command.command("list")
 @output_options
 def list_(say: Output) -> None:
-    """Every shipped configuration: op, dtypes, tile, architectures, implementation."""
-    from accel.kernels.configs import rows
+    """List every shipped configuration: op, dtypes, tile, architectures, implementation."""
+    from accel.kernels.catalogue.configs import rows
 
     found = rows()
 
@@ -41,8 +43,8 @@ def list_(say: Output) -> None:
 @click.option("--all", "every", is_flag=True, help="Compile every shipped configuration (minutes).")
 @output_options
 def check_(every: bool, say: Output) -> None:
-    """What can be proven about the kernels on this machine."""
-    from accel.kernels.check import check
+    """Prove on this machine what can be proven about the kernels."""
+    from accel.kernels.proof.check import check
     from accel.progress import report
 
     proofs = check(every=every, progress=report)
@@ -59,21 +61,21 @@ def check_(every: bool, say: Output) -> None:
     "archs",
     multiple=True,
     metavar="ARCH",
-    help="sm_90a, sm_80, ..., or native for the GPU that is here; again for more.",
+    help="sm_90a, sm_80, ..., or native for this machine's GPU. Repeatable.",
 )
 @click.option(
     "--onnxruntime-include",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where ONNX Runtime's headers are: builds the operators for its register_custom_ops_library.",
+    help="Folder of ONNX Runtime's headers. Builds the operators for its register_custom_ops_library.",
 )
 @click.option(
     "--tensorrt-include",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where TensorRT's headers are: builds the plugins for its registry's load_library, on the CUDA kernels.",
+    help="Folder of TensorRT's headers. Builds the plugins for its registry's load_library, on the CUDA kernels.",
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Files compiled at a time (default: the cores).")
+@click.option("--jobs", type=click.IntRange(min=1), help="Files to compile at a time. Default: the number of cores.")
 @output_options
 def build_(
     archs: tuple[str, ...],
@@ -82,13 +84,16 @@ def build_(
     jobs: int | None,
     say: Output,
 ) -> None:
-    """Compile the CUDA kernels with the nvcc that is here, the operators for ONNX Runtime, the plugins for TensorRT."""
-    from accel.kernels.bridges import build_for_onnxruntime, build_for_tensorrt, check_headers
-    from accel.kernels.build import build
+    """Compile the CUDA kernels with this machine's nvcc, the operators for ONNX Runtime and the plugins for
+    TensorRT."""
+    from accel.kernels.native.bridges import build_for_onnxruntime, build_for_tensorrt, check_headers
+    from accel.kernels.native.build import build
     from accel.progress import report
 
     if not archs and onnxruntime_include is None and tensorrt_include is None:
-        raise click.UsageError("say what to build: --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR")
+        raise click.UsageError(
+            "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
+        )
     check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # before the minutes that nvcc takes
     body: dict[str, Any] = {}
     kernels: Path | None = None
@@ -112,10 +117,10 @@ def build_(
 def _native() -> str:
     import torch
 
-    from accel.kernels.choices import native_arch
+    from accel.kernels.choose.choices import native_arch
 
     if not torch.cuda.is_available():
-        raise UnsupportedHere("no NVIDIA GPU here; say which it is for, as in --arch sm_90a")
+        raise UnsupportedHere("no NVIDIA GPU here; name the architecture of the GPU, as in --arch sm_90a")
     return native_arch(torch.cuda.get_device_capability())
 
 
@@ -130,24 +135,26 @@ def _built(built: Built, what: str) -> str:
     "shapes",
     multiple=True,
     metavar="MxNxK",
-    help="A product, 1x4096x4096; again for more. Default, where no --conv is given either: 30 of them.",
+    help="A product, 1x4096x4096. Repeatable. Default without --conv: 30 products.",
 )
 @click.option(
     "--conv",
     "convolutions",
     multiple=True,
     metavar="NxHxWxC,OUT,KERNEL[,STRIDE[,PADDING[,DILATION]]]",
-    help="A convolution, 8x56x56x64,64,3,1,1 (or 3x3,1x1,1x1); again for more. Default, as above: ResNet-50's.",
+    help="A convolution, 8x56x56x64,64,3,1,1 (or 3x3,1x1,1x1). Repeatable. Default without --shape: ResNet-50's.",
 )
-@click.option("--dtype", "dtypes", multiple=True, default=("fp16",), show_default=True, help="Of the operands; again.")
-@click.option("--act", "acts", multiple=True, default=("none",), show_default=True, help="Activation; again for more.")
+@click.option(
+    "--dtype", "dtypes", multiple=True, default=("fp16",), show_default=True, help="Dtype of the operands. Repeatable."
+)
+@click.option("--act", "acts", multiple=True, default=("none",), show_default=True, help="Activation. Repeatable.")
 @click.option(
     "--add",
     "added",
     multiple=True,
     default=("none", "bias", "bias+residual"),
     show_default=True,
-    help="What is added to the product: none, bias, residual or bias+residual; again for more.",
+    help="Summands of the product: none, bias, residual or bias+residual. Repeatable.",
 )
 @output_options
 def tune_(
@@ -158,12 +165,12 @@ def tune_(
     added: tuple[str, ...],
     say: Output,
 ) -> None:
-    """Time products and convolutions on the GPU that is there and remember the fastest right kernel of each problem.
+    """Time products and convolutions on this machine's GPU and remember the fastest correct kernel of each problem.
 
-    int8 and fp8 are tuned for fp16 and for bf16 output.
+    Tunes int8 and fp8 for fp16 and for bf16 output.
     """
-    from accel.kernels.tune import CONVOLUTIONS, conv_specs, specs, tune
-    from accel.kernels.tuned import Table
+    from accel.kernels.choose.tune import CONVOLUTIONS, conv_specs, specs, tune
+    from accel.kernels.choose.tuned import Table
     from accel.progress import report
 
     table = Table()
@@ -212,7 +219,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _convolution(text: str) -> ConvSpec:
-    from accel.kernels.spec import ConvSpec
+    from accel.kernels.catalogue.spec import ConvSpec
 
     try:
         image, out, *rest = text.split(",")
@@ -232,8 +239,8 @@ def _convolution(text: str) -> ConvSpec:
 
 
 def _sizes(spec: GemmSpec | ConvSpec) -> str:
-    """A problem as it is written in ``--shape`` or ``--conv``."""
-    from accel.kernels.spec import ConvSpec
+    """Returns a problem in the notation of ``--shape`` or ``--conv``."""
+    from accel.kernels.catalogue.spec import ConvSpec
 
     if not isinstance(spec, ConvSpec):
         return f"{spec.m}x{spec.n}x{spec.k}"

@@ -1,16 +1,19 @@
-"""Options that several commands share, and reading what they were given."""
+"""Options that several commands share, and functions that read their values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from accel.errors import BadInputSpec
 from accel.signature import DimRange
+
+if TYPE_CHECKING:
+    from accel.sources.source import SourceOptions
 
 _input = click.option(
     "--input",
@@ -26,23 +29,18 @@ _weights = click.option(
     help="Weights for the factory: .safetensors, its index.json, .pt or .ckpt, or the folder of a training checkpoint "
     "(DeepSpeed, torch.distributed.checkpoint, Megatron, Accelerate). No pickled code is run.",
 )
-dim_option = click.option(
+_dim = click.option(
     "--dim",
     "dims",
     multiple=True,
     metavar="NAME=MIN:OPT:MAX[:STEP]",
-    help="How far a dynamic dim goes: sequence=8:128:512. Gates run at its ends, benchmarks at OPT. Where only "
-    "multiples of some number fit, that number comes last: height=16:32:64:4.",
+    help="The range of a dynamic dim: sequence=8:128:512. Gates run at its ends, benchmarks at OPT. STEP, if only "
+    "multiples of a number fit: height=16:32:64:4.",
 )
 
 
-def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--input``, ``--weights`` and ``--dim``: what a source may need beside its name."""
-    return _input(_weights(dim_option(function)))
-
-
 def read_dims(dims: tuple[str, ...]) -> dict[str, DimRange]:
-    """``("sequence=8:128:512",)`` as ranges."""
+    """Reads ``("sequence=8:128:512",)`` into ranges by dim."""
     found: dict[str, DimRange] = {}
     for text in dims:
         name, equals, rest = text.partition("=")
@@ -58,59 +56,65 @@ _graph_inputs = click.option(
 _graph_outputs = click.option(
     "--outputs", "graph_outputs", metavar="Y:0,...", help="Output tensors of a frozen .pb or a .meta."
 )
-_signature = click.option("--signature", default="", help="Which signature of a SavedModel (serving_default).")
-
-
-def graph_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--inputs``, ``--outputs`` and ``--signature``: which part of a TensorFlow file is meant."""
-    return _graph_inputs(_graph_outputs(_signature(function)))
+_signature = click.option("--signature", default="", help="The signature of a SavedModel. Default: serving_default.")
 
 
 _strip = click.option(
-    "--strip-training-ops", is_flag=True, help="Take dropout out that was left in a TensorFlow model."
+    "--strip-training-ops", is_flag=True, help="Remove dropout that training left in a TensorFlow model."
 )
 
 
-def tensorflow_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``graph_options`` and ``--strip-training-ops``; the function gets them in one mapping, ``tensorflow``, by the
-    names that ``accel.export`` has for them."""
+def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of ``accel.Source``. The function gets them in one mapping, ``source``, by the names of the
+    Python arguments."""
 
-    @graph_options
+    @_input
+    @_weights
+    @_dim
+    @_graph_inputs
+    @_graph_outputs
+    @_signature
     @_strip
     @wraps(function)
     def wrapped(
         *args: Any,
+        inputs: tuple[str, ...],
+        weights: Path | None,
+        dims: tuple[str, ...],
         graph_inputs: str | None,
         graph_outputs: str | None,
         signature: str,
         strip_training_ops: bool,
         **kwargs: Any,
     ) -> Any:
-        said = {
+        source: SourceOptions = {
+            "inputs": inputs or None,
+            "weights": weights,
+            "dims": read_dims(dims) or None,
             "graph_inputs": read_names(graph_inputs),
             "graph_outputs": read_names(graph_outputs),
             "signature": signature,
             "strip_training_ops": strip_training_ops,
         }
-        return function(*args, tensorflow=said, **kwargs)
+        return function(*args, source=source, **kwargs)
 
     return wrapped
 
 
 def read_names(text: str | None) -> tuple[str, ...]:
-    """``"x:0, y:0"`` as names."""
+    """Splits ``"x:0, y:0"`` into names."""
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 sizes_option = click.option(
     "--sizes",
     metavar="NAME=SIZE,...",
-    help="The shape to measure at: batch=1,sequence=128. By default a sample of the data, else the dims' usual sizes.",
+    help="The shape to measure at: batch=1,sequence=128. Default: the shape of a sample of the data, or usual sizes.",
 )
 
 
 def read_sizes(text: str | None) -> dict[str, int]:
-    """``"batch=1,sequence=128"`` as sizes by dim."""
+    """Reads ``"batch=1,sequence=128"`` into sizes by dim."""
     found: dict[str, int] = {}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
         name, equals, size = part.partition("=")
@@ -121,7 +125,8 @@ def read_sizes(text: str | None) -> dict[str, int]:
 
 
 def read_normalize(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation, one number or one a channel: ``"0.5,0.5"``, ``"0.4:0.5:0.4,0.2"``."""
+    """Reads mean and standard deviation, each one number or one number a channel: ``"0.5,0.5"``,
+    ``"0.4:0.5:0.4,0.2"``."""
     try:
         mean, std = (tuple(float(number) for number in part.split(":")) for part in text.split(","))
     except ValueError:

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
 from accel.errors import BadConfig
 
+from . import output_options
+
 if TYPE_CHECKING:
-    from accel.cli import Output
     from accel.plan.search import Plan
     from accel.plan.spec import Layout, Machine, ModelSpec
-    from accel.train.config import TrainConfig
+    from accel.train.config.schema import TrainConfig
+
+    from . import Output
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]
-    """A number with a unit: 80G, 80GiB, 7.5e9, 7.5B."""
+    """A number with an optional unit: 80G, 80GiB, 7.5e9, 7.5B."""
 
     name = "quantity"
 
@@ -29,7 +31,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
         return quantity(value) if isinstance(value, str) else float(value)
 
 
-# What is asked for or not.
+# Options that are off unless they are given.
 _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 
 
@@ -39,43 +41,45 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 @click.option("--layers", type=int, default=0, help="Transformer layers.")
 @click.option("--hidden", type=int, default=0, help="Hidden size.")
 @click.option("--heads", type=int, default=0, help="Attention heads.")
-@click.option("--kv-heads", type=int, default=0, help="Heads of keys and values, where they are fewer.")
+@click.option("--kv-heads", type=int, default=0, help="Heads of keys and values, if they are fewer.")
 @click.option("--vocab", type=int, default=0, help="Vocabulary size.")
 @click.option("--seq", type=int, default=0, help="Sequence length.")
 @click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Ranks.")
 @click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
 @click.option("--tp", type=int, help="Tensor-parallel ranks.")
 @click.option("--pp", type=int, help="Pipeline stages.")
-@click.option("--cp", type=int, help="Context-parallel ranks: they share sequences, and heads around attention.")
-@click.option("--precision", help="fp32, bf16, fp16 (float32 master weights), autocast-bf16, ...; int8, int4 to infer.")
+@click.option("--cp", type=int, help="Context-parallel ranks, which share sequences, and heads during attention.")
+@click.option("--precision", help="fp32, bf16, fp16 (float32 master weights), ...; with --inference also int8, int4.")
 @click.option("--optimizer", help="adam, adamw, momentum or sgd.")
-@click.option("--micro-batch", type=int, help="Samples a rank and pass.")
-@click.option("--global-batch", type=int, help="Samples a step over all ranks.")
+@click.option("--micro-batch", type=int, help="Samples of a rank in a pass.")
+@click.option("--global-batch", type=int, help="Samples of all ranks in a step.")
 @click.option("--recompute", help="Activation checkpointing: none, selective or full.")
 @click.option("--pipeline", help="gpipe, 1f1b, interleaved or zero-bubble.")
 @click.option("--hpz", type=int, default=0, help="ZeRO++: ranks that hold a second shard of the parameters.")
 @click.option("--qwz", is_flag=True, help="ZeRO++: gather parameters as int8.")
 @click.option("--qgz", is_flag=True, help="ZeRO++: reduce gradients as int8.")
 @click.option("--replicate", type=int, help="Replicas of the group that ZeRO shards over (HSDP).")
-@click.option("--offload", is_flag=True, help="CPU offload: what ZeRO shards is kept on the host.")
-@click.option("--inference", is_flag=True, help="Weights and KV cache instead of training.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once, to infer.")
-@click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. Lists every layout that fits, fastest first.")
-@click.option("--flops", type=Quantity(), help="FLOP/s a rank sustains: 400T.")
-@click.option("--bandwidth", type=Quantity(), help="Bytes/s a rank sends between nodes: 40G.")
-@click.option("--node-bandwidth", type=Quantity(), help="Bytes/s a rank sends inside its node: 300G.")
-@click.option("--host-bandwidth", type=Quantity(), help="Bytes/s a rank copies from or to its host: 25G.")
+@click.option("--offload", is_flag=True, help="CPU offload: keep the shards of ZeRO on the host.")
+@click.option("--inference", is_flag=True, help="Plan inference (weights and KV cache) instead of training.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences of --inference.")
+@click.option("--hbm", type=Quantity(), help="Memory of a rank: 80G. List every layout that fits, fastest first.")
+@click.option("--flops", type=Quantity(), help="FLOP/s that a rank sustains: 400T.")
+@click.option("--bandwidth", type=Quantity(), help="Bytes/s that a rank sends between nodes: 40G.")
+@click.option("--node-bandwidth", type=Quantity(), help="Bytes/s that a rank sends inside its node: 300G.")
+@click.option("--host-bandwidth", type=Quantity(), help="Bytes/s that a rank copies from or to its host: 25G.")
 @click.option("--node-size", type=int, help="Ranks a node: 8.")
-@click.option("--choose", type=click.IntRange(1), default=1, show_default=True, help="Which of the list --out writes.")
+@click.option("--choose", type=click.IntRange(1), default=1, show_default=True, help="Which layout --out writes.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the training config of the layout (TOML).")
 @output_options
 def command(config: Path | None, world: int, out: Path | None, choose: int, say: Output, **given: Any) -> None:
-    """Show what a training run takes before it is launched: memory, bytes sent, time.
+    """Show the memory, the bytes sent and the time of a training run before it is launched.
 
-    CONFIG is a training config (TOML); or describe the model with --params, or --layers, --hidden, --heads, --vocab
-    and --seq. With --hbm every layout that fits is listed, fastest first; --zero, --tp, --micro-batch and so on then
-    leave only those that have them so. What rounds more (--qwz, --qgz) is listed only where it is asked for.
-    Of equally fast ones the one that sends least comes first, then the one with fewest stages, the largest micro-batch,
+    CONFIG is a training config (TOML). Without one, describe the model with --params, or with --layers, --hidden,
+    --heads, --vocab and --seq.
+
+    --hbm lists every layout that fits, fastest first. --zero, --tp, --micro-batch and so on then restrict the list to
+    layouts with these values. Layouts that round more (--qwz, --qgz) are listed only if you ask for them. Of equally
+    fast layouts, the one that sends least comes first, then the one with the fewest stages, the largest micro-batch,
     the lowest ZeRO stage.
     """
     machine = _machine(given)
@@ -85,7 +89,7 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
         return
     found = _search(base, given, machine, world) if given["hbm"] else [_one(base, given, machine, world)]
     if choose > len(found):
-        raise BadConfig(f"--choose {choose}, but {len(found)} layouts fit; choose one of them")
+        raise BadConfig(f"--choose is {choose}, but only {len(found)} layouts fit; choose one of them")
     chosen = found[choose - 1]
     if out is not None:
         from accel.api.plan import config_of
@@ -104,7 +108,7 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
 def _config(path: Path | None, given: dict[str, Any]) -> TrainConfig | None:
     if path is None:
         return None
-    from accel.train.config import TrainConfig
+    from accel.train.config.schema import TrainConfig
 
     names = {
         "zero": "parallel.zero",
@@ -153,9 +157,8 @@ def _one(base: TrainConfig | None, given: dict[str, Any], machine: Machine, worl
         each = layout.dp * layout.micro_batch
         if given["global_batch"] % each:
             raise BadConfig(
-                f"a global batch of {given['global_batch']} is no multiple of micro-batch {layout.micro_batch} x "
-                f"{layout.dp} "
-                f"data-parallel ranks; use a multiple of {each}"
+                f"a global batch of {given['global_batch']} is not a multiple of micro-batch {layout.micro_batch} x "
+                f"{layout.dp} data-parallel ranks; use a multiple of {each}"
             )
         layout = replace(layout, accumulation=given["global_batch"] // each)
     return plan(_spec(None, given), layout, machine)
@@ -212,13 +215,12 @@ def _inference(spec: ModelSpec, given: dict[str, Any], world: int, say: Output) 
 def _assumptions(machine: Machine, plan: Plan) -> list[str]:
     said = [
         f"{machine.flops / 1e12:g} TFLOP/s a rank, {machine.node_bandwidth / 1e9:g} GB/s inside a node of "
-        f"{machine.node_size}, "
-        f"{machine.bandwidth / 1e9:g} GB/s between nodes"
+        f"{machine.node_size}, {machine.bandwidth / 1e9:g} GB/s between nodes"
         + (f", {machine.host_bandwidth / 1e9:g} GB/s to the host" if plan.layout.offload else ""),
-        "data-parallel traffic is hidden behind compute where it fits, tensor- and context-parallel traffic is not",
+        "data-parallel traffic is hidden behind compute as far as it fits, tensor- and context-parallel traffic is not",
     ]
     if plan.memory.activations is None:
-        said.append("activations are unknown and not counted: give --layers, --hidden, --heads, --vocab and --seq")
+        said.append("activations are unknown and not counted; give --layers, --hidden, --heads, --vocab and --seq")
     return said
 
 
@@ -227,7 +229,7 @@ def _size(value: float | None) -> str:
 
 
 def _more(layout: Layout, before: str = "") -> str:
-    """What a layout has beside the axes and the stage."""
+    """Returns the options of a layout that are neither an axis nor the ZeRO stage, in words."""
     said = [
         *([f"{layout.replicate} replicas"] if layout.replicate > 1 else []),
         *([f"hpZ {layout.hpz}"] if layout.hpz else []),
@@ -242,8 +244,7 @@ def _words(plan: Plan, machine: Machine) -> str:
     lines = [
         f"{plan.spec.params / 1e9:.4g} B parameters, {layout.precision}, {layout.optimizer}, on {layout.world} ranks: "
         f"ZeRO {layout.zero}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, dp {layout.dp}, "
-        f"micro-batch {layout.micro_batch} x "
-        f"{layout.accumulation}{_more(layout, ', ')}",
+        f"micro-batch {layout.micro_batch} x {layout.accumulation}{_more(layout, ', ')}",
         "each rank holds",
         f"  parameters   {_size(m.parameters)}",
         f"  gradients    {_size(m.gradients)}",

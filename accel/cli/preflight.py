@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
+from . import output_options
 
 if TYPE_CHECKING:
     from accel.api.preflight import PreflightReport
     from accel.artifact import Artifact
-    from accel.cli import Output
+
+    from . import Output
 
 
 @click.command("preflight")
 @click.argument("model")
 @click.option("--target", default="tensorrt-rtx", show_default=True, help="tensorrt-rtx or tensorrt.")
 @click.option("--compute-capability", "compute_capabilities", multiple=True, help="GPU to build for: 8.6. Repeatable.")
-@click.option("--fix", is_flag=True, help="Rewrite what can be rewritten safely into -o, and check it.")
+@click.option(
+    "--fix", is_flag=True, help="Rewrite the nodes that can be rewritten safely, write the model to -o, and check it."
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="The ONNX file that --fix writes.")
-@click.option("--data", type=click.Path(path_type=Path), help="Samples that --fix is checked on as well.")
+@click.option("--data", type=click.Path(path_type=Path), help="Samples for the check of --fix.")
 @output_options
 def command(
     model: str,
@@ -35,7 +38,7 @@ def command(
 ) -> None:
     """List each node of an ONNX MODEL that an engine build refuses, with its cause and its fix.
 
-    Nothing is built. Exit code 1 where something is refused (and --fix could not mend it).
+    Builds nothing. Exit code 1 if a node is refused, with --fix if one still is.
     """
     from accel.api.preflight import preflight
 
@@ -58,9 +61,9 @@ def _human(found: PreflightReport, target: str) -> Any:
     for row in found.refusals:
         fix = "rewritten" if found.fixed and row.node not in left else row.fix
         table.add_row(escape(row.node), row.operator, escape(row.cause), escape(fix))
-    parts.append(table if found.refusals else f"{target} refuses nothing that can be told before the build")
+    parts.append(table if found.refusals else f"{target} refuses no node, as far as can be told before the build")
     if not found.asked_parser:
-        parts.append(f"{target} isn't installed: its parser could not be asked about operators")
+        parts.append(f"{target} is not installed, so its parser could not check the operators")
     if found.fixed:
         left_over = f"{_nodes(len(found.left))} still refused"
         parts.append(escape(f"{found.fixed.path}: rewritten {_rewritten(found.fixed) or 'nothing'}; {left_over}"))
@@ -72,7 +75,7 @@ def _nodes(count: int) -> str:
     return f"{count} node" if count == 1 else f"{count} nodes"
 
 
-# The notes of the stage, for one and for more.
+# The counts in the notes of the stage: plural and singular.
 _COUNTED = {"biases": "bias", "weights": "weight", "activations": "activation"}
 
 

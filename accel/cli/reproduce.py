@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
+from . import output_options
 
 if TYPE_CHECKING:
     from accel.api.reproduce import Reproduction
-    from accel.cli import Output
+
+    from . import Output
 
 
 @click.command("reproduce")
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     "--data",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A file that a stage was given, such as calibration data; found by its sha256. Repeatable.",
+    help="A file that a stage read, such as calibration data; recognized by its sha256. Repeatable.",
 )
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Keep what is made now under this name.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Keep the new artifact under this name.")
 @output_options
 def command(artifact: str, data: tuple[Path, ...], out: Path | None, say: Output) -> None:
-    """Make ARTIFACT again from its source, as its manifest records, and compare each stage with what was made then.
+    """Make ARTIFACT again from its source, by the stages in its manifest, and compare the result of each stage.
 
-    Exit code 1 where a stage gives something else, or the artifact's files were changed since.
+    Exit code 1 if a stage gives another result, or if the files of the artifact were changed.
     """
     from accel.api.reproduce import reproduce
 

@@ -1,4 +1,4 @@
-"""``accel serve``."""
+"""``accel serve``: runs the server, checks a repository, or prints a manifest for Kubernetes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,37 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from accel.cli import output_options
 from accel.errors import MissingExtra, UsageError
 
+from . import output_options
+
 if TYPE_CHECKING:
-    from accel.cli import Output
+    from . import Output
 
 _FILE = click.Path(path_type=Path)
 
 
-# Triton's options, and what stands for them here.
+# Options of Triton's server, with the advice that accel gives if one of them is used.
 _TRITON = {
-    **dict.fromkeys(("--model-repository", "--model-store"), "name the folder itself: accel serve FOLDER"),
+    **dict.fromkeys(("--model-repository", "--model-store"), "write the folder itself: accel serve FOLDER"),
     "--model-control-mode": "write --mode none, poll or explicit",
     "--repository-poll-secs": "write --poll-seconds",
     "--exit-timeout-secs": "write --drain",
     "--exit-on-error": "leave it out: a broken model leaves the others serving, and --check says what is wrong",
     **dict.fromkeys(("--http-address", "--grpc-address"), "write --host"),
-    **dict.fromkeys(("--allow-http", "--allow-grpc"), "gRPC is always served, HTTP but for --no-http"),
+    **dict.fromkeys(("--allow-http", "--allow-grpc"), "leave it out: gRPC is always on, and HTTP without --no-http"),
     **dict.fromkeys(("--allow-metrics", "--metrics-port"), "leave it out: /metrics is on the --http-port"),
     **dict.fromkeys(("--cache-config", "--response-cache-byte-size"), "write --response-cache-bytes"),
     **dict.fromkeys(("--trace-config", "--trace-file", "--trace-level"), "write --trace URL and --trace-rate"),
-    "--rate-limit": "leave it out: the rate_limiter in a model's config counts, with --rate-limit-resource",
-    **dict.fromkeys(("--backend-config", "--backend-directory"), "leave it out: parameters in config.pbtxt, --threads"),
+    "--rate-limit": "leave it out: write rate_limiter into a model's config, and --rate-limit-resource",
+    **dict.fromkeys(("--backend-config", "--backend-directory"), "write parameters into config.pbtxt, or --threads"),
     **dict.fromkeys(
         ("--strict-model-config", "--disable-auto-complete-config"), "leave it out: config.pbtxt is optional"
     ),
-    **dict.fromkeys(("--log-verbose", "--log-info", "--log-format"), "leave it out: JSON lines, --log-file"),
+    **dict.fromkeys(
+        ("--log-verbose", "--log-info", "--log-format"),
+        "leave it out, or write --log-file",
+    ),
     **dict.fromkeys(("--grpc-use-ssl", "--grpc-server-cert"), "write --tls-certificate and --tls-key"),
     "--grpc-server-key": "write --tls-key",
     "--grpc-root-cert": "write --tls-client-ca",
@@ -45,7 +49,7 @@ _TRITON = {
 
 
 class _Serve(click.Command):
-    """Knows the options of Triton that are called otherwise here."""
+    """Answers an option of Triton's server with the name of accel's own option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -59,86 +63,104 @@ class _Serve(click.Command):
 @click.command("serve", cls=_Serve)
 @click.argument("repository")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free one.")
-@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
-@click.option("--no-http", is_flag=True, help="No REST, no metrics.")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free port.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free port.")
+@click.option("--no-http", is_flag=True, help="Serve neither REST nor metrics.")
 @click.option(
     "--mode",
     type=click.Choice(["none", "poll", "explicit"]),
     default="none",
     show_default=True,
-    help="Load all once; look for changes; or load on command.",
+    help="none: load every model once; poll: also look for changes; explicit: load on command.",
 )
 @click.option(
-    "--load-model", "models", multiple=True, metavar="NAME", help="Loaded at first in explicit mode; * is all."
+    "--load-model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="A model to load at the start in explicit mode; * loads all.",
 )
 @click.option("--poll-seconds", type=click.FloatRange(0.05), default=15.0, show_default=True)
-@click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes on one port.")
 @click.option(
-    "--restart", is_flag=True, help="Start a process again when it crashes; always so with --processes 2 or more."
+    "--processes",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="The number of processes that share the ports.",
 )
+@click.option("--restart", is_flag=True, help="Restart a process that crashes; --processes 2 or more always does.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a session; 0: its share of the cores.")
-@click.option("--grpc-threads", type=click.IntRange(4), default=512, show_default=True, help="Calls that wait at once.")
-@click.option("--max-message", type=click.IntRange(1), default=(1 << 31) - 1, help="Largest message in bytes.")
 @click.option(
-    "--drain", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to end after SIGTERM."
+    "--grpc-threads",
+    type=click.IntRange(4),
+    default=512,
+    show_default=True,
+    help="Calls that can wait at the same time.",
 )
-@click.option("--tokens", type=_FILE, help="TOML file of bearer tokens and the models they are for.")
+@click.option("--max-message", type=click.IntRange(1), default=(1 << 31) - 1, help="The largest message in bytes.")
+@click.option(
+    "--drain",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds that requests have to end after SIGTERM.",
+)
+@click.option("--tokens", type=_FILE, help="TOML file of bearer tokens, and of the models that each token is for.")
 @click.option("--tls-certificate", type=_FILE, help="PEM.")
 @click.option("--tls-key", type=_FILE, help="PEM.")
-@click.option("--tls-client-ca", type=_FILE, help="PEM; clients have to show a certificate that it signed.")
-@click.option("--insecure", is_flag=True, help="Serve a model although its manifest doesn't hold.")
+@click.option("--tls-client-ca", type=_FILE, help="PEM; clients have to show a certificate signed by this CA.")
+@click.option("--insecure", is_flag=True, help="Serve a model even if it doesn't match its manifest.")
 @click.option("--allow-pickle", is_flag=True, help="Serve .pt2 and .pt files, which may hold pickles.")
-@click.option("--strict-readiness", is_flag=True, help="Not ready while a model of the repository is broken.")
+@click.option("--strict-readiness", is_flag=True, help="Report not ready while a model of the repository is broken.")
 @click.option("--trace", metavar="URL", help="OTLP/HTTP endpoint for traces: http://127.0.0.1:4318/v1/traces.")
 @click.option(
     "--trace-rate",
     type=click.IntRange(0),
     default=1000,
     show_default=True,
-    help="Trace one request in so many, and each that comes with a traceparent; 0: those alone.",
+    help="Trace one request in this many, and every request with a traceparent; 0: only requests with a traceparent.",
 )
-@click.option("--log-file", type=_FILE, help="JSON lines go there and not to stderr.")
+@click.option("--log-file", type=_FILE, help="Write the log, JSON lines, to this file and not to stderr.")
 @click.option(
     "--response-cache-bytes",
     type=click.IntRange(0),
     default=64 << 20,
     show_default=True,
-    help="What all models that ask for a response cache share in a process; 0: a cache of its own for each.",
+    help="Size of the cache that all models with a response cache share in a process; 0: one cache for each model.",
 )
 @click.option(
     "--rate-limit-resource",
     "rate_limits",
     multiple=True,
     metavar="NAME:COUNT",
-    help="How much of a resource there is for the rate_limiter of the models' configs, in each process.",
+    help="The amount of a resource, in each process, for the rate_limiter of the models' configs.",
 )
 @click.option(
     "--host-policy",
     "host_policies",
     multiple=True,
     metavar="NAME,cpu-cores=0-3",
-    help="Cores for the instance groups whose config names this host_policy.",
+    help="The cores of instance groups whose config names this host_policy.",
 )
 @click.option(
     "--manifest",
     type=click.Choice(["kubernetes", "kserve"]),
-    help="Print what deploys a server with these options, and end. REPOSITORY and other paths are then those inside "
-    "the container.",
+    help="Print a manifest that deploys a server with these options, and end. REPOSITORY and other paths are then "
+    "paths inside the container.",
 )
-@click.option("--image", default="", help="Of the manifest: the container image that has accel in it.")
-@click.option("--claim", default="", help="Of the manifest: the PersistentVolumeClaim mounted at REPOSITORY.")
+@click.option("--image", default="", help="For --manifest: the container image that has accel in it.")
+@click.option("--claim", default="", help="For --manifest: the PersistentVolumeClaim to mount at REPOSITORY.")
 @click.option(
     "--deploy",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Of the manifest: cpu=2, memory=4Gi and gpus=1 of a replica, min-replicas=1, max-replicas=4, "
-    "target-cpu-percent=70, secret=NAME:/folder (mounted there: tokens, certificates). Repeatable.",
+    help="For --manifest: cpu=2, memory=4Gi and gpus=1 of a replica, min-replicas=1, max-replicas=4, "
+    "target-cpu-percent=70, secret=NAME:/folder (a Secret to mount, for tokens and certificates). Repeatable.",
 )
 @click.option(
     "--check",
     is_flag=True,
-    help="Load every model, run it once as its warm-up does, say what is wrong, and end.",
+    help="Load every model, run its warm-up, report which models can't be served, and end.",
 )
 @output_options
 def command(
@@ -155,22 +177,23 @@ def command(
 ) -> None:
     """Serve the models in REPOSITORY over gRPC and HTTP (Open Inference Protocol, as Triton speaks it).
 
-    REPOSITORY is a folder, or s3://, gs:// or http(s)://, mirrored into the cache and, with --mode poll, followed.
+    REPOSITORY is a folder, or an address that begins with s3://, gs:// or http(s)://. The models at an address are
+    copied into the cache; with --mode poll, changes at the address are copied, too.
     """
     context = click.get_current_context()
     if given["models"] and given["mode"] != "explicit":
         raise UsageError("--load-model is for --mode explicit; the other modes load every model")
     if manifest:
         if no_http:
-            raise UsageError("the probes of a manifest ask over HTTP; leave out --no-http")
+            raise UsageError("the probes of a manifest use HTTP; leave out --no-http")
         fields = {"repository": repository, "image": image, "claim": claim, "drain_seconds": ceil(given["drain"])}
         fields |= {"grpc_port": given["grpc_port"], "http_port": http_port, "words": _words(context)}
         _manifest(manifest, {**fields, **_deployed(deploy)}, say)
         return
     try:
-        from accel.serve.options import ServeOptions
-        from accel.serve.process import ServingProcess, end, start_logging
-        from accel.serve.supervisor import Supervisor
+        from accel.serve.process.options import ServeOptions
+        from accel.serve.process.serving import ServingProcess, end, start_logging
+        from accel.serve.process.supervisor import Supervisor
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from None
 
@@ -187,14 +210,14 @@ def command(
         end()
 
 
-# What a manifest says in its own fields, or isn't for the server in the container.
+# Options that a manifest has fields for, or that the server in the container must not get.
 _OWN = (
     "repository", "host", "grpc_port", "http_port", "manifest", "image", "claim", "deploy", "check", "as_json", "quiet",
 )  # fmt: skip
 
 
 def _words(context: click.Context) -> tuple[str, ...]:
-    """The options that were given, for the command line of the server in a container."""
+    """Returns the given options as words for the command line of the server in the container."""
     words: list[str] = []
     for option in context.command.params:
         name = option.name or ""
@@ -210,7 +233,7 @@ def _words(context: click.Context) -> tuple[str, ...]:
 
 
 def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
-    """Fields of ``Deployment`` from ``KEY=VALUE`` each. ``UsageError`` for what isn't one."""
+    """Returns fields of ``Deployment`` from texts ``KEY=VALUE``. Raises ``UsageError`` if a text has another form."""
     numbers = ("gpus", "min-replicas", "max-replicas", "target-cpu-percent")
     found: dict[str, Any] = {}
     secrets: list[tuple[str, str]] = []
@@ -224,13 +247,13 @@ def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
         elif key in numbers and value.isascii() and value.isdigit():
             found[key.replace("-", "_")] = int(value)
         else:
-            known = f"cpu, memory, {', '.join(numbers)}: a number, or secret: NAME:/folder"
+            known = f"cpu, memory, {', '.join(numbers)} (a number) or secret (NAME:/folder)"
             raise UsageError(f"--deploy {text} is not understood; write KEY=VALUE with {known}")
     return {**found, "secrets": tuple(secrets)}
 
 
 def _manifest(kind: str, fields: dict[str, Any], say: Output) -> None:
-    from accel.serve.manifests import Deployment, kserve, kubernetes, to_yaml
+    from accel.serve.deploy.manifests import Deployment, kserve, kubernetes, to_yaml
 
     name = re.sub("[^a-z0-9]+", "-", Path(fields["repository"]).name.lower()).strip("-")
     if not name[:1].isalpha():  # a Service's name has to begin with a letter
@@ -241,7 +264,7 @@ def _manifest(kind: str, fields: dict[str, Any], say: Output) -> None:
 
 
 def _check(options: Any, say: Output) -> None:
-    from accel.serve.check import check
+    from accel.serve.process.check import check
 
     rows = check(options)
 

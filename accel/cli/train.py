@@ -8,27 +8,38 @@ from typing import TYPE_CHECKING
 
 import click
 
-from accel.cli import output_options
 from accel.errors import BadConfig
 
+from . import output_options
+
 if TYPE_CHECKING:
-    from accel.cli import Output
+    from . import Output
+
+
+# The config key that each of these options sets.
+_KEYS = {
+    "zero": "parallel.zero",
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "steps": "steps",
+    "precision": "precision.mode",
+}
 
 
 @click.command("train", context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
-@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="Processes on this machine.")
-@click.option("--nnodes", default="1", show_default=True, help="Machines, or MIN:MAX of them.")
-@click.option("--rendezvous", metavar="HOST:PORT", help="Where the machines meet.")
-@click.option("--max-restarts", type=int, default=0, show_default=True, help="Restarts after a rank died.")
+@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="Ranks on this machine.")
+@click.option("--nnodes", default="1", show_default=True, help="The number of machines, or MIN:MAX.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="The address where the machines meet.")
+@click.option("--max-restarts", type=int, default=0, show_default=True, help="How often to restart after a rank died.")
 @click.option("--zero", type=int, help="ZeRO stage, 0 to 3.")
-@click.option("--tp", type=int, help="Ranks that share each tensor, by [tensor_parallel] of CONFIG.")
-@click.option("--pp", type=int, help="Pipeline stages (--parallel.pipeline says which schedule).")
+@click.option("--tp", type=int, help="Ranks that share each tensor, as [tensor_parallel] of CONFIG says.")
+@click.option("--pp", type=int, help="Pipeline stages (--parallel.pipeline names the schedule).")
 @click.option("--steps", type=int, help="Optimizer steps.")
 @click.option("--precision", help="fp32, autocast-bf16, autocast-fp16, bf16, fp16, ... or O0 to O3.")
-@click.option("--fresh", is_flag=True, help="Start over where the folder holds checkpoints.")
-@click.option("--dry-run", is_flag=True, help="Print what the run would take, and launch nothing.")
+@click.option("--fresh", is_flag=True, help="Start over even if the folder holds checkpoints.")
+@click.option("--dry-run", is_flag=True, help="Print the plan of the run (memory, traffic, time), and launch nothing.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The folder of the run.")
 @output_options
 def command(
@@ -38,32 +49,21 @@ def command(
     nnodes: str,
     rendezvous: str | None,
     max_restarts: int,
-    zero: int | None,
-    tp: int | None,
-    pp: int | None,
-    steps: int | None,
-    precision: str | None,
     fresh: bool,
     dry_run: bool,
     out: Path,
     say: Output,
+    **given: int | str | None,
 ) -> None:
-    """Train the model of CONFIG (TOML) into the folder --out, and go on where it stopped.
+    """Train the model of CONFIG (TOML) into the folder --out, or go on from the newest checkpoint there.
 
-    Anything in the config can be given as --key=value or --table.key=value, e.g. --optimizer.lr=0.01. The result is in
-    OUT/final; accel export OUT takes it from there.
+    --key=value or --table.key=value overrides a key of the config, e.g. --optimizer.lr=0.01. The result is in
+    OUT/final, and accel export OUT takes it from there.
     """
-    from accel.train.config import TrainConfig
-    from accel.train.launch import find_config, train
+    from accel.train.config.schema import TrainConfig
+    from accel.train.run.launch import find_config, train
 
-    given = {
-        "parallel.zero": zero,
-        "parallel.tp": tp,
-        "parallel.pp": pp,
-        "steps": steps,
-        "precision.mode": precision,
-    }
-    words = [f"{key}={value}" for key, value in given.items() if value is not None]
+    words = [f"{_KEYS[name]}={value}" for name, value in given.items() if value is not None]
     for text in overrides:
         if not text.startswith("--") or "=" not in text:
             raise BadConfig(f"can't read the option {text!r}; write --key=value, e.g. --optimizer.lr=0.01")
@@ -81,7 +81,7 @@ def command(
 
     def human() -> str:
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items())
-        loss = f", loss {result['loss']:.4f}" if "loss" in result else " (nothing was left to do)"
+        loss = f", loss {result['loss']:.4f}" if "loss" in result else " (all steps were done before)"
         return (
             f"{out / 'final'}: {result['steps']} steps{loss}{'; evaluate: ' + metrics if metrics else ''}"
             f"\nnow: {shlex.join(['accel', 'export', str(out), '-o', 'model.onnx'])}{better()}"
@@ -91,13 +91,13 @@ def command(
         best = result.get("best")
         if best is None:
             return ""
-        from accel.train.final import input_options
+        from accel.train.checkpoints.final import input_options
 
         name, checkpoint = best["metric"].removeprefix("-"), out / "checkpoints" / f"step-{best['step']:08d}"
         words = ["accel", "export", loaded.model, "--weights", str(checkpoint), *input_options(out / "final")]
         return (
-            f"\nthese are the last weights; the best (step {best['step']}, {name} {best['metrics'][name]:.4f}) are in "
-            f"{out / 'checkpoints'}: {shlex.join([*words, '-o', 'model.onnx'])}"
+            f"\nthese are the last weights; the best weights (step {best['step']}, {name} {best['metrics'][name]:.4f}) "
+            f"are in {out / 'checkpoints'}: {shlex.join([*words, '-o', 'model.onnx'])}"
         )
 
     say.result({**result, "final": str(out / "final")}, human)

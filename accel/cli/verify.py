@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accel.cli import output_options
-from accel.cli.options import read_dims, source_options, tensorflow_options
+from . import output_options
+from .options import source_options
 
 if TYPE_CHECKING:
-    from accel.cli import Output
+    from accel.sources.source import SourceOptions
+
+    from . import Output
 
 
 @click.command("verify")
 @click.argument("reference")
 @click.argument("candidate")
 @click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
-@click.option("--limit", type=float, help="Largest relative error of any output; by default what the precision allows.")
+@click.option("--limit", type=float, help="Largest relative error of any output. Default: by precision.")
 @click.option("--samples", type=click.IntRange(min=1), default=64, show_default=True, help="Samples to compare on.")
 @source_options
-@tensorflow_options
 @output_options
 def command(
     reference: str,
@@ -30,13 +31,10 @@ def command(
     data: Path | None,
     limit: float | None,
     samples: int,
-    inputs: tuple[str, ...],
-    weights: Path | None,
-    dims: tuple[str, ...],
-    tensorflow: dict[str, Any],
+    source: SourceOptions,
     say: Output,
 ) -> None:
-    """Compare every output of CANDIDATE with REFERENCE; exit code 1 where they differ by more than the limit."""
+    """Compare every output of CANDIDATE with REFERENCE. Exit code 1 if one differs by more than the limit."""
     from accel.api.verify import verify
 
     found = verify(
@@ -45,10 +43,7 @@ def command(
         data=data,
         limit=limit,
         samples=samples,
-        inputs=inputs or None,
-        weights=weights,
-        dims=read_dims(dims),
-        tensorflow=tensorflow,
+        **source,
     )
 
     def human() -> Any:

@@ -1,6 +1,6 @@
-"""The whole job on two real models: ``python -m accel.examples.demo FOLDER`` (what ``make demo`` runs).
+"""Takes two real models the whole way: ``python -m accel.examples.demo FOLDER``, which ``make demo`` runs.
 
-It prepares the data, then runs the same commands that a user would type, and prints them.
+Prepares the data, then prints and runs the commands that a user would type.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from accel.examples import digits, minilm
+from . import digits, minilm
 
 
 def accel(*words: str, folder: Path) -> None:
-    """Print the command and run it in ``folder``; the demo ends where it fails."""
+    """Prints the command and runs it in ``folder``. Exits if the command fails."""
     print(f"\n$ accel {shlex.join(words)}", flush=True)
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     started = time.monotonic()
@@ -31,7 +31,7 @@ def accel(*words: str, folder: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Write the data files."""
+    """Writes the calibration and test data of both models."""
     parts = digits.data()
     np.savez(folder / "digits_calib.npz", image=parts["train"]["image"][:256])
     np.savez(folder / "digits_test.npz", **parts["test"])  # type: ignore[arg-type]
@@ -43,7 +43,10 @@ def prepare(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Train one model, take another's weights; export, optimize here, build engines, bench, check the chain."""
+    """Trains one model and takes the weights of another.
+
+    Then exports, optimizes, builds engines and benchmarks both.
+    """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)
@@ -54,7 +57,7 @@ def main(folder: Path) -> None:
     image = ("--metric", "accel.examples.digits:top1", "--eval-data", "digits_test.npz", "--data", "digits_calib.npz")
     run("train", "examples/digits.toml", "--nproc", "2", "--zero", "3", "--steps", "200", "--out", "digits-run/")
     run("export", "digits-run/", "-o", "digits.onnx")
-    # Both are measured with the usual session alone, and so small a net in fewer rounds: enough to say what is fastest.
+    # One session setting and few rounds are enough to tell which candidate is fastest.
     run("optimize", "digits.onnx", *image, "--fixed-session", "--rounds", "5", "-o", "digits/")
     run(
         "optimize",
@@ -67,13 +70,14 @@ def main(folder: Path) -> None:
         "-o",
         "digits-rtx/",
     )
-    # A small net: few short blocks say how much faster.
+    # The net is small, so a few short rounds are enough.
     run("bench", "digits/", "digits.onnx", "--against", "digits-run/", "--rounds", "5", "--budget-seconds", "5")
 
     text = ("--metric", "accel.examples.minilm:similarity", "--eval-data", "judged", "--data", "calib.npz")
     run("export", "accel.examples.minilm:model", "-o", "minilm.onnx")
     run("optimize", "minilm.onnx", *text, "--fixed-session", "-o", "minilm/")
-    # Engines of a transformer take long to judge: that of int8 goes through every stage, its other layers being fp16.
+    # Judging engines of a transformer takes long, so only int8 is tried. In the int8 candidate, other
+    # layers are fp16.
     engine = ("--target", "tensorrt-rtx", "--compute-capability", "8.6", "--precision", "int8")
     run("optimize", "minilm.onnx", *text, *engine, "-o", "minilm-rtx/")
     shape = ("--sizes", "batch=1,sequence=128", "--budget-seconds", "15")

@@ -26,7 +26,7 @@ TEST_SAMPLES = 500
     dims={"batch": (1, 1, 64)},
 )
 def model() -> torch.nn.Module:
-    """Three convolutions with batch norm: ``logits`` is float32[batch, 10]. Its weights are random until loaded."""
+    """Makes a net of three convolutions with batch norm and random weights. ``logits`` is float32[batch, 10]."""
     from torch import nn
 
     def block(channels: int, out: int) -> list[nn.Module]:
@@ -39,7 +39,7 @@ def model() -> torch.nn.Module:
 
 
 def data() -> dict[str, dict[str, np.ndarray]]:
-    """``train`` and ``test``: ``image`` float32[n, 1, 8, 8] in 0 to 1, ``label`` int64[n]."""
+    """Returns the parts ``train`` and ``test``: ``image`` float32[n, 1, 8, 8] from 0 to 1, ``label`` int64[n]."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -58,7 +58,7 @@ def data() -> dict[str, dict[str, np.ndarray]]:
 
 
 def train(out: Path, epochs: int = 12, seed: int = 0) -> float:
-    """Train on the digits, write the state dict to ``out`` (.safetensors), return top-1 on the test samples."""
+    """Trains on the digits, writes the state dict to ``out`` (.safetensors), returns top-1 on the test samples."""
     import torch
     from safetensors.torch import save_file
 
@@ -85,5 +85,5 @@ def train(out: Path, epochs: int = 12, seed: int = 0) -> float:
 
 
 def top1(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
-    """The share of samples whose largest logit is the label's; for ``accel optimize --metric``."""
+    """Returns the share of samples whose largest logit is the label's, for ``accel optimize --metric``."""
     return float((outputs["logits"].argmax(1) == data["label"]).mean())

@@ -1,4 +1,4 @@
-"""A small GPT: the model that plans, parity checks and the text example use."""
+"""A small GPT, used by the plans, the parity checks and the text example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a ``GPT``; ``seq`` is the longest sequence."""
+    """The shape of a ``GPT``. ``seq`` is the length of the longest sequence."""
 
     vocab: int = 256
     layers: int = 4
@@ -21,8 +21,10 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, float[b, s, h] to the same; Q, K and V are products of their own, so that they can be
-    cut."""
+    """Computes causal self-attention, float[b, s, h] from float[b, s, h].
+
+    Q, K and V are separate products, so that tensor parallel can cut them.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -60,8 +62,10 @@ class Block(nn.Module):
 
 
 class Embed(nn.Module):
-    """Token ids int64[b, s] to hidden states float[b, s, h]: what a token is and where it stands, counted from the
-    start where ``positions`` int64[b, s] doesn't say it."""
+    """Embeds token ids int64[b, s] and their positions as hidden states float[b, s, h].
+
+    ``positions``: int64[b, s], by default counted from the start of the sequence.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -75,9 +79,9 @@ class Embed(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids int64[b, s] to logits float[b, s, vocab]."""
+    """Computes logits float[b, s, vocab] from token ids int64[b, s]."""
 
-    # The modules that ``forward`` is, one after the other: where a pipeline may cut.
+    # The modules that ``forward`` runs one after the other. A pipeline may cut the model between these modules.
     pipeline_chain = ("embed", "blocks", "norm", "head")
 
     def __init__(self, config: GPTConfig) -> None:

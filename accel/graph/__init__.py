@@ -1,1 +1,4 @@
-"""What a graph costs, and a page that shows it."""
+"""The graph of a model of any kind: its operations with their cost, and the page that draws them.
+
+In: an artifact and sizes of its dynamic dims. Out: nodes with shapes, FLOPs and parameters, as JSON or an HTML page.
+"""

@@ -1,4 +1,4 @@
-"""How much work an ONNX graph is, node by node, at one size of its dynamic dims."""
+"""The cost of an ONNX graph, node by node, at given sizes of its dynamic dims."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ _FREE = frozenset(
         "Range", "Dropout",
     }
 )  # fmt: skip
-# Operations an element takes, beside one: exp, sum and division, mean and variance.
+# Operations for each element, if more than one: exp, sum and division, mean and variance.
 _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8}
 _QUANTIZED = frozenset(
     {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}
 )
-_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-_PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *_GATES, *_QUANTIZED})
+# The gates of a recurrent layer; ONNX and ncnn share the names.
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *GATES, *_QUANTIZED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """One node. ``flops`` counts a multiplication and an addition as two; None where a shape isn't known.
-    ``product``: a matrix product, convolution or recurrent layer. ``quantized``: its products are of integers, or of
-    what a DequantizeLinear before it gives."""
+    """The cost of one node. ``flops``: a multiplication and an addition count as two; None if a shape isn't known.
+
+    ``product``: the node is a matrix product, a convolution or a recurrent layer. ``quantized``: its inputs are
+    integers or come from DequantizeLinear.
+    """
 
     name: str
     operator: str
@@ -49,7 +52,7 @@ class NodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCost:
-    """A graph at ``sizes``. ``quantized_share``: of the FLOPs in matrix products and convolutions."""
+    """The cost of a graph at ``sizes``. ``weight_bytes``: by dtype. ``dynamic_dims``: the names of the inputs' dims."""
 
     sizes: Mapping[str, int]
     nodes: tuple[NodeCost, ...]
@@ -60,11 +63,12 @@ class GraphCost:
 
     @property
     def flops(self) -> int:
+        """Returns the FLOPs of all nodes whose shapes are known."""
         return sum(node.flops or 0 for node in self.nodes)
 
     @property
     def by_operator(self) -> dict[str, int]:
-        """FLOPs by operator, the largest first."""
+        """Returns the FLOPs of each operator, the largest first."""
         found: Counter[str] = Counter()
         for node in self.nodes:
             found[node.operator] += node.flops or 0
@@ -72,11 +76,13 @@ class GraphCost:
 
     @property
     def quantized_share(self) -> float:
+        """Returns the quantized share of the FLOPs in matrix products, convolutions and recurrent layers."""
         products = [node for node in self.nodes if node.product and node.flops]
         total = sum(node.flops or 0 for node in products)
         return sum(node.flops or 0 for node in products if node.quantized) / total if total else 0.0
 
     def most_expensive(self, count: int = 10) -> list[NodeCost]:
+        """Returns the nodes with the most FLOPs."""
         return sorted((n for n in self.nodes if n.flops), key=lambda n: -(n.flops or 0))[:count]
 
     def to_json(self) -> dict[str, Any]:
@@ -93,11 +99,11 @@ class GraphCost:
 
 
 def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str, int] | None = None) -> GraphCost:
-    """The cost of ``model`` at ``sizes`` (default: the usual ones). The model is left as it is.
+    """Returns the cost of ``model`` at ``sizes`` (default: the usual sizes). Doesn't change the model.
 
-    The formulas: a convolution is 2 * output elements * kernel elements * input channels / groups, a product of
-    [m,k] and [k,n] is 2 * m * k * n, a recurrent layer 2 * steps * batch * directions * gates * hidden * (input +
-    hidden); anything else an operation or a few an element of its output, and moving data is free.
+    A convolution takes 2 * output elements * kernel elements * input channels / groups FLOPs. A product of [m,k] and
+    [k,n] takes 2 * m * k * n. A recurrent layer takes 2 * steps * batch * directions * gates * hidden * (input +
+    hidden). Other operators take one or a few for each element of the output, and moving data takes none.
     """
     from onnx import TensorProto
 
@@ -105,7 +111,7 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
     shapes, inferred = _shapes(model, at)
     constants = {t.name: t for t in model.graph.initializer}
     given = set(constants)
-    # Axes and sizes are no weights.
+    # Axes and sizes don't count as weights.
     sizes_and_flags = (TensorProto.INT64, TensorProto.BOOL, TensorProto.STRING)
     parameters = sum(math.prod(t.dims) for t in constants.values() if t.data_type not in sizes_and_flags)
     weights: Counter[str] = Counter()
@@ -149,7 +155,7 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
 
 
 def _bytes(tensor: onnx.TensorProto) -> int:
-    """What the numbers of a tensor take, wherever they are kept."""
+    """Returns the bytes of a tensor's values, which may be in another file."""
     import onnx
 
     if tensor.data_type == onnx.TensorProto.STRING:
@@ -159,7 +165,7 @@ def _bytes(tensor: onnx.TensorProto) -> int:
 
 
 def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str, Shape], str]:
-    """The shapes of all values at ``sizes``, and why they couldn't be inferred where they couldn't."""
+    """Returns the shapes of all values at ``sizes``, and the reason if shape inference failed."""
     import onnx
 
     fixed = onnx.ModelProto()
@@ -187,7 +193,7 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
 
 
 def _kind(node: onnx.NodeProto) -> str:
-    """What a node computes; of accel's fused operators the product, which is nearly all of it."""
+    """Returns the operator of a node. accel's fused operators count as the product inside."""
     fused = {"FusedGemm": "MatMul", "FusedConv2d": "Conv"} if node.domain == "accel" else {}
     return fused.get(node.op_type.partition("_")[0], node.op_type)
 
@@ -210,12 +216,12 @@ def _flops(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> int | None:
             return None
         inner = left[0] if kind == "Gemm" and _attribute(node, "transA") else left[-1]
         return 2 * math.prod(out) * inner
-    if kind in _GATES:
+    if kind in GATES:
         x, weight = ins[0], ins[1]
         if x is None or weight is None or len(x) != 3:
             return None
-        hidden = weight[1] // _GATES[kind]
-        return 2 * x[0] * x[1] * weight[0] * _GATES[kind] * hidden * (x[2] + hidden)
+        hidden = weight[1] // GATES[kind]
+        return 2 * x[0] * x[1] * weight[0] * GATES[kind] * hidden * (x[2] + hidden)
     if kind.startswith(("Reduce", "GlobalAverage", "GlobalMax", "ArgM")):
         return math.prod(ins[0]) if ins and ins[0] is not None else None
     if kind in ("MaxPool", "AveragePool"):
@@ -229,7 +235,7 @@ def _attribute(node: onnx.NodeProto, name: str) -> int:
 
 
 def _warnings(model: onnx.ModelProto, costs: Sequence[NodeCost], inferred: str) -> list[str]:
-    from accel.sources.onnx_file import opset_of
+    from accel.sources.onnx.file import opset_of
 
     found = []
     if inferred:

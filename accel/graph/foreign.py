@@ -1,4 +1,4 @@
-"""Graphs of other formats than ONNX, brought into the one shape that is priced and drawn."""
+"""Graphs of formats other than ONNX, in one form that can be counted and drawn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from accel.graph.cost import GraphCost, NodeCost, Shape
 from accel.signature import Signature, TensorSpec, numpy_dtype
+
+from .cost import GraphCost, NodeCost, Shape
 
 if TYPE_CHECKING:
     import onnx
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation under the format's own name. ``inputs``, ``outputs``: names of values and constants; ``shape``: of
-    its first output; ``product``: a matrix product or a convolution, whose FLOPs quantization is a share of."""
+    """An operation. ``kind``: the format's name of the operation. ``inputs``, ``outputs``: names of values and
+    constants.
+
+    ``shape``: the shape of its first output. ``product``, ``quantized``: as in ``NodeCost``.
+    """
 
     kind: str
     name: str
@@ -35,8 +39,11 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignGraph:
-    """Operations in the order they run in. ``inputs``, ``outputs``: specs by the name a value has in the graph.
-    ``constants``: dtype and shape of each weight. ``weight_bytes``: by dtype."""
+    """The operations of a graph in the order in which they run.
+
+    ``inputs``, ``outputs``: specs by the names of their values in the graph. ``constants``: the dtype and shape of each
+    weight. ``weight_bytes``: by dtype.
+    """
 
     operations: tuple[Operation, ...]
     inputs: Mapping[str, TensorSpec]
@@ -47,7 +54,7 @@ class ForeignGraph:
     warnings: tuple[str, ...] = ()
 
     def cost(self, signature: Signature, sizes: Mapping[str, int]) -> GraphCost:
-        """What was counted, as of an ONNX graph."""
+        """Returns the counts in the form of an ONNX graph's cost."""
         nodes = tuple(
             NodeCost(
                 name=op.name,
@@ -74,7 +81,7 @@ class ForeignGraph:
         )
 
     def drawn(self) -> onnx.ModelProto:
-        """The same nodes and edges as an ONNX message, which is what the page draws. It can't be run."""
+        """Returns the nodes and edges as an ONNX model, which the page draws. The model can't run."""
         from onnx import ModelProto, helper
 
         model = ModelProto()
@@ -96,5 +103,5 @@ def _element(dtype: str) -> int:
 
     try:
         return int(helper.np_dtype_to_tensor_dtype(np.dtype(numpy_dtype(dtype))))
-    except (KeyError, TypeError, ValueError):  # int4 and the like
+    except (KeyError, TypeError, ValueError):  # the dtype has no number in ONNX, such as int4
         return int(TensorProto.UNDEFINED)

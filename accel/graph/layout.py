@@ -1,4 +1,4 @@
-"""Where the nodes of a graph go: layers from top to bottom, few crossings."""
+"""The layout of a graph's drawing: layers from top to bottom with few crossings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _PASSES = 4
 
 
 def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, int]:
-    """The middle of each of ``count`` nodes in pixels, then width and height. ``edges`` lead from lower numbers to
-    higher ones, as in a graph in the order it runs in.
+    """Returns the center of each of ``count`` nodes in pixels, the width and the height.
 
-    Layers are longest paths (Sugiyama's method); inside a layer a node goes to the mean of its neighbours' places, in
-    turns from above and from below.
+    ``edges`` lead from lower to higher numbers, as in topological order. A node's layer is its longest path from an
+    input (Sugiyama's method). Inside a layer, a node moves to the mean place of its neighbors above
+    and below, in turns.
     """
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]
@@ -24,7 +24,7 @@ def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int
     layer = [0] * count
     for node in range(count):
         layer[node] = max((layer[other] + 1 for other in above[node]), default=0)
-    # An input goes right above what reads it, not to the top of everything.
+    # An input goes right above its first reader instead of into the top layer.
     for node in range(count):
         if not above[node] and below[node]:
             layer[node] = min(layer[other] for other in below[node]) - 1

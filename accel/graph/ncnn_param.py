@@ -1,4 +1,4 @@
-"""What an ncnn net is made of: its ``.param`` is text, the shapes are those that ncnn has when it runs."""
+"""The graph of an ncnn net: layers from the text of its ``.param``, shapes from a run in ncnn."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from accel.child import run_in_child
 from accel.errors import ChildCrashed, InvalidModel, one_line
-from accel.graph.cost import Shape
-from accel.graph.foreign import ForeignGraph, Operation
 from accel.signature import Signature, TensorSpec
+
+from .cost import GATES, Shape
+from .foreign import ForeignGraph, Operation
 
 _MAGIC = "7767517"
 _FREE = frozenset(
@@ -21,13 +22,12 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-_ARRAY = -23300  # keys of lists count down from here
+_ARRAY = -23300  # keys of lists count down from this number
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A line of the file. ``options``: the numbers by their key, a list for those that are one."""
+    """A line of the file. ``options``: numbers or lists of numbers, by their key."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ class Layer:
 
 
 def read_layers(path: Path) -> list[Layer]:
-    """The layers of a ``.param`` file. ``InvalidModel`` where it is none."""
+    """Returns the layers of a ``.param`` file. Raises ``InvalidModel`` if it isn't one."""
     problem = InvalidModel(f"{path} is no ncnn .param file; convert the model again")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -73,7 +73,7 @@ def _option(word: str) -> tuple[int, float | list[float]]:
 
 
 def bare_signature(path: Path) -> Signature:
-    """What a net without a manifest says of itself: the names, and shapes (with a batch) where it notes them."""
+    """Returns the signature of a net without a manifest: the names, and the shapes with a batch dim if it has them."""
     layers = read_layers(path)
     read = {name for layer in layers for name in layer.inputs}
     inputs = [layer for layer in layers if layer.kind == "Input"]
@@ -90,7 +90,10 @@ def bare_signature(path: Path) -> Signature:
 
 
 def read_net(path: Path, signature: Signature, sizes: Mapping[str, int]) -> ForeignGraph:
-    """The layers of the net in ``path`` with what they cost at ``sizes``; ``InvalidModel`` where it is none."""
+    """Returns the layers of the net in ``path`` with their cost at ``sizes``.
+
+    Raises ``InvalidModel`` if the file isn't a net.
+    """
     layers = read_layers(path)
     warnings = []
     shapes: dict[str, Shape] = {}
@@ -137,7 +140,7 @@ def read_net(path: Path, signature: Signature, sizes: Mapping[str, int]) -> Fore
 
 
 def shapes_of(path: Path, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Shape]:
-    """The shape of each blob, of one sample, when the net runs on example inputs. In a child process."""
+    """Returns the shape of each blob for one sample, from a run on example inputs. Called in a child process."""
     from accel.runtimes.ncnn import Net
 
     net = Net(path, signature)
@@ -147,14 +150,14 @@ def shapes_of(path: Path, signature: Signature, sizes: Mapping[str, int]) -> dic
 
 
 def parameters(layer: Layer) -> int:
-    """How many weights a layer has, by the options that ncnn's documentation gives for its kind."""
+    """Returns the number of weights of a layer, from its options as ncnn documents them."""
     kind, n = layer.kind, layer.number
     if kind.startswith(("Convolution", "Deconvolution")):
         return n(6) + (n(0) if n(5) else 0)
-    if kind in _GATES:
+    if kind in GATES:
         hidden, directions = n(0), 2 if n(2) == 2 else 1
         biases = {"LSTM": 4, "GRU": 4, "RNN": 1}[kind]
-        return n(1) + directions * hidden * (_GATES[kind] * (n(3) or hidden) + biases)
+        return n(1) + directions * hidden * (GATES[kind] * (n(3) or hidden) + biases)
     if kind == "MultiHeadAttention":
         return 2 * n(2) + n(0) * (n(3, n(0)) + n(4, n(0))) + 4 * n(0)
     if kind == "Gemm":
@@ -177,12 +180,12 @@ def parameters(layer: Layer) -> int:
 
 
 def _is_product(layer: Layer) -> bool:
-    kinds = ("InnerProduct", "Gemm", "MatMul", "MultiHeadAttention", "SDPA", *_GATES)
+    kinds = ("InnerProduct", "Gemm", "MatMul", "MultiHeadAttention", "SDPA", *GATES)
     return layer.kind.startswith(("Convolution", "Deconvolution")) or layer.kind in kinds
 
 
 def _flops(layer: Layer, shapes: Mapping[str, Shape], batch: int) -> int | None:
-    """As ``accel.graph.cost`` counts them, for ``batch`` samples."""
+    """Returns the FLOPs for ``batch`` samples, counted as in ``accel.graph.cost``; None if a shape isn't known."""
     kind, n = layer.kind, layer.number
     if kind in _FREE or not layer.outputs:
         return 0
@@ -203,9 +206,9 @@ def _flops(layer: Layer, shapes: Mapping[str, Shape], batch: int) -> int | None:
         found = 2 * math.prod(out) * given[0][-1]
     elif kind == "MultiHeadAttention":
         found = 2 * given[0][0] * parameters(layer) + 4 * given[0][0] * given[-1][0] * n(0)
-    elif kind in _GATES:
+    elif kind in GATES:
         directions = 2 if n(2) == 2 else 1
-        found = 2 * given[0][0] * (n(1) + directions * n(0) * _GATES[kind] * (n(3) or n(0)))
+        found = 2 * given[0][0] * (n(1) + directions * n(0) * GATES[kind] * (n(3) or n(0)))
     elif kind == "Pooling":
         found = math.prod(given[0]) if n(4) else math.prod(out) * n(1, 1) * n(11, n(1, 1))
     elif kind == "Reduction":

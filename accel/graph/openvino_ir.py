@@ -1,4 +1,4 @@
-"""What an OpenVINO IR is made of: read by OpenVINO in a child process, counted here."""
+"""The graph of an OpenVINO IR: read by OpenVINO in a child process, counted here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 from accel.child import run_in_child
 from accel.errors import ChildCrashed, InvalidModel, MissingExtra, one_line
-from accel.graph.cost import Shape
-from accel.graph.foreign import ForeignGraph, Operation
 from accel.signature import Signature, TensorSpec
+
+from .cost import Shape
+from .foreign import ForeignGraph, Operation
 
 _FREE = frozenset(
     {
@@ -22,18 +23,18 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# Axes of the kernel before the channels that are summed over.
+# The number of leading axes of the kernel that ``_flops`` leaves out, because ``positions`` covers them.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip
 _GATES = {"LSTMSequence": 4, "GRUSequence": 3, "RNNSequence": 1}
-# What stands between integers and the product that is computed of them.
+# The operations between integers and the product computed from them.
 _BETWEEN = frozenset({"Convert", "Multiply", "Subtract", "Reshape", "Transpose"})
 _INTEGERS = ("int8", "uint8", "int4", "uint4")
 
 
 def read_ir(path: Path, signature: Signature, sizes: Mapping[str, int]) -> ForeignGraph:
-    """The operations of the IR in ``path`` at ``sizes``. ``InvalidModel`` where OpenVINO can't read it."""
+    """Returns the operations of the IR in ``path`` at ``sizes``. Raises ``InvalidModel`` if OpenVINO can't read it."""
     shapes = {spec.name: list(spec.resolve(sizes)) for spec in signature.inputs}
     try:
         found: dict[str, Any] = run_in_child(
@@ -85,7 +86,7 @@ def read_ir(path: Path, signature: Signature, sizes: Mapping[str, int]) -> Forei
 
 
 def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What OpenVINO says of each operation, with the inputs at ``shapes``. Runs in a child process."""
+    """Returns each operation as OpenVINO reads it, with inputs of ``shapes``. Called in a child process."""
     try:
         import openvino
     except ImportError as error:
@@ -119,7 +120,7 @@ def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any
 
 
 def _dtype(name: str) -> str:
-    """``f32`` is ``float32``, ``i8`` is ``int8``."""
+    """Returns the dtype of OpenVINO's name: ``float32`` for ``f32``, ``int8`` for ``i8``."""
     prefix = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
     letters = name.rstrip("0123456789")
     return prefix[letters] + name[len(letters) :] if letters in prefix and letters != name else name
@@ -131,14 +132,15 @@ def _bits(dtype: str) -> int:
 
 
 def _is_weight(dtype: str, shape: Shape) -> bool:
-    """Whether a constant is no axis, size or single number."""
+    """Tells whether a constant is a weight and not an axis, a size or a single number."""
     return math.prod(shape) > 1 and dtype not in ("int64", "int32", "boolean", "string")
 
 
 def _ends(
     rows: Sequence[Mapping[str, Any]], kind: str, side: str, specs: Sequence[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Specs by the name that their value has in the graph: by the name the IR has for it, else in order."""
+    """Returns the specs by the name of the value in the graph. A spec without a name in the IR is matched by
+    position."""
     ends = [row for row in rows if row["kind"] == kind]
     names = [row[side][0] for row in ends]
     known = {name: row[side][0] for row in ends for name in row["known_as"]}
@@ -154,7 +156,7 @@ def _shape_of(name: str, maker: Mapping[str, Mapping[str, Any]]) -> Shape | None
 
 
 def _of_integers(name: str, maker: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a value comes from a FakeQuantize or from 8-bit weights."""
+    """Tells whether a value comes from a FakeQuantize or from integer weights."""
     row = maker.get(name)
     while row is not None and row["kind"] in _BETWEEN and row["inputs"]:
         row = maker.get(row["inputs"][0])
@@ -162,7 +164,7 @@ def _of_integers(name: str, maker: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _flops(row: Mapping[str, Any], ins: Sequence[Shape | None], out: Shape | None) -> int | None:
-    """As ``accel.graph.cost`` counts them."""
+    """Returns the FLOPs, counted as in ``accel.graph.cost``; None if a shape isn't known."""
     kind, attributes = row["kind"], row["attributes"]
     if kind in _FREE or out is None:
         return 0 if kind in _FREE else None

@@ -1,4 +1,4 @@
-"""One HTML file that shows a graph, or two with what changed between them. Nothing is loaded from elsewhere."""
+"""One HTML file that shows a graph, or two graphs and their differences. The file loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import beside
 from accel.errors import MissingExtra
-from accel.graph.cost import GraphCost
-from accel.graph.layout import layout
+
+from .cost import GraphCost
+from .layout import layout
 
 if TYPE_CHECKING:
     import onnx
 
-# A browser still pans this many without stuttering; of larger graphs the first part is shown, and it says so.
+# A browser pans this many nodes without stuttering. Of a larger graph the page shows the first part and says so.
 MAX_NODES = 4000
 
 
 def graph_data(title: str, model: onnx.ModelProto, cost: GraphCost) -> dict[str, Any]:
-    """What the page needs of one model: nodes with their place, edges, and what is said about each."""
+    """Returns the page's data of one model: nodes with their places and details, edges, and a summary."""
     graph = model.graph
     constants = {t.name: t for t in graph.initializer}
     nodes: list[dict[str, Any]] = []
@@ -81,8 +82,11 @@ def graph_data(title: str, model: onnx.ModelProto, cost: GraphCost) -> dict[str,
 
 
 def mark_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """Give each node of two models a ``change``: ``same``, ``changed`` (in both, other operator, attributes or shape),
-    ``removed`` or ``added``; how many of each. Nodes are the same that make a value of the same name, or have one."""
+    """Give each node of two models a ``change``: ``same``, ``changed``, ``removed`` or ``added``. Returns their counts.
+
+    Two nodes match if they make a value of the same name, or have the same name if they make none. A matched node has
+    changed if its operator, attributes, shape or parameters differ.
+    """
 
     def key(node: Mapping[str, Any]) -> tuple[str, str]:
         if node["kind"] in ("Input", "Output"):
@@ -106,14 +110,14 @@ def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def write_page(models: Sequence[dict[str, Any]], out: Path) -> None:
-    """Write one or two models (``graph_data``) to ``out``. ``MissingExtra`` without jinja2."""
+    """Write one or two models (from ``graph_data``) to ``out``. Raises ``MissingExtra`` without jinja2."""
     try:
         import jinja2
     except ImportError:
         raise MissingExtra("jinja2", "report") from None
     changes = mark_changes(models[0], models[1]) if len(models) == 2 else {}
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # Names come from the model's file: as text in JSON they can't end the script element or start another.
+    # Names come from the model's file. Escaped, they can't end the script element or start another.
     data = json.dumps({"models": list(models), "changes": changes}, allow_nan=False, default=str)
     for char, escaped in (
         ("<", "\\u003c"),

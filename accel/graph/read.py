@@ -1,5 +1,8 @@
-"""The graph of a model of any kind, and what it costs: of ONNX, of an IR and of a net as they are, of what is no graph
-in a file (TensorFlow, TFLite, PyTorch) in the ONNX form that accel makes of it."""
+"""Reading the graph of a model of any kind, with its cost.
+
+ONNX models, IRs and ncnn nets are read directly. TensorFlow, TFLite and PyTorch models are read in the ONNX form that
+accel makes of them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.errors import AccelError, UnsupportedHere, one_line
-from accel.graph.cost import GraphCost, graph_cost
-from accel.sources.onnx_file import read_proto
+from accel.sources.onnx.file import read_proto
+
+from .cost import GraphCost, graph_cost
 
 if TYPE_CHECKING:
     import onnx
@@ -19,18 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadGraph:
-    """``model``: what is drawn, None where there is nothing to draw. ``counted_as``: the format that FLOPs are counted
-    on where it isn't the file's own. ``known``: what the format itself says of its operators and weights; it wins over
-    what is counted. ``warnings``: on top of those of ``cost``."""
+    """A graph that was read. ``model``: the graph to draw, or None. ``cost``: its cost, or None.
+
+    ``counted_as``: the format in which FLOPs were counted, if it isn't the file's own. ``known``: the operators and
+    weights that the format itself lists, which replace the counted ones. ``warnings``: warnings besides those of
+    ``cost``. ``problem``: why there is no graph, if something failed.
+    """
 
     model: onnx.ModelProto | None = None
     cost: GraphCost | None = None
     counted_as: str = ""
     known: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """``nodes``, ``parameters``, ``operators``, and where it could be counted what ``GraphCost.to_json`` gives."""
+        """Returns ``nodes``, ``parameters``, ``operators`` and the cost. Leaves out the values that aren't known."""
         body: dict[str, Any] = {}
         if self.cost is not None:
             operators = Counter(node.operator for node in self.cost.nodes)
@@ -48,18 +56,19 @@ class ReadGraph:
 def read_graph(
     artifact: Artifact, sizes: Mapping[str, int] | None, as_onnx: Callable[[Artifact], Artifact]
 ) -> ReadGraph:
-    """The graph of ``artifact`` at ``sizes`` (default: the usual ones). ``as_onnx`` makes ONNX of what isn't a graph
-    in a file; where it can't, the reason is among the warnings.
+    """Returns the graph of ``artifact`` at ``sizes`` (default: the usual sizes).
 
-    Raises ``UnsupportedHere`` for an engine, ``InvalidModel`` where a file can't be read.
+    ``as_onnx``: makes the ONNX form of a model whose file holds no graph. If it fails, the result has the reason.
+
+    Raises ``UnsupportedHere`` for an engine, ``InvalidModel`` if a file can't be read.
     """
     at = artifact.signature.sizes(**(sizes or {}))
     if artifact.kind == "onnx":
         model = read_proto(artifact.path)
         return ReadGraph(model=model, cost=graph_cost(model, artifact.signature, at))
     if artifact.kind in ("openvino", "ncnn"):
-        from accel.graph.ncnn_param import read_net
-        from accel.graph.openvino_ir import read_ir
+        from .ncnn_param import read_net
+        from .openvino_ir import read_ir
 
         read = read_ir if artifact.kind == "openvino" else read_net
         foreign = read(artifact.path, artifact.signature, at)
@@ -70,15 +79,16 @@ def read_graph(
     try:
         made = as_onnx(artifact)
     except AccelError as error:
-        return ReadGraph(known=known, warnings=(f"FLOPs aren't counted: {one_line(error)}",))
+        problem = one_line(error)
+        return ReadGraph(known=known, warnings=(f"FLOPs aren't counted: {problem}",), problem=problem)
     model = read_proto(made.path)
     return ReadGraph(model=model, cost=graph_cost(model, made.signature, at), counted_as="onnx", known=known)
 
 
 def _known(artifact: Artifact) -> dict[str, Any]:
-    """Operators and weights as the format itself has them."""
+    """Returns the operators and weights that the format itself lists."""
     if artifact.kind == "torch":
-        from accel.sources.torch_source import module_of
+        from accel.sources.torch.source import module_of
 
         weights: Counter[str] = Counter()
         module = module_of(artifact)
@@ -86,8 +96,8 @@ def _known(artifact: Artifact) -> dict[str, Any]:
             weights[str(parameter.dtype).removeprefix("torch.")] += parameter.numel() * parameter.element_size()
         parameters = sum(p.numel() for p in module.parameters())
         return {"parameters": parameters, "weight_bytes": dict(weights.most_common())}
-    from accel.sources.tensorflow_process import in_tensorflow
-    from accel.sources.tensorflow_source import TensorFlowSpec
+    from accel.sources.tensorflow.process import in_tensorflow
+    from accel.sources.tensorflow.source import TensorFlowSpec
 
-    found: dict[str, Any] = in_tensorflow("accel.sources.tensorflow_model:count", spec=TensorFlowSpec.of(artifact))
+    found: dict[str, Any] = in_tensorflow("accel.sources.tensorflow.model:count", spec=TensorFlowSpec.of(artifact))
     return found

@@ -1,4 +1,4 @@
-"""How much time a search may take."""
+"""The budget of time of a run, and the only place where work under way is given up for it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from accel.cancel import cancelled_by
 from accel.errors import AccelError
-from accel.progress import watched_by, watcher
 
-# What is named of what took the time, and of what was missed for it.
+# A note names at most this many of the longest steps, and of the candidates that were missed.
 _NAMED = 4
-# What a short measurement takes for each process (loading it, warming it up, five short blocks), and how many processes
-# of the source are in it.
+# A short measurement takes this many seconds for each process: loading, warming up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
+# A measurement runs the source in this many processes.
 SOURCES = 2
-# How the name of a step ends that reads calibration data.
-QUANTIZING = ": quantize"
 
 
 class OutOfTime(AccelError):
-    """What was under way would have taken the time that measuring needs."""
+    """The work under way was given up, because it would have taken the time to measure."""
 
 
 class Budget:
-    """``seconds`` from now on, or without end. It is asked before something is begun, and what is ``within`` it ends
-    early.
+    """A budget of ``seconds`` from now on; None for no limit.
 
-    ``clock``: seconds, what the budget is counted by.
+    Callers ask ``over`` before they begin something. Work inside ``within`` is given up early.
+    ``clock`` returns the seconds by which the budget is counted.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,31 +34,34 @@ class Budget:
         self._clock = clock
         self._begun = clock()
         self._taken: dict[str, float] = {}
+        self._quantizing: set[str] = set()
         self._built = 0
 
     def built(self) -> None:
-        """One more candidate waits to be measured: the time for it is kept, building ends before. What was built and
-        not measured is of no use."""
+        """Counts one more candidate to measure. Building ends early enough that all of them can be measured, because a
+        candidate that isn't measured is never taken."""
         self._built += 1
 
     @property
     def limited(self) -> bool:
-        """Whether there is an end."""
+        """Tells whether there is a limit."""
         return self.seconds is not None
 
     @property
     def spent(self) -> float:
-        """Seconds since it was made."""
+        """Returns the seconds since the budget was made."""
         return self._clock() - self._begun
 
     @property
     def left(self) -> float:
-        """Seconds that are left; infinity without an end, never less than 0."""
+        """Returns the seconds that are left: at least 0, infinity without a limit."""
         return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent)
 
     def over(self, share: float) -> bool:
-        """Whether more than this share of it is spent, or no more is left than measuring what is built and
-        one more takes."""
+        """Tells whether ``share`` of the budget is spent, or whether the rest is needed for measuring.
+
+        The rest has to be enough to measure the candidates that are built, the source, and one candidate more.
+        """
         if self.seconds is None:
             return False
         kept = (self._built + 1 + SOURCES) * SECONDS_A_CANDIDATE if self._built else 0.0
@@ -68,38 +69,39 @@ class Budget:
 
     @contextmanager
     def within(self, share: float) -> Iterator[None]:
-        """What is done inside is given up, with ``OutOfTime``, at the first progress that it reports when more than
-        this share of the budget is spent, or what is left is for measuring (``over``)."""
+        """Gives up the work inside, with ``OutOfTime``, as soon as ``over(share)`` is true. See ``accel.cancel``."""
         if not self.limited:
             yield
             return
-        outside = watcher()
 
-        def pass_on(message: str, fraction: float | None) -> None:
-            if outside is not None:
-                outside(message, fraction)
+        def check() -> None:
             if self.over(share):
                 raise OutOfTime(f"{self.spent:.0f} s of the budget of {self.seconds:g} s are spent; give more seconds")
 
-        with watched_by(pass_on):
+        with cancelled_by(check):
             yield
 
     def reason(self, what: str) -> str:
-        """Why something was not begun."""
+        """Returns the reason why something was not begun or not finished. ``what``: a clause, as "it was measured"."""
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
 
     @contextmanager
-    def spending(self, what: str) -> Iterator[None]:
-        """The time that passes inside is what it took to do ``what``, also where that was given up."""
+    def spending(self, what: str, *, quantizing: bool = False) -> Iterator[None]:
+        """Books the time that passes inside under ``what``, even if the work inside fails.
+
+        ``quantizing``: the work reads calibration data, so fewer samples make it shorter.
+        """
         begun = self._clock()
+        if quantizing:
+            self._quantizing.add(what)
         try:
             yield
         finally:
             self._taken[what] = self._taken.get(what, 0.0) + self._clock() - begun
 
     def note(self, missed: Sequence[str]) -> str:
-        """What the budget went to, what was not tried or measured for it (``missed``, names of candidates), and what
-        helps; empty where nothing was missed."""
+        """Returns a note that says where the time went, which candidates (``missed``, by name) were not tried or
+        measured for lack of time, and what helps. Returns an empty text if none was missed."""
         if not missed or self.seconds is None:
             return ""
         least = 0.05 * sum(self._taken.values())
@@ -107,7 +109,7 @@ class Budget:
         took = ", ".join(f"{what} took {seconds:.{0 if seconds >= 10 else 1}f} s" for what, seconds in longest)
         names = ", ".join(missed[:_NAMED])
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
-        quantized = any(what.endswith(QUANTIZING) for what, _ in longest)
+        quantized = any(what in self._quantizing for what, _ in longest)
         fewer = ", or calibrate on fewer samples (--quantize samples=32)" if quantized else ""
         return (
             f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}: "

@@ -1,36 +1,46 @@
-"""A candidate of ``accel optimize``: made, judged, and a row of the table."""
+"""A candidate of ``accel optimize``: a row of the table of results."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from enum import StrEnum
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.cache import StageCache
-from accel.converters.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
-from accel.errors import AccelError, CannotWrite, GateFailed, UnsupportedHere, UsageError
-from accel.optimizer.budget import Budget, OutOfTime
-from accel.optimizer.judge import Judge, Judgement
-from accel.optimizer.mixed_precision import Trajectory, assign
-from accel.optimizer.recipes import STAGE_LIMITS, NotTried, Recipe
-from accel.progress import report
-from accel.stage import run_stage
-from accel.verify.gates import OutputGate, gate_runtime
+
+from .judge.comparison import Judgement
+from .mixed.trajectory import Trajectory
+from .recipes.recipe import NotTried, Recipe
+
+
+class Status(StrEnum):
+    """The result for a candidate, with the text that ``optimize.json`` has."""
+
+    CHOSEN = "chosen"
+    PASSED = "passed"  # right, but not the candidate that is taken
+    REJECTED = "rejected"
+    NOT_TRIED = "not tried"
 
 
 @dataclass(kw_only=True)
 class CandidateResult:
-    """One row of the table. ``status``: ``chosen``, ``passed`` (right, but not the one taken), ``rejected``,
-    ``not tried``; ``reason`` says why it isn't chosen. ``options``: of its session; ``base``: the candidate that it is
-    but for those."""
+    """One row of the table.
+
+    ``reason``: why the candidate isn't chosen. ``options``: options of its session. ``base``: the name of the candidate
+    that differs in nothing but its session options; empty if the session has the usual ones.
+    ``trajectory``: the search for the layers that stay float, if there was one.
+    ``missed_final``: a short measurement was enough to leave the candidate out.
+    ``hidden_by_noise``: the candidate may be faster than the chosen one.
+    ``unsupported``: the candidate was refused for what the user asks for, not for its outputs.
+    ``over_budget``: the candidate can be made, and its outputs are too far off.
+    ``out_of_time``: the candidate was not tried or measured for lack of time.
+    """
 
     name: str
     target: str = ""
     precision: str = ""
-    status: str = "passed"
+    status: str = Status.PASSED
     reason: str = ""
     megabytes: float | None = None
     judgement: Judgement | None = None
@@ -40,19 +50,20 @@ class CandidateResult:
     runtime: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     base: str = ""
-    trajectory: Trajectory | None = None  # of the search for the layers that stay float
-    missed_final: bool = False  # a short measurement was enough to leave it
-    hidden_by_noise: bool = False  # it may be faster than what was taken
-    unsupported: bool = False  # it was refused for what was asked, not for what came out
-    over_budget: bool = False  # it can be made, and is too far off
-    out_of_time: bool = False  # it is missing for the budget of time
+    trajectory: Trajectory | None = None
+    missed_final: bool = False
+    hidden_by_noise: bool = False
+    unsupported: bool = False
+    over_budget: bool = False
+    out_of_time: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the row as ``optimize.json`` has it."""
         return {
             "name": self.name,
             "target": self.target,
             "precision": self.precision,
-            "status": self.status,
+            "status": str(self.status),
             "reason": self.reason,
             "runtime": self.runtime,
             "options": dict(self.options),
@@ -64,7 +75,7 @@ class CandidateResult:
         }
 
     def bench_row(self) -> dict[str, Any]:
-        """Its figures as a row of ``accel.bench.columns``; the verdict is this table's own."""
+        """Returns the figures as a row for ``accel.timing.columns``, with status and reason as the verdict."""
         judged, measured = self.judgement, self.measured or {}
         return {
             **measured,
@@ -74,128 +85,35 @@ class CandidateResult:
             "metric": judged.metric if judged else None,
             "megabytes": self.megabytes,
             "error": None,
-            "verdict": f"{self.status}: {self.reason}" if self.reason else self.status,
+            "verdict": f"{self.status}: {self.reason}" if self.reason else str(self.status),
         }
 
-    def missed(self, reason: str) -> None:
-        """It is not tried, for want of time: for this reason."""
-        self.status, self.reason, self.out_of_time = "not tried", reason, True
+    @property
+    def passed(self) -> bool:
+        """Tells whether the candidate is right so far, and may be chosen."""
+        return self.status == Status.PASSED
 
+    @property
+    def is_faster(self) -> bool:
+        """Tells whether the candidate was measured to be faster than the source."""
+        return self.measured is not None and self.measured["verdict"] == "faster"
 
-# The rest of a budget is for measuring, or more of it (``Budget.built``). Nothing is begun after the first
-# share of it, and what is under way then is given up at the second.
-_BUILDING = 0.6
-_GIVING_UP = 0.75
+    def reject(self, reason: str) -> None:
+        """Marks the candidate as wrong or impossible."""
+        self.status, self.reason = Status.REJECTED, reason
 
-
-def attempt(
-    recipe: Recipe,
-    src: Artifact,
-    data: Path | None,
-    judge: Judge,
-    max_drop: float,
-    cache: StageCache,
-    budget: Budget,
-) -> CandidateResult:
-    """Make one candidate and judge it. What goes wrong with it is its row's reason, not the end of the run."""
-    row = CandidateResult(
-        name=recipe.name,
-        target=recipe.target.name,
-        precision=recipe.precision,
-        recipe=recipe,
-        runtime=recipe.target.runtime,
-        options=dict(recipe.options),
-    )
-    artifact = src
-    last_runnable = src
-    share = _BUILDING if recipe.runnable else 1.0
-    doing = "the layers that stay float were found"
-    try:
-        with budget.within(_GIVING_UP if recipe.runnable else math.inf):
-            if recipe.search:
-                if budget.over(share):
-                    row.missed(budget.reason("its precisions were searched"))
-                    return row
-                with budget.spending(f"{recipe.name}: which layers stay float"):
-                    recipe, row.trajectory = assign(recipe, src, judge, max_drop, cache, lambda: budget.over(share))
-                row.recipe, row.options = recipe, dict(recipe.options)
-            for stage, config, limit in recipe.stages:
-                if budget.over(share):
-                    row.missed(budget.reason(f"its stage {stage}"))
-                    return row
-                doing = f"its stage {stage} was over"
-                report(f"{recipe.name}: {stage}")
-                gates = [OutputGate(limit=limit, data=data)]
-                with budget.spending(f"{recipe.name}: {stage}"):
-                    artifact = run_stage(stage, artifact, config, gates=gates, cache=cache)
-                if gate_runtime(artifact) is not None:
-                    last_runnable = artifact
-            row.artifact = artifact
-            row.megabytes = megabytes(artifact)
-            if budget.over(share):
-                row.missed(budget.reason("it was judged"))
-                return row
-            doing = "it was judged"
-            report(f"{recipe.name}: judging")
-            options = recipe.options if last_runnable is artifact else {}
-            with budget.spending(f"{recipe.name}: judging"):
-                judged(row, judge, last_runnable, options, max_drop, cache)
-            if recipe.runnable and row.status == "passed":
-                budget.built()
-    except OutOfTime:
-        row.missed(budget.reason(doing))
-    except UnsupportedHere as error:  # this form of this model for this target; another may do
-        row.status, row.reason, row.unsupported = "rejected", str(error), True
-        return row
-    except (UsageError, CannotWrite):
-        raise
-    except GateFailed as error:
-        row.status, row.reason, row.over_budget = "rejected", _reason(error), True
-        if doing == "its stage fit_tensorrt was over":  # no --max-drop reaches this gate
-            row.reason += f"; {NEEDS_FLOAT64 if limit == STAGE_LIMITS['fp32'] else NEEDS_OWN_SCALES}"
-    except AccelError as error:
-        row.status, row.reason = "rejected", _reason(error)
-    return row
-
-
-def _reason(error: AccelError) -> str:
-    return str(error).partition("; the file is set aside")[0]
-
-
-def judged(
-    row: CandidateResult,
-    judge: Judge,
-    artifact: Artifact,
-    options: Mapping[str, Any],
-    max_drop: float,
-    cache: StageCache,
-) -> None:
-    """Give ``row`` the judgement of ``artifact`` in a session with these options; it is rejected over the budget."""
-    row.judgement = _judgement(judge, artifact, options, cache)
-    if row.judgement.problem:
-        row.status, row.reason, row.over_budget = "rejected", row.judgement.problem, True
-    elif row.judgement.drop > max_drop:
-        row.status, row.over_budget = "rejected", True
-        row.reason = f"drop {row.judgement.drop:.4f} is over the budget {max_drop:g}"
-
-
-def _judgement(judge: Judge, artifact: Artifact, options: Mapping[str, Any], cache: StageCache) -> Judgement:
-    key = judge.key(artifact, options)
-    found = cache.get_record("judgement", key)
-    if found is not None:
-        return Judgement(**{**found, "drop": float("inf") if found["drop"] is None else found["drop"]})
-    made = judge.judge(artifact, options)
-    if not made.problem:
-        cache.put_record("judgement", key, made.to_json())
-    return made
+    def skip(self, reason: str, *, out_of_time: bool = False) -> None:
+        """Marks the candidate as not tried or not measured."""
+        self.status, self.reason, self.out_of_time = Status.NOT_TRIED, reason, out_of_time
 
 
 def not_tried(item: NotTried) -> CandidateResult:
-    """The row of what was left out."""
-    target, _, precision = item.name.rpartition(" ")
-    return CandidateResult(name=item.name, target=target, precision=precision, status="not tried", reason=item.reason)
+    """Returns the row of a precision that was left out."""
+    return CandidateResult(
+        name=item.name, target=item.target, precision=item.precision, status=Status.NOT_TRIED, reason=item.reason
+    )
 
 
 def megabytes(artifact: Artifact) -> float:
-    """All its files together."""
+    """Returns the size of all files of ``artifact`` in MB (10^6 bytes)."""
     return round(sum(f.stat().st_size for f in artifact.files) / 1e6, 2)

@@ -1,63 +1,68 @@
-"""Which candidate is taken: the rules, apart from how anything is measured."""
+"""The rules by which a candidate is chosen, apart from how anything is measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from accel.errors import NothingPassed, UnsupportedHere
-from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.noise import seems_faster, why_not_faster
-from accel.optimizer.recipes import UNMEASURED_ORDER
+from accel.tables.precision import PRECISIONS
+
+from .candidate import CandidateResult
+from .measure.noise import seems_faster, why_not_faster
 
 
 def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> CandidateResult:
-    """The fastest right candidate that is measurably faster than the source, else the source. The others are told why
-    not."""
+    """Returns the fastest right candidate that is measurably faster than the source, or the source if there is none.
+
+    Every other right candidate gets the reason why it isn't taken.
+    """
     best = source
     for row in rows:
-        if row.status != "passed" or row.measured is None:
+        if not row.passed or row.measured is None:
             continue
-        if row.measured["verdict"] != "faster":
+        if not row.is_faster:
             row.reason = f"not measurably faster than the source ({why_not_faster(row.measured)})"
             continue
         if best is source or row.measured["median_ms"] < (best.measured or {})["median_ms"]:
             best = row
     for row in rows:
-        if row.status == "passed" and row is not best and not row.reason:
+        if row.passed and row is not best and not row.reason:
             row.reason = f"slower than {best.name}"
-        if row.status == "passed" and row.measured is not None and seems_faster(row.measured):
+        if row.passed and row.measured is not None and seems_faster(row.measured):
             row.hidden_by_noise = best is source or row.measured["median_ms"] < (best.measured or {})["median_ms"]
     return best
 
 
 def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]) -> CandidateResult:
-    """The fastest right candidate although it isn't faster than the source: its operators were asked for."""
-    passed = [row for row in rows if row.status == "passed" and row.measured is not None]
+    """Returns the fastest right candidate even if it isn't faster than the source: the user asks for its operators."""
+    passed = [row for row in rows if row.passed and row.measured is not None]
     best = min(passed, key=lambda row: (row.measured or {})["median_ms"], default=source)
     if best is source:
         notes.append("no fused candidate is right: the source itself was taken")
     else:
         best.reason = "asked for with --kernels"
-        notes.append("the fused form is not measurably faster than the source here; it was asked for")
+        notes.append("the fused form is not measurably faster than the source here; --kernels asks for it")
     return best
 
 
 def likeliest(rows: list[CandidateResult]) -> CandidateResult:
-    """Where nothing can be measured: the right candidate whose precision GPUs are known to run fastest.
+    """Returns the right candidate whose precision GPUs are known to run fastest, for a target that can't run here.
 
-    Raises ``NothingPassed``, or ``UnsupportedHere`` where every candidate was refused for what was asked.
+    Raises ``UnsupportedHere`` if every candidate was refused for what the user asks for, ``NothingPassed`` if no
+    candidate is right.
     """
-    passed = [row for row in rows if row.status == "passed"]
+    passed = [row for row in rows if row.passed]
     if rows and all(row.unsupported for row in rows):
         raise UnsupportedHere(rows[0].reason)
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
         late = "give more --budget-seconds, " if any(row.out_of_time for row in rows) else ""
-        # The limit of a gate is the stage's own: only what was judged can be had for a larger budget.
+        # A larger --max-drop doesn't change the limits of gates. A larger --max-drop only helps candidates that passed
+        # their gates and were judged.
         over = "raise --max-drop or " if any(row.over_budget and row.judgement is not None for row in rows) else ""
         what = "is within the budget" if over else "could be made"
         raise NothingPassed(f"no candidate {what} ({reasons}); {late}{over}choose another --precision or --target")
-    best = min(passed, key=lambda row: UNMEASURED_ORDER.index(row.precision))
+    best = min(passed, key=lambda row: PRECISIONS[row.precision].rank_unmeasured)
     best.reason = "not measured here; the first of fp16, int8, fp8, bf16, fp32 that is within the budget"
     for row in passed:
         if row is not best:

@@ -1,4 +1,4 @@
-"""The folder that ``accel optimize`` leaves: the choice with its manifest, and what was found about all candidates."""
+"""The folder that ``accel optimize`` writes: the chosen model with its manifest, ``optimize.json`` and the report."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from accel.artifact import Artifact, Manifest, beside, manifest_path
 from accel.errors import AccelError, CannotWrite
-from accel.optimizer.report_page import PAGE
-from accel.sources import MAIN_FILES, REPORT
+from accel.sources.main_file import REPORT
+from accel.tables.kinds import KINDS, main_files
 
-_ENDINGS = {"onnx": ".onnx", "openvino": ".xml", "engine": ".engine"}
+from .report.page import PAGE
 
 
 def check_out(folder: Path, source: str) -> None:
-    """Refuse a folder in which something that accel did not make, or ``source`` itself, would be overwritten."""
+    """Raises ``CannotWrite`` if a file in ``folder`` that accel did not make, or ``source``, would be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise CannotWrite(f"{folder} is a file; give a folder with -o")
-    for name in MAIN_FILES:
+    for name in main_files():
         main = folder / name
         if main.exists() and not manifest_path(main).is_file():
             raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another -o")
@@ -37,18 +37,20 @@ def publish(
     report: Callable[[Artifact], Mapping[str, Any]],
     page: Callable[[Path, Artifact], None] | None,
 ) -> Artifact:
-    """Copy ``artifact`` into ``folder``, with ``session`` (runtime, options, figures) in its manifest and what
-    ``report`` says of the copy beside it, as JSON, then what ``page`` writes (None: no page). What an earlier run chose
-    goes when the new choice is whole."""
-    if artifact.manifest is None:  # the source itself, from elsewhere, was the fastest
+    """Copies ``artifact`` into ``folder`` and returns the copy. The choice of an earlier run is removed afterwards.
+
+    ``session``: runtime, options and figures, for the manifest. ``report``: returns the content of ``optimize.json``
+    for the copy. ``page``: writes the page for the copy to a path; None for no page.
+    """
+    if artifact.manifest is None:  # the source itself is the choice, and accel did not make it
         artifact = _recorded(artifact)
     assert artifact.manifest is not None
     artifact = artifact.with_manifest(replace(artifact.manifest, session=session))
-    main = folder / f"model{_ENDINGS[artifact.kind]}"
+    main = folder / KINDS[artifact.kind].main_file
     published = artifact.copy_to(main)
     with beside(folder / REPORT) as temporary:
         temporary.write_text(json.dumps(report(published), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    for name in MAIN_FILES:
+    for name in main_files():
         old = folder / name
         if old != main and manifest_path(old).is_file():
             for file in (*_files_of(old), manifest_path(old)):

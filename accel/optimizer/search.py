@@ -1,6 +1,7 @@
-"""The search over the candidates: all measured where there is time, else by successive halving; then session options.
+"""The search for the fastest candidate: a measurement of all, or successive halving if time is short; then other
+session options.
 
-Successive halving: all are measured for a short while, the better half of them for longer, and so on (Jamieson and
+Successive halving measures all candidates for a short time, the better half for a longer time, and so on (Jamieson and
 Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS 2016).
 """
 
@@ -11,33 +12,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.bench.statistics import MIN_FLOOR, MIN_ROUNDS, Ratio, judge, speedup
 from accel.cache import StageCache
 from accel.errors import AccelError
-from accel.memory import available
-from accel.optimizer.budget import SECONDS_A_CANDIDATE, SOURCES, Budget
-from accel.optimizer.candidate import CandidateResult, judged
-from accel.optimizer.choice import fastest
-from accel.optimizer.judge import Judge
-from accel.optimizer.measurement import Effort, measured
-from accel.optimizer.session_variants import variants
-from accel.optimizer.workload import Workload
+from accel.machine import available_memory
+from accel.timing.statistics import MIN_FLOOR, MIN_ROUNDS, Ratio, judge, speedup
 
-# Of what a short measurement takes for each process, loading it.
+from .attempt import judged
+from .budget import SECONDS_A_CANDIDATE, SOURCES, Budget
+from .candidate import CandidateResult
+from .choice import fastest
+from .judge.comparison import Judge
+from .measure.timing import Effort, measured
+from .measure.workload import Workload
+from .recipes.session_variants import variants
+
+# Seconds that a process takes to load, before it is measured.
 _SECONDS_TO_LOAD = 2.0
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
-# Further rounds while an interval is wide: on a noisy machine nothing would seem faster otherwise.
+# Seconds for further rounds while an interval is wide: without them nothing would seem faster on a noisy machine.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
-# What a process takes: a runtime, the model as it was read, and once more as the runtime has packed it.
+# Memory of a process: the runtime, the model as read, and a copy of the model as the runtime packs it.
 _RUNTIME_MB = 200
 _COPIES = 2
 
 
 @dataclass(kw_only=True)
 class Search:
-    """What all measurements of one run share. ``environment``: of the last of them; empty before the first."""
+    """The measurements of one run. ``environment``: the machine of the last measurement; empty before the first."""
 
     source: CandidateResult
     workload: Workload
@@ -48,8 +51,8 @@ class Search:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, rows: Sequence[CandidateResult]) -> CandidateResult:
-        """The fastest of the right ``rows`` that is measurably faster than the source, else the source."""
-        finalists = self._halved(self._fitting([row for row in rows if row.status == "passed"]))
+        """Returns the fastest of the right ``rows`` that is measurably faster than the source, else the source."""
+        finalists = self._halved(self._fitting([row for row in rows if row.passed]))
         new = not finalists or any(row.measured is None for row in finalists)
         if self.budget.left >= self._seconds(len(finalists)) or (finalists and new):
             self._measure(finalists, self._long(len(finalists), _SECONDS_OF_CANDIDATES))
@@ -64,12 +67,12 @@ class Search:
         *,
         vary_threads: bool,
     ) -> tuple[CandidateResult, list[CandidateResult]]:
-        """The best with other session options, where these are measurably faster; and a row for each that was made.
+        """Tries other session options for ``best``, and the likeliest ones for the second best.
 
-        All options of the best candidate's runtime are tried, of the second best's the likeliest.
+        Returns the new best, and a row for each combination of candidate and options.
         """
-        others = [r for r in rows if r is not best and r.status == "passed" and r.measured is not None]
-        faster = [r for r in others if (r.measured or {})["verdict"] == "faster" and not r.missed_final]
+        others = [r for r in rows if r is not best and r.passed and r.measured is not None]
+        faster = [r for r in others if r.is_faster and not r.missed_final]
         faster.sort(key=lambda row: (row.measured or {})["median_ms"])
         bases = [best, *faster[:1]]
         made = [
@@ -81,40 +84,43 @@ class Search:
             return best, []
         if self.budget.left < self._seconds(len(made) + len(bases)):
             for row in made:
-                row.missed(self.budget.reason("its session options were tried"))
+                row.skip(self.budget.reason("its session options were tried"), out_of_time=True)
             return best, made
         for row in made:
             assert row.artifact is not None
             try:
                 judged(row, judge_of, row.artifact, row.options, max_drop, self.cache)
             except AccelError as error:
-                row.status, row.reason = "rejected", str(error)
+                row.reject(str(error))
         measurable = [base for base in bases if base is not self.source]
         for base in measurable:
             base.reason = ""
-        passed = [row for row in made if row.status == "passed"]
+        passed = [row for row in made if row.passed]
         beside = [[base, *(row for row in passed if row.base == base.name)] for base in bases]
         ready, *late = self._groups([row for rows in beside for row in rows if row is not self.source])
         for row in (row for group in late for row in group if row.base):
-            row.status, row.reason = "not tried", "it doesn't fit into memory beside the others; free some"
+            row.skip("it doesn't fit into memory beside the others; free some")
         self._measure(ready, self._long(len(ready), _SECONDS_OF_OPTIONS))
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # One that isn't taken itself is nothing to be compared with: its options then stand against the source.
-            if row.status == "passed" and (base is self.source or (base.measured or {}).get("verdict") == "faster"):
+            # A candidate whose base isn't faster than the source is compared with the source instead.
+            if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
-        contenders = [row for row in (*measurable, *made) if row.status == "passed" and not row.reason]
+        contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]
         return fastest(self.source, contenders), made
 
     def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
-        """``rows``; where their processes don't fit into memory at once the better half of them, and again. Each is
-        timed beside the source, with as many others as there is room for."""
+        """Returns as many of ``rows`` as fit into memory at once.
+
+        Too many candidates are timed in groups, each group beside the source and as large as memory allows. The faster
+        half of the candidates remains. The timing in groups is repeated until the remaining candidates fit.
+        """
         while len(rows) > 1 and self.budget.left > 0 and len(groups := self._groups(rows)) > 1:
             limit = self.budget.left if self.budget.limited else None
             for group in groups:
                 self._measure(group, Effort(rounds=MIN_ROUNDS, block_seconds=_SHORT_BLOCK_SECONDS, limit=limit))
-            ranked = sorted((r for r in rows if r.status == "passed"), key=lambda r: -(r.measured or {})["speedup"])
+            ranked = sorted((r for r in rows if r.passed), key=lambda r: -(r.measured or {})["speedup"])
             rows = ranked[: max(1, len(ranked) // 2)]
             for row in ranked[len(rows) :]:
                 row.reason = f"slower than {rows[0].name} in a short measurement: all at once don't fit into memory"
@@ -122,8 +128,8 @@ class Search:
         return rows
 
     def _groups(self, rows: Sequence[CandidateResult]) -> list[list[CandidateResult]]:
-        """``rows`` in order, together as many as fit into memory beside the source, one at least."""
-        room = available()
+        """Returns ``rows`` in groups that fit into memory beside the source. A group has at least one row."""
+        room = available_memory()
         groups: list[list[CandidateResult]] = [[]]
         left = first = math.inf if room is None else room / 1e6 - SOURCES * _megabytes(self.source)
         for row in rows:
@@ -135,17 +141,17 @@ class Search:
         return groups
 
     def _halved(self, rows: list[CandidateResult]) -> list[CandidateResult]:
-        """Those that are worth a long measurement: all of them, unless time is short."""
+        """Returns the rows that are worth a long measurement: all of them, unless time is short."""
         if not self.budget.limited:
             return rows
         fitting = max(0, int(self.budget.left // SECONDS_A_CANDIDATE) - SOURCES)
         for row in rows[fitting:]:
-            row.missed(self.budget.reason("it was measured"))
+            row.skip(self.budget.reason("it was measured"), out_of_time=True)
         left = rows[:fitting]
         block_seconds = _SHORT_BLOCK_SECONDS
         while len(left) > _FINALISTS and self.budget.left > 0:
             self._measure(left, Effort(rounds=MIN_ROUNDS, block_seconds=block_seconds, limit=self.budget.left))
-            ranked = sorted((r for r in left if r.status == "passed"), key=lambda r: (r.measured or {})["median_ms"])
+            ranked = sorted((r for r in left if r.passed), key=lambda r: (r.measured or {})["median_ms"])
             kept = ranked[: max(_FINALISTS, -(-len(left) // 2))]
             for row in ranked[len(kept) :]:
                 row.reason = f"slower than {kept[0].name} in a short measurement of {len(left)}"
@@ -155,15 +161,15 @@ class Search:
         return left
 
     def _long(self, count: int, seconds: float) -> Effort:
-        """What is asked for, or as much of it as the budget has time for."""
+        """Returns the effort that the user asks for, or as much of it as the budget has time for."""
         effort = Effort(rounds=self.rounds, seconds=seconds)
         if not self.budget.limited:
             return effort
         left = self.budget.left
         timing = max(0.0, left - (count + SOURCES) * _SECONDS_TO_LOAD)
-        a_round = (count + SOURCES) * 2 * effort.block_seconds  # half of a block goes before it, to warm up
+        a_round = (count + SOURCES) * 2 * effort.block_seconds  # half a block before each block warms up
         fitting = max(MIN_ROUNDS, min(self.rounds, int(timing / a_round)))
-        # Where not even the fewest rounds fit, their blocks get shorter.
+        # If not even the fewest rounds fit, their blocks get shorter.
         share = min(1.0, timing / (MIN_ROUNDS * a_round))
         block = max(_SHORT_BLOCK_SECONDS, share * effort.block_seconds)
         return Effort(rounds=fitting, block_seconds=block, seconds=min(seconds, timing), limit=left)
@@ -181,18 +187,18 @@ class Search:
 
 
 def _megabytes(row: CandidateResult) -> float:
-    """About what its process takes."""
+    """Returns about how many MB the process of a candidate takes."""
     return _RUNTIME_MB + _COPIES * (row.megabytes or 0.0)
 
 
 def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bool:
-    """Whether ``row`` is measurably faster than ``base``, by the rounds that both were timed in."""
+    """Tells whether ``row`` is measurably faster than ``base``, by the rounds in which both were timed."""
     ratio = _compared(row, base)
     return ratio is not None and judge(ratio, floor) == "faster"
 
 
 def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> None:
-    """Give ``row`` its reason where it isn't measurably faster than ``base``; noise that may have hidden it is said."""
+    """Gives ``row`` a reason if it isn't measurably faster than ``base``, also if noise may have hidden that."""
     if faster_than(row, base, floor):
         return
     row.reason = f"not measurably faster than {base.name}"
@@ -203,7 +209,7 @@ def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> Non
 
 
 def _compared(row: CandidateResult, base: CandidateResult) -> Ratio | None:
-    """How many times as fast as ``base``; None where they weren't timed in the same rounds."""
+    """Returns how many times as fast as ``base`` the row is; None if both weren't timed in the same rounds."""
     import numpy as np
 
     if row.measured is None or base.measured is None:

@@ -1,20 +1,21 @@
-"""What may be said of quantization and of casts on the command line: ``--quantize calibration=entropy``,
-``--cast keep-fp32=Softmax``."""
+"""The options of quantization and casts: ``--quantize calibration=entropy`` and ``--cast keep-fp32=Softmax`` on the
+command line, ``QuantizeOptions`` and ``CastOptions`` in Python."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from accel.converters.quantize import CALIBRATIONS
+from accel.converters.quantize.stage import CALIBRATIONS
 from accel.key_values import read_key_values, yes_or_no
 
 if TYPE_CHECKING:
     from accel.artifact import Artifact
-    from accel.converters.quantize import QuantizeConfig
+    from accel.converters.quantize.stage import QuantizeConfig
 
-# What a mode of quantization reads of the config; the others it ignores, so they are not given to it.
+# The fields of the config that each mode of quantization reads. The mode doesn't get other fields.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _BY_MODE = {
     "static": (*_ACTIVATIONS, "per_channel", "ops", "keep"),
@@ -24,29 +25,83 @@ _BY_MODE = {
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 
 
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions:
+    """The options of quantization that a user may choose. Fields mean the same as in ``QuantizeConfig``; None and an
+    empty tuple leave the default. A ``percentile`` without a ``calibration`` chooses the calibration called
+    ``percentile``.
+
+    Raises ``BadInputSpec`` if a value is out of range.
+    """
+
+    calibration: str | None = None
+    percentile: float | None = None
+    samples: int | None = None
+    smooth: float | None = None
+    per_channel: bool | None = None
+    ops: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    block_size: int | None = None
+    smallest: int | None = None
+
+    def __post_init__(self) -> None:
+        parse_quantize_options(self.words())
+
+    def words(self) -> tuple[str, ...]:
+        """Returns the options as the command line has them, ``KEY=VALUE`` each."""
+        return _words(self)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Returns the chosen fields of ``QuantizeConfig``."""
+        return _with_calibration(_chosen(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastOptions:
+    """The options of a cast that a user may choose. Fields mean the same as in ``CastConfig``; None and an empty tuple
+    leave the default."""
+
+    keep_io: bool | None = None
+    keep_fp32: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        parse_cast_options(self.words())
+
+    def words(self) -> tuple[str, ...]:
+        """Returns the options as the command line has them, ``KEY=VALUE`` each."""
+        return _words(self)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Returns the chosen fields of ``CastConfig``."""
+        return _chosen(self)
+
+
 def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` each, as fields of ``QuantizeConfig``; ``keep`` and ``ops`` may come again and add up, and
-    ``percentile`` alone asks for that calibration. ``BadInputSpec`` for what is none."""
-    found = _parse("--quantize", texts, _QUANTIZE)
-    return {"calibration": "percentile", **found} if "percentile" in found else found
+    """Returns fields of ``QuantizeConfig`` from ``KEY=VALUE`` each. ``keep`` and ``ops`` may be repeated and add up. A
+    ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``. Raises ``BadInputSpec`` for
+    anything else."""
+    return _with_calibration(_parse("--quantize", texts, _QUANTIZE))
 
 
 def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` each, as fields of ``CastConfig``; ``keep-fp32`` may come again. ``BadInputSpec`` for what is
-    none."""
+    """Returns fields of ``CastConfig`` from ``KEY=VALUE`` each. ``keep-fp32`` may be repeated and adds up.
+    Raises ``BadInputSpec`` for anything else."""
     return _parse("--cast", texts, _CAST)
 
 
 def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that quantization in the mode of ``config`` reads."""
+    """Returns the part of ``options`` that the mode of ``config`` reads."""
     known = _BY_MODE.get(config.mode, _OF_WEIGHTS)
     return {name: value for name, value in options.items() if name in known}
 
 
 def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:
-    """What to say of an option for quantization that changes nothing of ``src`` (kind ``onnx``); empty for none."""
-    from accel.converters.quantize import is_transformer
-    from accel.sources.onnx_file import read_proto
+    """Returns a warning about an option for quantization that changes nothing of ``src`` (kind ``onnx``).
+
+    Returns an empty text if every option has an effect.
+    """
+    from accel.converters.quantize.stage import is_transformer
+    from accel.sources.onnx.file import read_proto
 
     if not options.get("smooth") or is_transformer(read_proto(src.path)):
         return ""
@@ -54,6 +109,25 @@ def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:
         f"--quantize smooth changes nothing of {src.path.name}: SmoothQuant is for transformers, which have a softmax "
         "between products of activations; leave it out"
     )
+
+
+def _chosen(options: QuantizeOptions | CastOptions) -> dict[str, Any]:
+    values = {one.name: getattr(options, one.name) for one in fields(options)}
+    return {name: value for name, value in values.items() if value is not None and value != ()}
+
+
+def _words(options: QuantizeOptions | CastOptions) -> tuple[str, ...]:
+    return tuple(f"{name.replace('_', '-')}={_text(value)}" for name, value in _chosen(options).items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _with_calibration(found: dict[str, Any]) -> dict[str, Any]:
+    return {"calibration": "percentile", **found} if "percentile" in found else found
 
 
 def _parse(flag: str, texts: Iterable[str], known: Mapping[str, tuple[Callable[[str], Any], str]]) -> dict[str, Any]:
@@ -82,7 +156,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _block(text: str) -> int:
-    """A power of two from 16 on: what MatMulNBits takes."""
+    """Returns a power of two from 16 on: MatMulNBits takes no other block size."""
     value = int(text)
     if value < 16 or value & (value - 1):
         raise ValueError(text)
@@ -96,6 +170,7 @@ def _names(text: str) -> tuple[str, ...]:
     return found
 
 
+# By key, the function that reads the value, and an example.
 _QUANTIZE: dict[str, tuple[Callable[[str], Any], str]] = {
     "calibration": ({name: name for name in CALIBRATIONS}.__getitem__, " or calibration=".join(CALIBRATIONS)),
     "percentile": (_number(50.0, 100.0), "99.99"),

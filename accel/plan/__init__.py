@@ -1,1 +1,5 @@
-"""What a training run or a deployment takes, before anything is launched: memory, communication, time."""
+"""Planning a training run or a deployment before it is launched: memory, communication, time.
+
+In: the numbers that describe a model, a layout of ranks and a machine (`spec.py`). Out: a `Plan`, or all plans that
+fit.
+"""

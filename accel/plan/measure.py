@@ -1,4 +1,4 @@
-"""A model of unknown shape in numbers: counted, and tried on fake tensors, which have shapes and no memory."""
+"""Measures a model whose shape isn't known: counts its parameters, and runs it on fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from accel.plan.spec import ModelSpec
+from .spec import ModelSpec
 
-# The inputs of one sample, without a batch dim: in turn or by name.
+# The inputs of one sample, without a batch dim: by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
-# What transformers' configs call the shape of a decoder.
+# The names of a decoder's shape in the configs of transformers.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "layers"),
     "hidden": ("hidden_size", "n_embd", "hidden"),
@@ -26,9 +26,10 @@ _NAMES = {
 
 
 def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
-    """``module`` in numbers: parameters (shared ones once), the largest block, the transformer's shape where its
-    ``config`` has one; with ``sample`` (the inputs of one sample, without a batch dim) activations and FLOPs of a
-    trial."""
+    """Returns ``module`` in numbers: parameters (shared ones once), the largest block, and the shape in its ``config``.
+
+    ``sample``: the inputs of one sample, without a batch dim. With it, activations and FLOPs come from a trial run.
+    """
     shape = _shape(getattr(module, "config", None))
     sizes = [_size(block) for block in blocks(module)]
     params = _size(module)
@@ -45,8 +46,11 @@ def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
 
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is gathered, compiled or recomputed together: the entries of every ``ModuleList``, and of a ``Sequential``
-    the entries that hold modules of their own; lists inside a block are part of it."""
+    """Returns the blocks of ``module``: the parts that are gathered, compiled or recomputed together.
+
+    These are the entries of every ``ModuleList``, and the entries of a ``Sequential`` that contain modules. A list
+    inside a block belongs to the block.
+    """
     found: list[torch.nn.Module] = []
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList):
@@ -59,17 +63,17 @@ def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def sample_of(inputs: Any) -> Sample:
-    """A training sample's ``inputs``: a tuple and a dict as they are, one tensor as the only one."""
+    """Returns the ``inputs`` of a training sample as a tuple or dict. A single tensor becomes a tuple of one."""
     if isinstance(inputs, Mapping):
         return inputs
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 
 def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
-    """Bytes that stay for the backward pass, and FLOPs of the forward pass, for one sample in float32.
+    """Returns the bytes kept for the backward pass and the FLOPs of the forward pass, for one sample in float32.
 
-    Measured as the difference between a batch of four and one of two, so that what doesn't grow with the batch is out.
-    Where the model can't run on fake tensors both are 0: unknown.
+    Measures the difference between a batch of four and a batch of two, which leaves out everything that doesn't grow
+    with the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
     """
     try:
         two, four = (_forward(module, sample, batch) for batch in (2, 4))
@@ -96,7 +100,7 @@ def _forward(module: torch.nn.Module, sample: Sample, batch: int) -> tuple[int, 
 
 
 def count_flops() -> FlopCounterMode:
-    """Torch's counter, which doesn't know the attention that the CPU runs."""
+    """Returns torch's FLOP counter, extended by the attention operator of the CPU, which torch leaves out."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
 
@@ -106,8 +110,10 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, counts the bytes that autograd saves for the backward pass: each storage once, ``leave_out``'s not at
-    all."""
+    """A context that counts the bytes that autograd saves for the backward pass.
+
+    Counts each storage once, and leaves out the storages of the tensors ``leave_out``.
+    """
 
     def __init__(self, leave_out: Any = ()) -> None:
         self.bytes = 0
@@ -123,7 +129,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         storage = _plain(value).untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
-            self._alive.append(storage)  # so that its address is not given to another one
+            self._alive.append(storage)  # so that no other storage gets its address
             self.bytes += storage.nbytes()
         return value
 
@@ -133,7 +139,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _plain(value: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, what a collective under way is to give; any other tensor itself."""
+    """Returns the plain tensor inside a DTensor or inside the result of a running collective, else ``value`` itself."""
     while (inner := getattr(value, "_local_tensor", getattr(value, "elem", None))) is not None:
         value = inner
     found: torch.Tensor = value

@@ -1,4 +1,4 @@
-"""Bytes a rank holds: model states, activations, temporary buffers, and the KV cache of inference.
+"""Estimates the bytes on a rank: model states, activations, temporary buffers, and the KV cache of inference.
 
 Symbols: L layers, h hidden size, a heads, V vocabulary, s sequence, b micro-batch, t/p/d
 tensor/pipeline/data-parallel size, c context-parallel size.
@@ -9,13 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from accel.errors import BadConfig
-from accel.plan.spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
+
+from .spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the device of the rank that holds most, and with CPU offload on its ``host``. ``activations`` is None
-    where the model's shape isn't known. ``stepping`` comes when activations and ``temporary`` are gone."""
+    """The bytes on the device of the rank that holds most. ``host``: its bytes on the host under CPU offload.
+
+    ``activations`` is None if the model's shape isn't known. ``stepping``: the bytes that the optimizer's step takes,
+    after activations and ``temporary`` are freed.
+    """
 
     parameters: float
     gradients: float
@@ -28,26 +32,28 @@ class Memory:
 
     @property
     def model_states(self) -> float:
-        """Parameters, gradients and optimizer states."""
+        """Returns the bytes of parameters, gradients and optimizer states."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """Everything that is known, at the fullest moment: of the passes, or of the optimizer's step."""
+        """Returns the peak of all known bytes, during the passes or during the optimizer's step."""
         passes = (self.activations or 0.0) + self.temporary + self.kv_cache
         return self.model_states + max(passes, self.stepping)
 
 
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
-    """Parameters on a rank of the fullest pipeline stage before ZeRO shards them: P / t on a single stage, else
-    (ceil(L / p) layers + the embedding) / t, since the first stage keeps the embedding and the last the head. Of a
-    vocabulary that t doesn't divide the first ranks hold a row more: ceil(V / t)."""
+    """Returns the number of parameters on a rank of the largest pipeline stage, before ZeRO shards them.
+
+    P / t on a single stage, else (ceil(L / p) layers + the embedding) / t, because the first stage keeps the embedding
+    and the last stage the head. If t doesn't divide the vocabulary, the first ranks hold one more row: ceil(V / t).
+    """
     more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
         return spec.params / layout.tp + more
     if not spec.layers:
         raise BadConfig(
-            "pipeline stages are cut between layers; pass --layers with --pp (accel train: --shape.layers=4)"
+            "pipeline stages are cut between layers; pass --layers with --pp (with accel train: --shape.layers=4)"
         )
     if layout.pp > spec.layers:
         raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller --pp")
@@ -55,11 +61,11 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
 
 
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer states on a rank.
+    """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
-    Mixed precision with Adam is 2 Psi + 2 Psi + K Psi with K = 12; the ZeRO stages divide the optimizer states (1), the
-    gradients (2) and the parameters (3) by the data-parallel size N: 2 Psi + 2 Psi + K Psi / N, 2 Psi + (2 + K) Psi /
-    N, (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
+    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. The ZeRO stages divide the optimizer states (1),
+    the gradients (2) and the parameters (3) by the data-parallel size N: 2 Psi + 2 Psi + K Psi / N, 2 Psi + (2 + K) Psi
+    / N, (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -70,10 +76,11 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 
 
 def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
-    """Bytes of parameters and gradients on the device, and of everything that is on the host, under CPU offload.
+    """Returns the bytes of parameters and of gradients on the device, and all bytes on the host, under CPU offload.
 
-    Shards of parameters, gradients and optimizer states are on the host, where the optimizer steps. What a stage keeps
-    whole through a step is on the device: at 1 and 2 the gathered parameters, at 1 the gradients that add up.
+    The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. The device holds
+    the tensors that a stage keeps whole through a step: at stages 1 and 2 the gathered parameters, at stage 1 also the
+    accumulated gradients.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -84,20 +91,27 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 
 
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes that one layer keeps for the backward pass of one micro-batch.
+    """Returns the bytes that one layer keeps for the backward pass of one micro-batch.
 
-    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV and of the first MLP product (2 + 2),
-    Q, K and V (6), the attention's output (2), the MLP's inner product and what its GELU gives (8 + 8): 8 + 24 = 32,
-    the 24 divided by t, the LayerNorm inputs only under sequence parallel, the product inputs not at all: what a column
-    gathers along the sequence is kept whole. This is the 34 of Korthikanti et al. 2022 ("Reducing Activation
-    Recomputation in Large Transformer Models", equations 1 to 4) without its two dropout masks; theirs keeps 1 / t of
-    the product inputs too and gathers them again in the backward pass (section 4.2.2). Materialised attention adds the
-    softmax, 2 a s^2 b; fused attention only its 4-byte log-sum-exp, 4 a s b. The LayerNorms keep a 4-byte mean and
-    deviation a token each: 16 s b. Under autocast the residual stream, so both LayerNorm inputs, is float32, and each
-    of Q, K and V keeps a copy of its input (4 more). ``full`` keeps only the layer's input; ``selective`` the input and
-    what matrix products and the attention gave (2 + 6 + 2 + 2 + 8 + 2 = 22; the input as the LayerNorms', the sums of
-    row products whole, before they are scattered, the rest divided by t). Under context parallel s is a rank's part of
-    the sequence, and the attention's output stays twice, cut by heads and by positions (2 more).
+    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV product and of the first MLP product
+    (2 + 2), Q, K and V (6), the attention's output (2), the input and the output of the MLP's GELU (8 + 8). That is
+    8 + 24 = 32. The 24 are divided by t. The LayerNorm inputs are divided only under sequence parallel. The product
+    inputs are never divided, because a column keeps the whole gathered sequence.
+
+    This is the 34 of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models",
+    equations 1 to 4) without its two dropout masks. The paper keeps 1 / t of the product inputs too, and gathers them
+    again in the backward pass (section 4.2.2).
+
+    Attention that stores the softmax adds 2 a s^2 b. Fused attention adds only its 4-byte log-sum-exp, 4 a s b. Each
+    LayerNorm keeps a 4-byte mean and a 4-byte deviation a token: 16 s b for both. Under autocast the residual stream,
+    and so both LayerNorm inputs, are float32, and each of Q, K and V keeps a copy of its input (4 more).
+
+    ``full`` recomputation keeps only the layer's input. ``selective`` keeps the input and the results of matrix
+    products and of attention (2 + 6 + 2 + 2 + 8 + 2 = 22). The input is divided like the LayerNorm inputs. The sums of
+    row products are kept whole, because they are kept before they are scattered. The rest is divided by t.
+
+    Under context parallel s is a rank's part of the sequence, and the attention's output is kept twice, cut by heads
+    and cut by positions (2 more).
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
@@ -117,13 +131,13 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
-    """Bytes of activations at the fullest moment on the fullest rank of a pipeline or on that of its last stage,
-    whichever holds more; None where the model's shape isn't known.
+    """Returns the peak bytes of activations on the rank that holds most, or None if the model's shape isn't known.
 
-    A rank of L / p layers holds them of as many micro-batches as are ``in_flight``. On the last stage what follows the
-    last layer counts too, of one micro-batch, in GPipe of all: 4 s b V / t of float32 log-probabilities, the inputs of
-    the last norm and of the head, token ids and targets. With ``full``, one layer is recomputed at a time and held
-    whole.
+    This is the first rank of a pipeline or the rank of the last stage. A rank of L / p layers holds the activations of
+    as many micro-batches as are ``in_flight``. The last stage also holds the tensors after the last layer: 4 s b V / t
+    of float32 log-probabilities, the inputs of the last norm and of the head, token ids and targets. A rank holds these
+    tensors for one micro-batch, and in GPipe for all micro-batches. ``full`` recomputation holds one whole layer at a
+    time.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -147,14 +161,15 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Of how many micro-batches a rank holds its layers' activations at the fullest moment: the fullest rank, which is
-    that of the first stage, and the one that has the last stage.
+    """Returns the peak number of micro-batches whose activations a rank holds.
 
-    GPipe: all m. 1F1B: p and 1 (Narayanan et al. 2021, section 2.2). Interleaved, v chunks in rounds of r
-    micro-batches: ((v - 1) r + 2 p - 1) / v, with r = p the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3,
-    and ((v - 1) r + 1) / v. Zero-bubble (Qi et al. 2024, section 6): p, where the V turns; the rank that has the first
-    and the last stage begins with 2 p - 1 forward passes of its first half, and ends one of its second. None holds more
-    than there are.
+    The first number is for the rank of the first stage, which holds most, the second for the rank of the last stage.
+
+    GPipe: all m. 1F1B: p and 1 (Narayanan et al. 2021, section 2.2). Interleaved, with v chunks in rounds of r
+    micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. For r = p the first is the p + (p - 1) / v of
+    Korthikanti et al. 2022, section 4.2.3. Zero-bubble (Qi et al. 2024, section 6): p on the rank where the V turns.
+    The rank of the first and the last stage begins with 2 p - 1 forward passes of its first half and ends with one of
+    its second half. No number is larger than m.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
@@ -169,12 +184,13 @@ def in_flight(layout: Layout) -> tuple[float, float]:
 
 
 def temporary(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes that come and go: an estimate, not a sum of tensors.
+    """Returns an estimate of the bytes of temporary buffers. The estimate is not a sum of tensors.
 
-    ZeRO 3: two gathered blocks of parameters (in use and fetched ahead), what lies outside of them, and one block of
-    gradients; ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every weight that
-    the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s b V / t. The
-    gradient of a cut embedding comes whole, V h, before it is cut, under accumulation after the last micro-batch.
+    ZeRO 3: two gathered blocks of parameters (one in use, one fetched ahead), the parameters outside the blocks, and
+    one block of gradients. ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every
+    weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s b V /
+    t. The gradient of a cut embedding first takes its whole size, V h. The gradient of the embedding is then cut, under
+    accumulation after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
@@ -190,9 +206,11 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 
 
 def stepping(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes that the optimizer's step takes beside the model states, after the passes: a float32 copy of the gradients
-    where there are master weights, and the roots of Adam's second moments, which ``foreach`` makes of all at once. On
-    the host under CPU offload, where they aren't counted."""
+    """Returns the bytes that the optimizer's step takes in addition to the model states.
+
+    With master weights: a float32 copy of the gradients. With Adam: the roots of all second moments, which ``foreach``
+    computes at once. Under CPU offload these bytes are on the host and aren't counted.
+    """
     _, _, master, moment, _, _ = PRECISIONS[layout.precision]
     if layout.offload:
         return 0.0
@@ -201,7 +219,7 @@ def stepping(spec: ModelSpec, layout: Layout) -> float:
 
 
 def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
-    """What a rank holds while it trains."""
+    """Returns the memory of a rank that trains."""
     parameters, gradients, optimizer = model_states(spec, layout)
     host = 0.0
     if layout.offload:
@@ -219,7 +237,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
 
 
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:
-    """Bytes of keys and values on a rank: 2 L (h / a) a_kv s b elements, the heads divided over t.
+    """Returns the bytes of keys and values on a rank: 2 L (h / a) a_kv s b elements, divided by t.
 
     Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3, with grouped heads a_kv.
     """
@@ -229,8 +247,10 @@ def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element:
 
 
 def inference_memory(spec: ModelSpec, *, weights: str, world: int, batch: int = 1, tp: int = 1) -> Memory:
-    """What a rank holds while it generates ``batch`` sequences of ``spec.seq`` tokens, weights cut over ``world``
-    ranks."""
+    """Returns the memory of a rank that generates ``batch`` sequences of ``spec.seq`` tokens.
+
+    The weights are cut over ``world`` ranks. Raises ``BadConfig`` if ``weights`` is not in ``WEIGHT_BYTES``.
+    """
     if weights not in WEIGHT_BYTES:
         raise BadConfig(f"weights can't be {weights!r}; use one of {', '.join(WEIGHT_BYTES)}")
     element = 4.0 if weights == "fp32" else 2.0

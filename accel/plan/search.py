@@ -1,4 +1,4 @@
-"""Every layout that fits the memory of a rank, fastest first."""
+"""Searches for every layout that fits the memory of a rank, fastest first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from itertools import product
 from typing import Any
 
 from accel.errors import BadConfig
-from accel.plan.memory import Memory, training_memory
-from accel.plan.spec import Layout, Machine, ModelSpec
-from accel.plan.traffic import StepTime, bubble, flops, host_bytes, step_time, traffic
+
+from .memory import Memory, training_memory
+from .spec import Layout, Machine, ModelSpec
+from .traffic import StepTime, bubble, flops, host_bytes, step_time, traffic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One layout of one model on one machine, and what it takes."""
+    """One layout of one model on one machine, with its memory, the bytes sent by axis, and its time."""
 
     spec: ModelSpec
     layout: Layout
@@ -26,7 +27,7 @@ class Plan:
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: Layout, machine: Machine) -> Plan:
-        """Everything about ``layout``. Raises ``BadConfig`` where it can't be."""
+        """Returns the plan of ``layout``. Raises ``BadConfig`` if the model can't be laid out in this way."""
         if layout.tp > 1 and not spec.is_transformer:
             raise BadConfig(
                 "tensor parallel cuts heads and layers; pass --layers, --hidden, --heads and --seq with --tp"
@@ -55,11 +56,14 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a rank's memory holds it; True where no memory was given."""
+        """Tells whether the plan fits the memory of a rank. True if the machine's memory isn't given."""
         return not self.machine.hbm or self.memory.total <= self.machine.usable
 
     def to_json(self) -> dict[str, object]:
-        """Everything as plain values: bytes, seconds, fractions; None for what can't be known from what was given."""
+        """Returns the plan as plain values: bytes, seconds, fractions.
+
+        None means that the inputs don't determine it.
+        """
         m, t = self.memory, self.time
         timed = bool(self.spec.seq or self.spec.flops)
         return {
@@ -117,11 +121,14 @@ def layouts(
     pipeline: str,
     fixed: Mapping[str, Any],
 ) -> Iterator[Layout]:
-    """Every layout of ``world`` ranks that divides the model and the batch: tp or cp within a node, pp within the
-    layers, micro-batches in powers of two; ZeRO over all data-parallel ranks or in replicas of a node each (HSDP), with
-    a second shard in the node (hpZ) or not, on the device or the host. ZeRO 3 is left out of pipelines: it would gather
-    for every micro-batch. What rounds (qwZ, qgZ) is only there where it is asked for.
-    ``fixed``: fields of ``Layout`` that are to be just so."""
+    """Yields every layout of ``world`` ranks that divides the model and the batch.
+
+    tp or cp stay within a node, pp within the layers, and micro-batches are powers of two. ZeRO works over all
+    data-parallel ranks or in replicas of a node each (HSDP), with or without second shards in the node (hpZ), on the
+    device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every micro-batch. The methods
+    that round (qwZ, qgZ) are used only if ``fixed`` asks for them. ``fixed``: the required values of fields of
+    ``Layout``.
+    """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
@@ -136,7 +143,7 @@ def layouts(
             "recompute": _recompute(spec, fixed),
             "replicate": _asked(fixed, "replicate", replicas),
             "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
-            # Of a model in one number nothing says how much is gathered at once.
+            # Without blocks the bytes that are gathered at once are unknown.
             "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
         }
         for values in product(*choices.values()):
@@ -157,12 +164,12 @@ def layouts(
 
 
 def _fills(pipeline: str, pp: int, batches: int) -> bool:
-    """Whether so many micro-batches keep the stages busy, in rounds that ``pipeline`` can take."""
+    """Tells whether ``batches`` micro-batches keep all stages busy and fill whole rounds of ``pipeline``."""
     return pp == 1 or (batches >= pp and not (pipeline == "interleaved" and batches % (batches // pp)))
 
 
 def _asked(fixed: Mapping[str, Any], name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What ``name`` may be: as it is asked for, else each of ``usual`` once."""
+    """Returns the values to try for the field ``name``: the value in ``fixed``, else each of ``usual`` once."""
     return (fixed[name],) if name in fixed else tuple(dict.fromkeys(usual))
 
 
@@ -173,12 +180,12 @@ def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
-    """Whether hybrid sharding, offload and ZeRO++ as in ``kind`` can be on so many data-parallel ``ranks``."""
+    """Tells whether ``ranks`` data-parallel ranks can have the hybrid sharding, offload and ZeRO++ of ``kind``."""
     zero, replicate, hpz = kind["zero"], kind["replicate"], kind["hpz"]
     if replicate < 1 or ranks % replicate or (zero == 0 and (kind["offload"] or replicate > 1)):
         return False
     shards = ranks // replicate
-    if shards == 1 and replicate > 1:  # that is ZeRO 0
+    if shards == 1 and replicate > 1:  # the same as ZeRO 0
         return False
     if hpz and (shards % hpz or not 1 < hpz < shards):
         return False
@@ -187,7 +194,7 @@ def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
 
 
 def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, cp) that divide the ranks and the model."""
+    """Yields each (tp, pp, cp) that divides the ranks and the model."""
     near = min(world, machine.node_size)
     for tp in range(1, near + 1):
         if world % tp or (tp > 1 and (not spec.is_transformer or spec.heads % tp or spec.kv_heads % tp)):
@@ -201,7 +208,7 @@ def _cuts(spec: ModelSpec, machine: Machine, world: int) -> Iterator[tuple[int, 
 
 
 def _shares(spec: ModelSpec, cp: int) -> bool:
-    """Whether ``cp`` ranks can share heads and positions evenly."""
+    """Tells whether ``cp`` ranks can share heads and positions evenly."""
     return not (spec.heads % cp or spec.kv_heads % cp or spec.seq % cp)
 
 
@@ -216,10 +223,10 @@ def search(
     pipeline: str = "1f1b",
     fixed: Mapping[str, Any] | None = None,
 ) -> list[Plan]:
-    """The layouts that fit ``machine.hbm`` bytes a rank, fastest first, and of equally fast ones as ``preferred`` says.
-    ``fixed``: fields of ``Layout`` (``zero``, ``tp``, ``hpz``, ...) that every one of them is to have just so.
+    """Returns the layouts that fit ``machine.hbm`` bytes per rank, fastest first.
 
-    Raises ``BadConfig`` with the least that any layout needs, where none fits.
+    ``preferred`` orders equally fast layouts. ``fixed``: the required values of fields of ``Layout`` (``zero``, ``tp``,
+    ``hpz``, ...). Raises ``BadConfig`` if no layout fits, with the bytes of the smallest.
     """
     fixed = fixed or {}
     found = [
@@ -238,8 +245,8 @@ def search(
     if not found and fixed:
         asked = ", ".join(f"{name} {value}" for name, value in fixed.items())
         raise BadConfig(
-            f"no layout of {world} ranks and a global batch of {global_batch} has {asked}; leave one of them to the "
-            "search"
+            f"no layout of {world} ranks and a global batch of {global_batch} has {asked}; leave out one of these "
+            "options"
         )
     if not found:
         raise BadConfig(
@@ -250,22 +257,21 @@ def search(
         least = min(plan.memory.total for plan in found)
         raise BadConfig(
             f"no layout of {world} ranks fits {machine.hbm / 1e9:.4g} GB a rank, the smallest takes "
-            f"{least / 1e9:.4g} GB of the "
-            f"{machine.usable / 1e9:.4g} GB that may be filled; use more ranks or a smaller global batch"
+            f"{least / 1e9:.4g} GB of {machine.usable / 1e9:.4g} usable GB; use more ranks or a smaller global batch"
         )
     return sorted(fitting, key=lambda plan: (plan.time.step, preferred(plan)))
 
 
 def preferred(plan: Plan) -> tuple[float, ...]:
-    """What of two layouts with the same estimated time comes first, the smaller one: what the estimate leaves out.
+    """Returns the sort key for layouts of the same estimated time. The smaller key comes first.
 
-    One that recomputes nothing (elementwise work that runs again costs a little); then the one that sends least; the
-    one of fewest pipeline stages, then of fewest tensor- and context-parallel ranks; the largest micro-batch, which
-    keeps a device busiest; of those the simplest: nothing on the host, no second shards, no replicas, the lowest ZeRO
-    stage.
+    In order: no recomputation, because recomputed elementwise work takes time that the estimate leaves out; the fewest
+    bytes sent; the fewest pipeline stages; the fewest tensor- and context-parallel ranks; the largest micro-batch,
+    which keeps a device busiest; the simplest layout, which has nothing on the host, no second shards, no replicas, and
+    the lowest ZeRO stage.
     """
     layout = plan.layout
-    # Sums of the same bytes in another order differ in their last bits.
+    # Sums of the same numbers in different orders differ in their last bits.
     sent = float(f"{sum(plan.sent.values()):.9g}")
     simple = (layout.offload, layout.hpz, layout.replicate, layout.zero)
     return (layout.recompute != "none", sent, layout.pp, layout.tp * layout.cp, -layout.micro_batch, *simple)

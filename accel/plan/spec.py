@@ -1,4 +1,4 @@
-"""What is planned: the model in numbers, how it is laid out over ranks, and the machine it runs on."""
+"""The inputs of a plan: the model in numbers, its layout over ranks, and the machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import BadConfig
+from accel.tables.precision import PRECISIONS as _WEIGHTS
 
-# Bytes a parameter: the parameter itself, its gradient, a float32 master copy, one optimizer moment, one activation
-# element, and one element sent over the wire. "fp16" and "bf16" are mixed precision as in the ZeRO paper: 2 + 2 + 4.
+# Bytes of: a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
+# element sent to another rank. "fp16" and "bf16" are mixed precision as in the ZeRO paper: 2 + 2 + 4.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
     "autocast-bf16": (4, 4, 0, 4, 2, 4),
@@ -22,7 +23,7 @@ PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp16-only": (2, 2, 0, 2, 2, 2),
 }
 # Bytes a weight when nothing is trained.
-WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+WEIGHT_BYTES = {row.name: row.weight_bytes for row in _WEIGHTS.values() if row.weight_bytes is not None}
 # Moments an optimizer keeps of each parameter.
 MOMENTS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 
@@ -32,7 +33,10 @@ _QUANTITY = re.compile(r"^(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*)$")
 
 
 def quantity(text: str) -> float:
-    """``80G`` (10^9), ``80GiB`` (2^30), ``7.5e9``, ``7.5B``, ``400T`` as a number. Raises ``BadConfig``."""
+    """Returns ``80G`` (10^9), ``80GiB`` (2^30), ``7.5e9``, ``7.5B`` or ``400T`` as a number.
+
+    Raises ``BadConfig`` if ``text`` is not a quantity.
+    """
     match = _QUANTITY.match(text.strip().lower().replace(",", ""))
     unit = match[2] if match else ""
     bare = unit if unit in ("b", "") else unit.removesuffix("b")
@@ -44,11 +48,12 @@ def quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model in numbers; 0 is unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
+    """A model in numbers. 0 means unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
 
-    ``activation_bytes`` and ``flops`` are what a trial on fake tensors measured for one sample, in float32 and for
-    the forward pass, where the model is no transformer of known shape. ``largest`` is the number of parameters of the
-    largest block that ZeRO 3 gathers at once, ``outside`` of what lies in no block, which it gathers only once.
+    ``activation_bytes`` and ``flops``: measured on fake tensors for one sample, in float32 and for the forward pass.
+    The measured numbers are used if the model isn't a transformer of known shape. ``largest``: the parameters of the
+    largest block, which ZeRO 3 gathers at once. ``outside``: the parameters outside all blocks, which ZeRO 3 gathers
+    only once.
     """
 
     params: int
@@ -65,13 +70,13 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not self.params and not (self.layers and self.hidden):
-            raise BadConfig("nothing says how large the model is; pass --params, or --layers, --hidden and --vocab")
+            raise BadConfig("the size of the model is missing; pass --params, or --layers, --hidden and --vocab")
         if min(self.params, self.layers, self.hidden, self.heads, self.kv_heads, self.vocab, self.seq) < 0:
             raise BadConfig("the model's shape has a negative number; sizes start at 1")
         if self.heads and self.hidden % self.heads:
             raise BadConfig(f"hidden {self.hidden} doesn't divide by {self.heads} heads; correct one of them")
         if self.kv_heads and not self.heads:
-            raise BadConfig(f"nothing says how many heads share --kv-heads {self.kv_heads}; pass --heads too")
+            raise BadConfig(f"--kv-heads {self.kv_heads} needs the number of heads that share them; pass --heads too")
         if self.kv_heads and self.heads % self.kv_heads:
             raise BadConfig(f"{self.heads} heads can't share --kv-heads {self.kv_heads} evenly; use a divisor")
         if self.heads and not self.kv_heads:
@@ -81,34 +86,34 @@ class ModelSpec:
 
     @property
     def is_transformer(self) -> bool:
-        """Whether the shape is known well enough for activations, tensor and pipeline parallel."""
+        """Tells whether the shape is known well enough for activations, tensor and pipeline parallel."""
         return bool(self.layers and self.hidden and self.heads and self.seq)
 
     @property
     def embedding(self) -> int:
-        """Parameters of the token embedding: V h."""
+        """Returns the number of parameters of the token embedding: V h."""
         return self.vocab * self.hidden
 
     @property
     def block(self) -> int:
-        """Parameters that are gathered together: one transformer layer, or the largest block that is known."""
+        """Returns the number of parameters gathered together: one transformer layer, or the largest known block."""
         if self.largest:
             return self.largest
         return max(self.layer, self.embedding) if self.layers else 0
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer, the embeddings outside it."""
+        """Returns the number of parameters of one layer, without embeddings."""
         return (self.params - self.embedding) // self.layers if self.layers else 0
 
 
 def transformer_params(spec: ModelSpec) -> int:
-    """Parameters of a GPT of ``spec``'s shape with tied embeddings: 12 L h^2 (1 + 13/(12 h)) + (V + s) h, of grouped
-    queries less 2 L (h^2 + h) (1 - a_kv / a).
+    """Returns the number of parameters of a GPT of ``spec``'s shape with tied embeddings.
 
-    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", equation 2: of the
-    12 h^2 + 13 h of a layer, keys and values are 2 (h^2 + h). They have a_kv heads where queries have a in Ainslie et
-    al. 2023, "GQA: Training Generalized Multi-Query Transformer Models", section 2.2.
+    12 L h^2 (1 + 13/(12 h)) + (V + s) h: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+    Clusters", equation 2. Of the 12 h^2 + 13 h of a layer, keys and values are 2 (h^2 + h). If keys and values have
+    a_kv heads and queries have a, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer: Ainslie et al. 2023, "GQA: Training
+    Generalized Multi-Query Transformer Models", section 2.2.
     """
     h = spec.hidden
     grouped = 2 * (spec.heads - spec.kv_heads) * (h // spec.heads) * (h + 1) if spec.heads else 0
@@ -117,13 +122,17 @@ def transformer_params(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How training is laid out. ``micro_batch`` is samples a rank and pass; ``accumulation`` passes a step.
+    """The layout of training over ranks.
 
-    ``cp``: ranks that share the sequences of the same samples (Ulysses context parallel), to ZeRO data-parallel ranks.
-    ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding).
-    ``hpz``: ranks that hold a second shard of the parameters, so that the backward gather stays among them (ZeRO++);
-    ``qwz``/``qgz``: weight gathers and gradient reduction in int8 (ZeRO++). ``sequence_parallel`` cuts what tensor
-    parallel would replicate along the sequence. ``offload``: what ZeRO shards is kept on the host (CPU offload).
+    ``micro_batch``: samples per rank and pass. ``accumulation``: passes per step. ``cp``: ranks that share the
+    sequences of the same samples (Ulysses context parallel). ZeRO sees them as data-parallel ranks.
+    ``sequence_parallel``: the activations that tensor parallel would replicate are cut along the sequence. ``chunks``:
+    stages per rank in the interleaved schedule.
+
+    ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding). ``hpz``: the ranks that together hold
+    a second copy of the parameters in shards, so that the backward gather stays among them (ZeRO++). ``qwz``, ``qgz``:
+    gather weights and reduce gradients in int8 (ZeRO++). ``offload``: keeps the shards of ZeRO on the host (CPU
+    offload).
     """
 
     world: int
@@ -161,41 +170,50 @@ class Layout:
             raise BadConfig(f"{self.world} ranks don't divide into {shape}; use a multiple of {fixed}")
         if self.cp > 1 and fixed > self.cp:
             raise BadConfig(
-                "context parallel shares heads as tensor parallel does, and has no pipeline; use tp 1, pp 1"
+                "context parallel can't be combined with tensor or pipeline parallel; use tp 1 and pp 1 with cp"
             )
         if self.dp * self.cp % self.replicate:
-            raise BadConfig(f"{self.dp * self.cp} data-parallel ranks don't divide into {self.replicate} replicas")
+            ranks = self.dp * self.cp
+            raise BadConfig(
+                f"{ranks} data-parallel ranks don't divide into {self.replicate} replicas; use a divisor of {ranks}"
+            )
         if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
-            raise BadConfig("hpZ, qwZ and qgZ change the gathers of ZeRO 3; pass --zero 3 with them")
+            raise BadConfig("hpZ, qwZ and qgZ work only with ZeRO 3; pass --zero 3 with them")
         if (self.hpz or self.qwz or self.qgz) and self.tp * self.cp > 1:
-            raise BadConfig("ZeRO++ works over data-parallel ranks alone; use tp 1 and cp 1 with hpZ, qwZ and qgZ")
+            raise BadConfig("ZeRO++ works with data-parallel ranks only; use tp 1 and cp 1 with hpZ, qwZ and qgZ")
         if self.offload and self.zero == 0:
             raise BadConfig("CPU offload keeps shards on the host, and ZeRO 0 has none; pass --zero 3 with it")
         if self.hpz and self.shards % self.hpz:
-            raise BadConfig(f"{self.shards} data-parallel ranks don't divide into groups of {self.hpz} for hpZ")
+            raise BadConfig(
+                f"{self.shards} data-parallel ranks don't divide into groups of {self.hpz} for hpZ; use a divisor of "
+                f"{self.shards}"
+            )
 
     @property
     def dp(self) -> int:
-        """Ranks that see different samples."""
+        """Returns the number of ranks that see different samples."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
     def shards(self) -> int:
-        """Ranks that ZeRO shards over."""
+        """Returns the number of ranks that ZeRO shards over."""
         return self.dp * self.cp // self.replicate
 
     @property
     def global_batch(self) -> int:
-        """Samples a step, over all ranks."""
+        """Returns the number of samples in a step, over all ranks."""
         return self.dp * self.micro_batch * self.accumulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A cluster: ``flops`` a rank sustains (FLOP/s), bytes/s a rank sends inside its node, between nodes, and copies
-    from or to its host.
+    """A cluster.
 
-    The defaults are assumptions of the size of an 8-GPU node of 2023; a plan repeats the ones it used.
+    ``flops``: FLOP/s that a rank sustains. ``node_bandwidth``: bytes/s that a rank sends inside its node,
+    ``bandwidth``: between nodes, ``host_bandwidth``: from or to its host. ``hbm``: bytes of memory of a rank, 0 if not
+    given.
+
+    The defaults are rough figures of an 8-GPU node of 2023. A plan prints the figures it assumed.
     """
 
     flops: float = 400e12
@@ -213,7 +231,10 @@ class Machine:
 
     @property
     def usable(self) -> float:
-        """Bytes of memory a rank may fill: all but ``reserve`` for the context and fragmentation."""
+        """Returns the bytes of memory that a rank may fill.
+
+        The share ``reserve`` is left for the context and fragmentation.
+        """
         return self.hbm * (1 - self.reserve)
 
 

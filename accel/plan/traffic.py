@@ -1,42 +1,44 @@
-"""Bytes a rank sends in a step, by mesh axis, and how long the step takes."""
+"""Estimates the bytes that a rank sends in a step, by mesh axis, and the time of the step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.plan.memory import offloaded, stage_params
-from accel.plan.spec import PRECISIONS, Layout, Machine, ModelSpec
+from .memory import offloaded, stage_params
+from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
-# Bytes a value of ZeRO++'s int8 blocks (accel.train.quantized_comm): a code, and one float32 scale for 256 of them. A
-# parameter's last block may be shorter.
+# Bytes of a value in ZeRO++'s int8 blocks (accel.train.parallel.quantized_comm): one code, and a float32 scale for each
+# 256 codes. The last block of a parameter may be shorter.
 QUANTIZED = 1 + 4 / 256
 
 
 def ring(size: float, ranks: int) -> float:
-    """Bytes a rank sends to gather, or to reduce and scatter, ``size`` bytes in a ring: (n - 1) / n of them.
+    """Returns the bytes that a rank sends to gather, or to reduce and scatter, ``size`` bytes in a ring: (n - 1) / n.
 
-    A ring all-reduce is both, one after the other: 2 (n - 1) / n. Patarasuk and Yuan 2009, "Bandwidth optimal
+    A ring all-reduce does both, one after the other: 2 (n - 1) / n. Patarasuk and Yuan 2009, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations".
     """
     return size * (ranks - 1) / ranks
 
 
 def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes a rank sends over dp in a step: the sum of ``data_parallel_parts``."""
+    """Returns the bytes that a rank sends over dp in a step: the sum of ``data_parallel_parts``."""
     return sum(size for size, _ in data_parallel_parts(spec, layout))
 
 
 def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, int]]:
-    """What a rank sends over dp in a step: bytes, and how many ranks lie between the first and the last of those that
-    they go to, both counted (a node holds so many or not).
+    """Returns the transfers of a rank over dp in a step, each as (bytes, span).
 
-    Psi bytes of gradients are all-reduced at ZeRO 0 (2 Psi); ZeRO 1 scatters them and gathers the parameters once
-    (2 Psi); ZeRO 2 scatters after every micro-batch, so that full gradients are never kept (m + 1) Psi; ZeRO 3 gathers
-    for forward and backward and scatters, each micro-batch (3 m Psi; what lies outside the blocks it gathers once).
-    ZeRO section 7: 2 Psi, 2 Psi, 2 Psi, 3 Psi at m = 1. Replicas then all-reduce their shards of gradients.
+    The span counts the ranks from the first to the last receiver. If a node holds that many ranks, the transfer stays
+    inside it.
 
-    ZeRO++ (Wang et al. 2023, table 1) as ``accel train`` sends it: qwZ gathers and qgZ reduces in int8 blocks, each
-    with a float32 scale (the paper reduces in int4), hpZ makes the backward gather local to its group.
+    ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once
+    (2 Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). ZeRO 3 gathers for
+    forward and for backward, and scatters, in each micro-batch (3 m Psi). ZeRO 3 gathers parameters outside the blocks
+    only once. ZeRO section 7: 2 Psi, 2 Psi, 2 Psi, 3 Psi at m = 1. Replicas then all-reduce their shards of gradients.
+
+    ZeRO++ (Wang et al. 2023, table 1) as ``accel train`` runs it: qwZ gathers and qgZ reduces in int8 blocks, each with
+    a float32 scale (the paper reduces in int4). hpZ keeps the backward gather in its group.
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -57,11 +59,14 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
 
 
 def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes a rank sends over tp in a step: four all-reduces of s b h a layer and micro-batch, two forward and two
-    backward (Shoeybi et al. 2019, "Megatron-LM", section 3); with sequence parallel each is a gather and a scatter of
-    the same size (Korthikanti et al. 2022, section 4.2.2). Recomputation runs the forward ones again, but for the one
-    (the scatter) at a layer's end. What is embedded is reduced and what gives the logits gathered once more, or their
-    gradients, where the vocabulary is cut: another two all-reduces, one for the first and last of several stages."""
+    """Returns the bytes that a rank sends over tp in a step.
+
+    Each layer and micro-batch takes four all-reduces of s b h, two forward and two backward (Shoeybi et al. 2019,
+    "Megatron-LM", section 3). With sequence parallel each all-reduce is a gather and a scatter of the same size
+    (Korthikanti et al. 2022, section 4.2.2). Recomputation repeats the forward ones, except the last all-reduce (or
+    scatter) of a layer. A cut vocabulary takes two more all-reduces, at the embedding and at the logits. With several
+    pipeline stages the first and the last stage have one each.
+    """
     if layout.tp == 1:
         return 0.0
     element = PRECISIONS[layout.precision][4]
@@ -73,10 +78,12 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes a rank sends over cp in a step: all-to-alls of its s b h / c of query and output and of its share of key
-    and value, (c - 1) / c of each, a layer and micro-batch, as much backward (Jacobs et al. 2023, "DeepSpeed Ulysses",
-    section 3.2), and forward once more with recomputation. Over gloo, which has no such all-to-all, a gather of c
-    times as much takes their place.
+    """Returns the bytes that a rank sends over cp in a step.
+
+    Each layer and micro-batch takes all-to-alls of the rank's s b h / c of query and of output, and of its share of key
+    and value. A rank sends (c - 1) / c of each. The backward pass sends as much (Jacobs et al. 2023, "DeepSpeed
+    Ulysses", section 3.2), and recomputation repeats the forward part. Gloo has no such all-to-all, and uses a gather
+    of c times as many bytes.
     """
     if layout.cp == 1:
         return 0.0
@@ -88,13 +95,16 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes the rank that sends most sends over pp in a step: of each micro-batch s b h for every stage of its own
-    whose output goes to another rank, and as much for every one whose input's gradient does (Narayanan et al. 2021,
-    section 2.2 and 4.1), cut along the sequence under sequence parallel; under autocast the residual stream is float32.
+    """Returns the bytes that the busiest rank sends over pp in a step.
 
-    A rank in the middle does both for each of its stages: one, of an interleaved or zero-bubble schedule as many as
-    there are chunks. Of two ranks each has an end of the chain: a loop leaves one of their 2 v out, in a V the halves
-    that turn stay on their rank, and of one stage each, one only sends forward and the other only back.
+    Each micro-batch sends s b h for every stage whose output goes to another rank, and s b h for every stage whose
+    input gradient goes to another rank (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the
+    bytes by t. Under autocast the residual stream is float32.
+
+    A rank in the middle sends both for each of its stages: one stage, or as many as chunks in an interleaved or
+    zero-bubble schedule. Of two ranks, each has an end of the chain. Such a rank sends 2 v - 1 times in a loop
+    (interleaved). In a V (zero-bubble) the rank sends twice, because the two stages at the turn of the V are on one
+    rank. With one stage each, one rank only sends forward and the other only back.
     """
     if layout.pp == 1:
         return 0.0
@@ -108,7 +118,7 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Bytes a rank sends in a step by axis: ``dp``, ``tp``, ``pp``, ``cp``."""
+    """Returns the bytes that a rank sends in a step by axis: ``dp``, ``tp``, ``pp``, ``cp``."""
     return {
         "dp": data_parallel_bytes(spec, layout),
         "tp": tensor_parallel_bytes(spec, layout),
@@ -118,8 +128,11 @@ def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
 
 
 def host_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Bytes a rank copies between its host and its device in a step under CPU offload: its shard of the parameters for
-    every gather (one at ZeRO 1 and 2, two a micro-batch at 3), its shard of the gradients after every reduction."""
+    """Returns the bytes that a rank copies between its host and its device in a step under CPU offload.
+
+    A rank copies its shard of the parameters for every gather (one at ZeRO 1 and 2, two per micro-batch at ZeRO 3), and
+    its shard of the gradients after every reduction.
+    """
     if not layout.offload:
         return 0.0
     weight, gradient, *_ = PRECISIONS[layout.precision]
@@ -130,9 +143,12 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def bubble(layout: Layout) -> float:
-    """The part of a step in which a stage waits: (p - 1) / (m + p - 1) for GPipe and 1F1B, with v chunks
-    (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2), none for the zero-bubble schedule as its authors
-    estimate it when m >= 2 p (Qi et al. 2023), a third of 1F1B's below that (their ZB-H1)."""
+    """Returns the fraction of a step in which a pipeline stage waits.
+
+    GPipe and 1F1B: (p - 1) / (m + p - 1). Interleaved, with v chunks: (p - 1) / (v m + p - 1) (Narayanan et al. 2021,
+    section 2.2). Zero-bubble: 0 for m >= 2 p, as its authors estimate (Qi et al. 2023), and below that a third of 1F1B
+    (their ZB-H1).
+    """
     p, m = layout.pp, layout.accumulation
     if p == 1:
         return 0.0
@@ -145,9 +161,12 @@ def bubble(layout: Layout) -> float:
 
 
 def flops(spec: ModelSpec, layout: Layout) -> float:
-    """FLOPs of a step over all ranks: 6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B), forward once
-    more with full recomputation (8 P + 16 L h s; Narayanan et al. 2021, equation 3). A model of unknown shape: three
-    times the forward pass that was measured, else 6 P a sample and position."""
+    """Returns the FLOPs of a step over all ranks.
+
+    6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the forward pass:
+    8 P + 16 L h s (Narayanan et al. 2021, equation 3). If the model's shape is unknown: three times the measured
+    forward pass, or 6 P a sample and position if there is no measurement.
+    """
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
         return passes * spec.flops * layout.global_batch
@@ -157,8 +176,7 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: what a rank computes, what it sends over each axis and copies, how long the bubble is, and the
-    whole."""
+    """Seconds of a step: computing, sending over each axis, copying to the host, waiting in the bubble, and in all."""
 
     compute: float
     dp: float
@@ -171,13 +189,15 @@ class StepTime:
 
 
 def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
-    """An estimate: compute at ``machine.flops`` a rank, stretched by the bubble; tensor- and context-parallel traffic
-    added to it (nothing hides it); data-parallel traffic hidden behind compute where it fits, one micro-batch of
-    pipeline traffic seen. Under CPU offload, what is copied to and from the host and what the optimizer reads and
-    writes there (everything that it holds, once each way) are added at the speed of the copies.
+    """Estimates the time of a step.
 
-    Tensor- and context-parallel ranks are neighbours, then come the ranks of a shard group, then the replicas; what
-    reaches beyond a node goes at the speed between nodes.
+    A rank computes at ``machine.flops``. Tensor- and context-parallel traffic is added to the compute time, because
+    nothing hides it, and the bubble stretches the sum. Data-parallel traffic overlaps with this time, and only the rest
+    of it is added. One micro-batch of pipeline traffic is added. CPU offload adds the copies to and from the host, and
+    one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
+
+    Tensor- and context-parallel ranks are neighbors, then come the ranks of a shard group, then the replicas. A
+    transfer that reaches beyond a node goes at the speed between nodes.
     """
     sent = traffic(spec, layout)
     near, far = machine.node_bandwidth, machine.bandwidth

@@ -1,13 +1,13 @@
-"""The first node at which two ONNX models part, in O(log n) runs.
+"""Finding the first node at which two ONNX models differ, in O(log n) runs.
 
-The tensors that both have are put into the reference's topological order. Behind each of them the graph can be cut:
-what crosses the cut is all that later nodes see of earlier ones. If everything that crosses agrees, whatever went wrong
-on the way to the outputs went wrong later; if something doesn't, it went wrong before. So a binary search ends at a
-tensor that differs while all it is computed from agrees, and only what crosses one cut is in memory at a time.
+The tensors that both models have are sorted in the reference's topological order. The graph can be cut behind each
+tensor: later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error comes later. If
+one of them differs, the error comes before. A binary search therefore ends at a tensor that differs although all its
+inputs agree. Only the tensors that cross one cut are in memory at a time.
 
-A difference may also heal: a masked value, a ReLU, a rounding swallow it. A tensor that differs while everything that
-is computed from it agrees is put aside as harmless, and the search goes on without it. What the search never looked at
-it can't vouch for: ``scan`` looks at every tensor before the one that was found.
+A difference may disappear again, in a mask, a ReLU or a rounding. If a tensor differs but everything computed from it
+agrees, the search calls it harmless and goes on without it. The search doesn't compare all tensors; ``scan`` compares
+every tensor before the one that was found.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel.progress import report
-from accel.verify.compare import Difference, difference, worst
-from accel.verify.tensor_match import Graph, Match, match_tensors, module_path
+
+from .compare import Difference, difference, worst
+from .tensor_match import Graph, Match, match_tensors, module_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,20 +28,21 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Below these both sides mean "not here": a mask of -1e9 or -inf is -65504 or -inf in float16.
+# Values below these are masks: -1e9 or -inf in the reference is -65504 or -inf in float16.
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
-# How often a harmless difference is put aside before the search takes what it has.
+# The largest number of harmless tensors that a search leaves out. A search that has left out this many harmless tensors
+# returns the next tensor that differs.
 _MOST_HARMLESS = 16
 
-# What a scan holds of each side at a time.
+# The most bytes of tensors that a scan holds at a time.
 SCAN_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node by its ONNX name (or its first output, where it has none), operator and torch module path."""
+    """A node: its ONNX name (its first output if it has no name), operator and torch module path."""
 
     name: str
     operator: str
@@ -53,9 +55,14 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """``tensor``: of the reference; ``candidate_tensor``: its counterpart. ``node`` makes it, ``candidate_node`` its
-    counterpart. ``between``: nodes of each side that lie between it and what it was compared from, where more than
-    one. ``inputs``: how far apart the tensors are that it is computed from."""
+    """The first tensor that differs between the reference and the candidate.
+
+    ``tensor`` and ``candidate_tensor``: the tensor's name in the reference and in the candidate. ``node`` and
+    ``candidate_node``: the nodes that compute the tensor. ``numbers``: the difference between the tensor's values in
+    the reference and in the candidate. ``inputs``: the differences of the nearest compared tensors before this tensor,
+    by name. ``between`` and ``candidate_between``: the nodes from the tensors of ``inputs`` to this tensor, empty if
+    there is only one node.
+    """
 
     tensor: str
     candidate_tensor: str
@@ -81,8 +88,11 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """``found`` is None where the outputs agree. ``runs``: of each model. ``harmless``: tensors that differ while all
-    that is computed from them agrees. ``earlier``: what a scan saw to differ before ``found``; None: not scanned."""
+    """The result of a search. ``found``: None if the outputs agree. ``runs``: how often each model ran.
+
+    ``harmless``: tensors that differ although everything computed from them agrees. ``earlier``: the tensors before
+    ``found`` that differ in a scan; None if nothing was scanned.
+    """
 
     found: Divergence | None
     outputs: Mapping[str, Difference]
@@ -94,14 +104,14 @@ class Search:
 
 @dataclass
 class _Order:
-    """Matched tensors in topological order, contracted: a parent is the nearest matched tensor above."""
+    """The matched tensors in topological order. A parent is the nearest matched tensor above."""
 
     names: list[str]
     parents: dict[str, list[str]]
     children: dict[str, list[str]] = field(default_factory=dict)
 
     def crossing(self, cut: int, outputs: Sequence[str]) -> list[str]:
-        """What is computed up to place ``cut`` and read behind it."""
+        """Returns the tensors that are computed up to the place ``cut`` and read behind it."""
         place = {name: index for index, name in enumerate(self.names)}
         return [
             name
@@ -111,7 +121,7 @@ class _Order:
 
 
 class Bisection:
-    """Two models in memory, with real rounding of 16-bit floats, and the inputs to compare them on."""
+    """Two models in memory, run with real rounding of 16-bit floats, and the inputs to compare them on."""
 
     def __init__(
         self,
@@ -135,7 +145,7 @@ class Bisection:
         self._seen: dict[str, Difference] = {}
 
     def search(self, *, scan: bool = False) -> Search:
-        """Find the first node at which the candidate parts from the reference, on the way to the outputs."""
+        """Find the first node at which the candidate differs. ``scan``: compare all tensors before it, too."""
         outputs = [name for name in self.graphs[0].outputs if name in self.match.tensors]
         seen = self._differences(outputs)
         at_end = {name: seen[name] for name in outputs}
@@ -167,10 +177,11 @@ class Bisection:
         )
 
     def differs(self, found: Difference) -> bool:
+        """Tells whether a difference is over the limit."""
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """The place of a tensor that differs while everything that crosses the cut before it agrees."""
+        """Returns the place of a tensor that differs although everything that crosses the cut before it agrees."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2
@@ -183,7 +194,7 @@ class Bisection:
         return differs
 
     def _differences(self, names: Sequence[str]) -> dict[str, Difference]:
-        """The worst of each number over all feeds; what was seen before isn't run again."""
+        """Returns the worst of each number over all feeds. Only runs for tensors that weren't compared before."""
         new = [name for name in names if name not in self._seen]
         if new:
             rows = [[_differ(name, a, b) for name, a, b in self._run(new, feeds)] for feeds in self.feeds]
@@ -201,7 +212,7 @@ class Bisection:
             yield name, first.pop(name), second[other]
 
     def _scan(self, names: Sequence[str]) -> list[str]:
-        """Every one of ``names`` that differs, looked at a few at a time, so that memory stays bounded."""
+        """Returns the tensors of ``names`` that differ. Compares a few at a time to bound the memory."""
         found: list[str] = []
         position, count = 0, 4
         while position < len(names):
@@ -264,7 +275,7 @@ def _asked(side: RoundedModel, feeds: Mapping[str, np.ndarray], names: Sequence[
 
 
 def _differ(name: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
-    """As ``difference``, but two masked values are alike whatever stands for them."""
+    """Returns ``difference`` with masked values set to 0 on both sides, because masks may be different numbers."""
     import numpy as np
 
     if reference.shape == candidate.shape and reference.dtype.kind == "f" == candidate.dtype.kind:
@@ -276,13 +287,13 @@ def _differ(name: str, reference: np.ndarray, candidate: np.ndarray) -> Differen
 
 
 def _maker(graph: Graph, name: str) -> Node:
-    """The node that computes a tensor: not the cast or the QDQ around it."""
+    """Returns the node that computes a tensor, not a cast or QDQ node behind it."""
     root = graph.root(name)
     return Node.of(graph.nodes[graph.producer[root if root in graph.producer else name]])
 
 
 def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
-    """The nodes between ``stop`` and the tensor, it included, in order."""
+    """Returns the nodes from the tensors ``stop`` to the tensor ``name``, including its own node, in order."""
     found: set[int] = set()
     queue = [name]
     while queue:
@@ -295,6 +306,8 @@ def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
 
 
 def most_runs(tensors: int) -> int:
-    """How many runs a search without harmless differences takes at most: one for the outputs, a binary search, one for
-    what follows the tensor that was found."""
+    """Returns the most runs that a search without harmless tensors takes.
+
+    These are one run for the outputs, a binary search, and one for the tensors after the one that was found.
+    """
     return 3 + math.ceil(math.log2(max(2, tensors)))

@@ -1,4 +1,4 @@
-"""The chain from an artifact back to its source, each hash computed anew."""
+"""Checking the chain of hashes from an artifact back to its source."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Literal
 from accel.artifact import Artifact, Manifest, combined_sha256, file_sha256, manifest_path
 from accel.cache import StageCache
 from accel.errors import ChainBroken
+from accel.tables.kinds import kind_of
 
 Status = Literal["ok", "changed", "absent"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One thing with a recorded sha256. ``absent``: it isn't on this machine (any more), which proves nothing."""
+    """A file or step with a recorded sha256. ``status``: ``absent`` means that this machine doesn't have the file."""
 
     what: str
     path: str
@@ -28,10 +29,12 @@ class Link:
 
 
 def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Link]:
-    """Every file from the artifact back to the weights: its own files, what each stage made (in the cache), what the
-    user gave each stage, the source's files; and that each stage's input is the output of the one before it.
+    """Returns a link for every file from the artifact back to the weights, with its hash computed again.
 
-    Raises ``ChainBroken`` where there is no manifest to check.
+    The files are the artifact's own, each stage's output (in the cache), the files that the user gave to stages, and
+    the source's. Further links say whether each stage's input is the output of the stage before.
+
+    Raises ``ChainBroken`` if the artifact has no manifest.
     """
     manifest = artifact.manifest
     if manifest is None:
@@ -60,7 +63,7 @@ def _file(what: str, path: Path, recorded: str) -> Link:
 
 
 def _sidecar(what: str, main: Path) -> Link:
-    """A manifest holds the sha256 of itself."""
+    """Returns the link of a manifest, which records its own digest."""
     path = manifest_path(main)
     if not path.is_file():
         return Link(what=what, path=str(path), recorded="its own digest", found=None, status="absent")
@@ -88,7 +91,7 @@ def _continuity(manifest: Manifest) -> list[Link]:
 
 
 def _made(record: Any, cache: StageCache) -> list[Link]:
-    """What a stage wrote, where the cache still has it."""
+    """Returns the links of a stage's output in the cache."""
     folder = cache.entry(record["key"])
     name = folder / "main"
     what = f"output of {record['name']}"
@@ -104,9 +107,9 @@ def _made(record: Any, cache: StageCache) -> list[Link]:
 
 
 def _given(record: Any, cache: StageCache) -> list[Link]:
-    """The user's own file that a stage started from (one in the cache is some stage's output already)."""
+    """Returns the links of the user's file that a stage started from; none if it started from a file in the cache."""
     path = Path(record["input_path"])
-    if path.is_relative_to(cache.root) or path.suffix not in (".onnx", ".xml", ".engine") or not path.is_file():
+    if path.is_relative_to(cache.root) or kind_of(path) is None or not path.is_file():
         return []
     what = f"given to {record['name']}"
     if not manifest_path(path).is_file():

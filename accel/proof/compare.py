@@ -1,4 +1,4 @@
-"""How far two sets of outputs are apart."""
+"""The differences between two sets of outputs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from accel.artifact import finite_json
 if TYPE_CHECKING:
     import numpy as np
 
-# A relative error that rounding can add up to; what is wrong is further off.
-ROUNDING = 1e-2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One output against its reference.
+    """The difference of one output from its reference.
 
     ``max_abs``: largest absolute difference. ``scale``: largest absolute value of the reference. ``rel_l2``:
     ||candidate - reference||₂ / ||reference||₂. ``cosine``: smallest cosine similarity of a sample (axis 0) with its
-    reference. ``problem``: why they can't be compared (a shape, a NaN where the reference has none); else empty.
+    reference. ``problem``: why the two can't be compared (their shapes differ, only one has a NaN); else empty.
     """
 
     output: str
@@ -36,7 +33,7 @@ class Difference:
 
 
 def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
-    """Computed in float64. Equal infinities are equal; a NaN equals only a NaN at the same place."""
+    """Returns the difference, computed in float64. A NaN equals only a NaN at the same place."""
     import numpy as np
 
     if reference.shape != candidate.shape:
@@ -69,8 +66,10 @@ def _incomparable(output: str, problem: str) -> Difference:
 
 
 def rel_l2(reference: np.ndarray, candidate: np.ndarray) -> float:
-    """||candidate - reference||₂ / ||reference||₂ of finite numbers, in float64; 0 where both are zero, infinite where
-    only the reference is."""
+    """Returns ||candidate - reference||₂ / ||reference||₂ of finite numbers, in float64.
+
+    Returns 0 if both are zero, and infinity if only the reference is.
+    """
     import numpy as np
 
     wide = reference.astype(np.float64)
@@ -79,8 +78,10 @@ def rel_l2(reference: np.ndarray, candidate: np.ndarray) -> float:
 
 
 def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """float64[samples]: cosine similarity of each sample (axis 0) of two finite float64 arrays of one shape, of all of
-    a vector; two that are zero are alike."""
+    """Returns float64[samples]: the cosine similarity of each sample (axis 0) of two finite arrays of one shape.
+
+    A vector is one sample. The similarity of two zero samples is 1.
+    """
     import numpy as np
 
     rows = ref.shape[0] if ref.ndim > 1 else 1
@@ -94,12 +95,12 @@ def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
 
 
 def holds_floats(value: np.ndarray) -> bool:
-    """Whether its numbers can be a little off; bfloat16 and fp8 are of NumPy's kind V."""
+    """Tells whether the values are floats. bfloat16 and fp8 are of NumPy's kind V."""
     return value.dtype.kind not in "biuOUS"
 
 
 def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndarray]) -> list[Difference]:
-    """Every output of the reference, matched by name, never by position."""
+    """Returns the difference of every output of the reference. Outputs are matched by name."""
     found = []
     for name, value in reference.items():
         if name not in candidate:
@@ -110,7 +111,7 @@ def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndar
 
 
 def worst(differences: list[list[Difference]]) -> dict[str, Difference]:
-    """By output, the largest of each number over several comparisons."""
+    """Returns for each output the worst of each number over several comparisons."""
     merged: dict[str, Difference] = {}
     for row in (d for comparison in differences for d in comparison):
         seen = merged.get(row.output)

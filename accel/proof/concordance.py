@@ -1,23 +1,27 @@
-"""How well outputs agree sample by sample: a norm over many samples is that of the largest ones."""
+"""The agreement of outputs sample by sample, because the largest samples dominate a norm over all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from accel.verify.compare import ROUNDING, holds_floats
+from accel.tables.limits import ROUNDING
+
+from .compare import holds_floats
 
 if TYPE_CHECKING:
     import numpy as np
 
-# What is smaller than the largest sample by this factor, float32 can't tell from that one's rounding.
+# A sample smaller than the largest one by this factor can't be told from the rounding of the largest in float32.
 _NOISE = 1e-6
 
 
 def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """float64[samples]: ||candidate - reference||₂ / ||reference||₂ of each sample (axis 0) of two arrays of one shape,
-    no norm being taken for less than the rounding of the largest; 0 where both are zero, infinite where only the whole
-    reference is."""
+    """Returns float64[samples]: ||candidate - reference||₂ / ||reference||₂ of each sample (axis 0).
+
+    The denominator is at least the float32 rounding of the largest sample. If the whole reference is zero, the error is
+    0 for a zero sample and infinity for others.
+    """
     import numpy as np
 
     ref, got = _rows(reference), _rows(candidate)
@@ -29,14 +33,17 @@ def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def discordance(
     reference: Sequence[np.ndarray], candidate: Sequence[np.ndarray], *, about_the_mean: bool = True
 ) -> float:
-    """How badly the batches of one output agree with their reference, 0 for equal ones, 1 for unrelated ones: 1 minus
-    the concordance 2⟨a, b⟩ / (||a||₂² + ||b||₂²), which is the cosine similarity where both have one norm, but doesn't
-    forgive a wrong scale. The mean over the samples (axis 0).
+    """Returns how badly the batches of one output agree with their reference: 0 if equal, 1 if unrelated.
 
-    A sample that is one number has no direction. There the larger of two counts: the middle sample's, and 1 minus the
-    concordance of all of them about their means, Lin's coefficient 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) (Lin 1989,
-    Biometrics 45), since an output may vary little beside its size. Not ``about_the_mean`` where the inputs are random
-    and nothing follows from how the outputs vary. Of whole numbers and strings the share that differs.
+    The value is 1 minus the concordance 2⟨a, b⟩ / (||a||₂² + ||b||₂²), averaged over the samples (axis 0). The
+    concordance is the cosine similarity if both norms are equal, and smaller if the scale is wrong.
+
+    Samples of one number have no direction. For them the value is the larger of two: the median over the samples, and 1
+    minus Lin's coefficient 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) over all samples (Lin 1989, Biometrics 45), because an
+    output may vary little compared with its size. ``about_the_mean=False`` leaves Lin's coefficient out, for random
+    inputs, on which the variation of the outputs means nothing.
+
+    For integers and strings the value is the share that differs.
     """
     import numpy as np
 
@@ -55,8 +62,7 @@ def discordance(
 
 
 def _rows(value: np.ndarray) -> np.ndarray:
-    """float64[samples, numbers]. Infinities stand for masked places on both sides (``compare`` checks that they
-    match)."""
+    """Returns float64[samples, numbers] with 0 for values that aren't finite, which ``compare`` checks."""
     import numpy as np
 
     wide = value.astype(np.float64)
@@ -64,8 +70,10 @@ def _rows(value: np.ndarray) -> np.ndarray:
 
 
 def _discordances(a: np.ndarray, b: np.ndarray, floor: float = 0.0) -> np.ndarray:
-    """float64[rows]: ||a - b||² / (||a||² + ||b||²) of each row, that sum being at least ``floor``²; two that are
-    zero agree."""
+    """Returns float64[rows]: ||a - b||² / (||a||² + ||b||²) of each row, 0 for two zero rows.
+
+    The denominator is at least ``floor``².
+    """
     import numpy as np
 
     both = np.maximum((a**2).sum(axis=1) + (b**2).sum(axis=1), floor**2)

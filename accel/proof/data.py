@@ -1,4 +1,4 @@
-"""The user's data: what calibration reads and what gates and metrics are computed on."""
+"""The user's data in memory, for calibration, gates and metrics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 def batch_plan(
     signature: Signature, counts: Iterable[int], size: int, limit: int | None = None
 ) -> Iterator[tuple[int, int, int]]:
-    """(part, first sample, how many) of each batch: of parts that hold ``counts`` samples, at most ``size`` at a time
-    (exactly the model's own batch where it is fixed) and ``limit`` in all. A part after the last isn't counted."""
+    """Yields (part, first sample, number of samples) of each batch, for parts that hold ``counts`` samples.
+
+    A batch has at most ``size`` samples, or the model's own fixed batch. All batches together have at most ``limit``
+    samples. The count of a part is only read when a batch needs it.
+    """
     unit = signature.batch_unit
     step = signature.fixed_batch or max(size // unit, 1) * unit
     left = math.inf if limit is None else limit
@@ -39,9 +42,9 @@ def batch_plan(
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples for a model. A part is a set of arrays that are stacked on axis 0; parts may differ in their shapes.
+    """Samples for a model. A part holds the arrays of one file, with samples on axis 0; shapes may differ by part.
 
-    ``inputs`` of a part are the arrays named like the model's inputs, ``extra`` everything else (labels, say).
+    The arrays named like the model's inputs are its feeds. ``extra`` returns the others, such as labels.
     """
 
     path: Path
@@ -50,11 +53,12 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path, signature: Signature) -> Dataset:
-        """``.npz`` (one array an input, samples on axis 0), or a folder of them (shapes may differ between files).
+        """Load an ``.npz`` file (an array for each input, samples on axis 0) or a folder of such files.
 
-        ``BadData`` where it can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
-        Nothing is unpickled. What somebody still holds is handed out again, unless a file has changed: a run reads its
-        data once for all its gates.
+        Never unpickles. Returns the dataset loaded before if it is still in use and no file has changed, so that all
+        gates of a run share it.
+
+        Raises ``BadData`` if a file can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
         """
         files = data_files(path)
         seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -70,15 +74,19 @@ class Dataset:
         return sum(len(part[first]) for part in self.parts)
 
     def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Feeds of at most ``size`` samples (exactly the model's own batch where it is fixed), ``limit`` samples in
-        all. A last batch that a fixed model can't take is left out."""
+        """Yields feeds of at most ``size`` samples (or the model's own fixed batch), ``limit`` samples in all.
+
+        Leaves out the last samples if they don't fill a fixed batch.
+        """
         counts = [len(part[self.signature.inputs[0].name]) for part in self.parts]
         for at, start, take in batch_plan(self.signature, counts, size, limit):
             yield {spec.name: self.parts[at][spec.name][start : start + take] for spec in self.signature.inputs}
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Samples from ``start`` on (around the end, as often as it takes), cut or repeated along each axis to
-        ``sizes``: real values at a shape that the data may not have."""
+        """Returns samples from ``start`` on, cut or repeated along each axis to ``sizes``.
+
+        The feeds hold real values at a shape that the data may not have.
+        """
         import numpy as np
 
         part = self.parts[start % len(self.parts)]
@@ -92,7 +100,7 @@ class Dataset:
         return feeds
 
     def extra(self) -> dict[str, np.ndarray]:
-        """Arrays that are no inputs, joined over the parts: labels, reference scores."""
+        """Returns the arrays that are no inputs, such as labels or reference scores, joined over the parts."""
         import numpy as np
 
         names = {spec.name for spec in self.signature.inputs}
@@ -105,7 +113,7 @@ class Dataset:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The .npz files that ``path`` stands for, in order; ``BadData`` where there is none."""
+    """Returns the .npz files in ``path``, sorted, or ``path`` itself. Raises ``BadData`` if there is none."""
     if path.is_dir():
         files = sorted(path.glob("*.npz"))
         if not files:
@@ -116,19 +124,21 @@ def data_files(path: Path) -> list[Path]:
     return [path]
 
 
-# By what they were read from and as what.
+# The datasets in use, by path, files and signature.
 _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
-    """``artifact`` with ranges that hold what ``data`` has. Only ranges that nobody declared grow: those of an ONNX
-    file without a manifest that are not among ``declared``. Files that can't be read are for ``Dataset.load`` to name.
+    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``.
+
+    Only widens the ranges that nobody declared: dims of an ONNX file without a manifest that are not in ``declared``.
+    Skips files that can't be read; ``Dataset.load`` reports them.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
         return artifact
     signature = artifact.signature
     seen: dict[str, list[int]] = {}
-    for file in filter(Path.is_file, sorted(data.glob("*.npz")) if data.is_dir() else [data]):  # no pipe: it would wait
+    for file in filter(Path.is_file, sorted(data.glob("*.npz")) if data.is_dir() else [data]):  # a pipe would block
         try:
             with open_npz(file) as archive:
                 shapes = {s.name: _shape(archive, s.name) for s in signature.inputs if s.name in archive.files}
@@ -148,7 +158,7 @@ def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) ->
 
 
 def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
-    """From the header alone: the array itself is read once, later."""
+    """Returns the shape of an array, read from its header."""
     from numpy.lib import format as npy
 
     assert archive.zip is not None, "it is open"
@@ -162,19 +172,19 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
 
 
 def single_array(file: Path) -> BadData:
-    """What is to be said of a .npy file."""
+    """Returns the error for a .npy file."""
     return BadData(f"{file} is a single array; save it by name, one array per input: numpy.savez({file.stem}, x=...)")
 
 
 @contextmanager
 def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
-    """The arrays of a file; ``BadData`` where it is no .npz, or reading from it inside the block fails."""
+    """Opens a file of arrays. Raises ``BadData`` if it is no .npz or reading fails inside the block."""
     import zipfile
 
     import numpy as np
 
     try:
-        # Opened here: numpy leaves a file open that it can't read.
+        # Opened here, because numpy doesn't close a file that it can't read.
         with file.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -190,7 +200,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     import numpy as np
 
     with open_npz(file) as archive:
-        # What has no header of an array comes back as bytes.
+        # A member without an array's header is returned as bytes.
         arrays = {name: np.asarray(archive[name]) for name in archive.files}
     first = signature.inputs[0].name
     for spec in signature.inputs:
@@ -201,7 +211,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
         if len(arrays[spec.name]) != len(arrays[first]):
             raise BadData(
                 f"{file}: {spec.name!r} has {len(arrays[spec.name])} samples, {first!r} has {len(arrays[first])}; "
-                "give each input one for every sample"
+                "give every input the same number of samples"
             )
     if len(arrays[first]) == 0:
         raise BadData(f"{file} holds no samples; save at least one")
@@ -209,8 +219,11 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
 
 
 def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, start: int = 0) -> np.ndarray:
-    """``value``, the samples from ``start`` on of the input ``name``, in the dtype the model takes; ``BadData`` where
-    shape, dtype or numbers are none that it takes."""
+    """Returns the samples ``value`` of the input ``name`` in the dtype that the model takes.
+
+    ``start``: the number of the first sample, for messages. Raises ``BadData`` if the model doesn't take the shape, the
+    dtype or the numbers.
+    """
     import numpy as np
 
     spec = signature.input(name)
@@ -241,7 +254,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
         )
     if value.dtype == wanted:
         return value
-    # The same kind of number in another width is what numpy makes by default (int32, float64): taken where it fits.
+    # numpy's default widths (int64, float64) often differ from the model's, so other widths are converted if they fit.
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
         raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as that")
@@ -253,5 +266,5 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
             f"{start + int(np.argwhere(lost)[0, 0])}; scale them"
         )
     if not np.array_equal(converted.astype(value.dtype), value) and value.dtype.kind in "iub":
-        raise BadData(f"{file}: {name!r} holds numbers that don't fit {spec.dtype}")
+        raise BadData(f"{file}: {name!r} holds numbers that don't fit {spec.dtype}; correct them")
     return converted

@@ -1,9 +1,9 @@
-"""The check after a stage: its output runs beside its input, on several shapes and on the user's data."""
+"""The gate after a stage: runs its output and its input on several shapes and on the user's data."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,27 +15,28 @@ from accel.progress import report
 from accel.runtimes.base import BaseSession, Session, default_runtime, detached, open_session
 from accel.signature import Signature
 from accel.stage import NOT_FINITE, GateResult, path_sha256
-from accel.verify.compare import Difference, compare
-from accel.verify.stream import SampleStream
+
+from .compare import Difference, compare
+from .stream import SampleStream
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Outputs of models by artifact, runtime and feeds: what a stage made is what the next one is compared with.
+# Outputs by artifact, runtime and feeds, kept because a stage's output is the reference of the next stage.
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
-# Of a larger model only one form is loaded at a time.
+# If a model has more bytes, only one of its two forms is loaded at a time.
 _ONE_AT_A_TIME_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputGate:
-    """Largest relative error ||candidate - reference||₂ / ||reference||₂ of any output, at any shape.
+    """Limits the relative error ||candidate - reference||₂ / ||reference||₂ of every output, at every shape.
 
-    At every case of ``signature.cases()``: with ``data`` on its samples, cut or repeated to that shape, and on
-    ``samples`` of them as they are; without on random inputs. ``seeds``: how many different inputs the first case runs
-    on, since a branch that depends on the values is only found by other values.
+    Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
+    repeated to the shape of the case. ``samples``: how many samples of ``data`` also run unchanged. ``seeds``: how many
+    different inputs the first case runs on, because only other values reach another branch.
     """
 
     name: str = "outputs"
@@ -50,10 +51,23 @@ class OutputGate:
         return body
 
     def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
-        """One result an output and case; ``passed`` is None where this machine can't run ``out``."""
+        """Returns a result for each output and case; ``passed`` is None if this machine can't run ``out``."""
+        return self._compared(src, out, lambda: self._feeds(src, out))
+
+    def check_seeds(self, src: Artifact, out: Artifact, seeds: int) -> list[GateResult]:
+        """Returns the additional results that ``check`` would give if the gate had ``seeds`` seeds.
+
+        Returns nothing if the gate has that many seeds already.
+        """
+        further = range(self.seeds, seeds)
+        return self._compared(src, out, lambda: self._seeded(src, out, further)) if further else []
+
+    def _compared(
+        self, src: Artifact, out: Artifact, draw: Callable[[], Iterator[tuple[str, dict[str, np.ndarray]]]]
+    ) -> list[GateResult]:
         runtime = gate_runtime(out)
         if runtime is None:
-            note = f"{out.kind} can't run on this machine; run accel verify where it can"
+            note = f"{out.kind} can't run on this machine; run accel verify on a machine that can"
             return [
                 GateResult(
                     gate=self.name,
@@ -69,7 +83,7 @@ class OutputGate:
         results: list[GateResult] = []
         with ExitStack() as stack:
             reference, candidate = Outputs(src, gate_runtime(src), stack), Outputs(out, runtime, stack)
-            feeds_by_case = list(self._feeds(src, out))
+            feeds_by_case = list(draw())
             first = {}
             if sum(file.stat().st_size for file in src.files) > _ONE_AT_A_TIME_BYTES:
                 first = {case: reference.of(feeds) for case, feeds in feeds_by_case}
@@ -89,23 +103,26 @@ class OutputGate:
 
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
         dataset = SampleStream(self.data, src.signature) if self.data else None
-
         common = what_both_take(src.signature, out.signature)
-
-        def feeds(seed: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-            return dataset.shaped(sizes, seed) if dataset else common.example_inputs(seed=seed, **sizes)
-
-        cases = common.cases()
-        for index, sizes in enumerate(cases):
-            yield case_name(sizes), feeds(index, sizes)
-        for seed in range(len(cases), len(cases) + self.seeds - 1):
-            yield f"{case_name(cases[0])} seed {seed}", feeds(seed, cases[0])
+        for seed, sizes in enumerate(common.cases()):
+            feeds = dataset.shaped(sizes, seed) if dataset else common.example_inputs(seed=seed, **sizes)
+            yield case_name(sizes), feeds
+        yield from self._seeded(src, out, range(1, self.seeds))
         for index, batch in enumerate(dataset.batches(4, self.samples) if dataset else ()):
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
+    def _seeded(self, src: Artifact, out: Artifact, rounds: range) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        """Yields other values of the first case's inputs, one set for each of ``rounds`` (the case itself is 0)."""
+        dataset = SampleStream(self.data, src.signature) if self.data else None
+        common = what_both_take(src.signature, out.signature)
+        cases = common.cases()
+        for seed in (len(cases) - 1 + number for number in rounds):
+            feeds = dataset.shaped(cases[0], seed) if dataset else common.example_inputs(seed=seed, **cases[0])
+            yield f"{case_name(cases[0])} seed {seed}", feeds
+
 
 def output_result(gate: str, case: str, found: Difference, limit: float) -> GateResult:
-    """What a gate says of one output: its relative error against the limit."""
+    """Returns a gate's result for one output: its relative error against the limit."""
     import math
 
     return GateResult(
@@ -121,7 +138,7 @@ def output_result(gate: str, case: str, found: Difference, limit: float) -> Gate
 
 
 def what_both_take(src: Signature, out: Signature) -> Signature:
-    """The inputs of ``src`` in the shapes and ranges of ``out``; where only one of them has a fixed dim, that one."""
+    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that either of them fixes is fixed."""
     theirs = {spec.name: spec for spec in out.inputs}
     inputs = []
     for spec in src.inputs:
@@ -133,12 +150,12 @@ def what_both_take(src: Signature, out: Signature) -> Signature:
 
 
 def case_name(sizes: Mapping[str, int]) -> str:
-    """What a shape is called where it is spoken of: ``batch=1, sequence=128``."""
+    """Returns the name of a shape in messages: ``batch=1, sequence=128``."""
     return ", ".join(f"{dim}={size}" for dim, size in sizes.items()) or "its fixed shape"
 
 
 def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same feeds in the dtypes that this session's inputs have (a cast model may take float16)."""
+    """Returns ``feeds`` in the dtypes of this session's inputs. A cast model may take float16."""
     from accel.signature import numpy_dtype
 
     dtypes = {spec.name: spec.dtype for spec in session.signature.inputs}
@@ -151,9 +168,11 @@ def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, n
 
 
 def gate_runtime(artifact: Artifact) -> str | None:
-    """What an artifact is run with when it is judged. A 16-bit ONNX model is rounded after every node: ONNX Runtime on
-    a CPU computes it in float32, and would hide what overflows; of fp8 it knows the rounding, and its optimizations
-    nothing. None where this machine can't run it."""
+    """Returns the name of the runtime that judges an artifact; None if this machine can't run the artifact.
+
+    A 16-bit or fp8 ONNX model runs with rounding after every node. ONNX Runtime's CPU provider would compute 16-bit
+    models in float32 and hide their overflows, and its optimizations break fp8 models.
+    """
     if artifact.kind == "onnx" and (
         {"float16", "bfloat16"} & set(artifact.properties.get("floats", ()))
         or artifact.properties.get("precision") == "fp8"
@@ -164,7 +183,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
 
 
 class Outputs:
-    """What an artifact computes; its session is opened when something has to be run that wasn't before."""
+    """The outputs of an artifact. Opens a session at the first feeds whose outputs aren't kept."""
 
     def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
         self._artifact = artifact
@@ -174,7 +193,7 @@ class Outputs:
         self._session: BaseSession | None = None
 
     def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The outputs for these feeds, which are cast to the artifact's own dtypes."""
+        """Returns the outputs for these feeds, which are cast to the artifact's dtypes."""
         key = (self._digest, str(self._runtime), _digest(feeds))
         if key in _outputs:
             _outputs.move_to_end(key)
@@ -193,12 +212,12 @@ def _digest(feeds: Mapping[str, np.ndarray]) -> str:
 
     digest = hashlib.sha256()
     for name, value in feeds.items():
-        # Zeros of another shape, or bits read as another dtype, are other inputs.
+        # Equal bytes of another shape or dtype are other inputs.
         digest.update(f"{name} {value.dtype} {value.shape} ".encode() + value.tobytes())
     return digest.hexdigest()
 
 
 def worst_result(results: Sequence[GateResult]) -> GateResult | None:
-    """The comparison that came closest to its limit, or over it."""
+    """Returns the result with the largest share of its limit; None if nothing was compared."""
     compared = [r for r in results if r.value is not None and r.limit]
     return max(compared, key=lambda r: (r.value or 0.0) / (r.limit or 1.0), default=None)

@@ -1,4 +1,4 @@
-"""The check of the preprocess stage: numpy does on the host what was put into the graph."""
+"""The gate of the preprocess stage: numpy repeats on the host the steps that the stage put into the graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.runtimes.base import open_session
 from accel.stage import GateResult
-from accel.verify.compare import compare
-from accel.verify.gates import case_name, gate_runtime, output_result
+from accel.tables.limits import EXPORT_LIMITS
+
+from .compare import compare
+from .gates import case_name, gate_runtime, output_result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessGate:
-    """Raw images into the new model, and through numpy into the old one: every output the same, at every case.
+    """Compares the new model on raw images with the old model on images prepared by numpy, at every case.
 
-    ``config``: the fields of ``PreprocessConfig``. Indices of ``argmax`` and ``topk`` have to be those of scores that
-    are as high (two classes that are level may come in either order).
+    The fields are those of ``PreprocessConfig``. Indices of ``argmax`` and ``topk`` may differ if their scores are
+    equal within the limit.
     """
 
     name: str = "preprocess"
-    limit: float = 1e-4
+    limit: float = EXPORT_LIMITS["fp32"]
     image: str
     channels_axis: int
     mean: tuple[float, ...] = ()
@@ -39,7 +41,7 @@ class PreprocessGate:
         return asdict(self)
 
     def check(self, src: Artifact, out: Artifact) -> Sequence[GateResult]:
-        """One result an output and case."""
+        """Returns a result for each output and case."""
         results = []
         with ExitStack() as stack:
             old = stack.enter_context(open_session(src, gate_runtime(src)))
@@ -59,7 +61,7 @@ class PreprocessGate:
         return results
 
     def _on_the_host(self, raw: np.ndarray) -> np.ndarray:
-        """float64 pixels in the model's layout."""
+        """Returns the prepared pixels as float64 in the model's layout."""
         import numpy as np
 
         layout = self.layout or ("NCHW" if self.channels_axis == 1 else "NHWC")
@@ -93,8 +95,11 @@ class PreprocessGate:
 
 
 def resize_bilinear(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """float64[n, h, w, c] to ``size``, bilinear between pixel centres: the pixel i of the result is taken at
-    (i + 0.5) * h / size - 0.5, held at the border. The formula of OpenCV's INTER_LINEAR and ONNX's half_pixel."""
+    """Returns float64[n, h, w, c] resized to ``size`` (height, width), bilinear between pixel centers.
+
+    Pixel i of the result is taken at (i + 0.5) * h / size - 0.5, clipped to the image. This is the formula of OpenCV's
+    INTER_LINEAR and ONNX's half_pixel.
+    """
     import numpy as np
 
     for axis, wanted in ((1, size[0]), (2, size[1])):

@@ -1,10 +1,10 @@
-"""An artifact made again from what its manifest records, stage by stage, and compared with what was made then."""
+"""Reproducing an artifact: runs the stages of its manifest again and compares each with its record."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,20 +14,23 @@ from accel.child import resolve
 from accel.errors import AccelError, BadInputSpec, ChainBroken, GateFailed, UsageError
 from accel.progress import report
 from accel.signature import DimRange, TensorSpec
-from accel.sources import open_source
+from accel.sources.source import Source
 from accel.stage import StageConfig, path_sha256, run_stage, versions
-from accel.stage_table import get_stage
-from accel.verify.gates import OutputGate, gate_runtime
+from accel.tables.stage_table import get_stage
+
+from .gates import OutputGate, gate_runtime
 
 Status = Literal["identical", "equivalent", "different"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remade:
-    """One stage, run again. ``identical``: the same bytes; ``equivalent``: other bytes, and the new ones pass the gate
-    that the old ones passed (of an engine, which can't run everywhere: the same kernels of the same ONNX);
-    ``different``: they don't, or nothing could be compared. ``versions``: libraries that are others now than then,
-    ``name then -> now``."""
+    """One stage, run again.
+
+    ``status``: ``identical`` for the same bytes. ``equivalent`` for other bytes that pass the recorded gate, or for an
+    engine with the same kernels from the same ONNX. ``different`` if the bytes fail the gate or nothing could be
+    compared. ``versions``: the libraries whose version changed, each ``name then -> now``.
+    """
 
     stage: str
     status: Status
@@ -39,11 +42,12 @@ class Remade:
 
 
 def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tuple[Artifact, list[Remade]]:
-    """Run every stage of the artifact's manifest again in ``cache`` (an empty one), from its source on.
+    """Run every stage of the artifact's manifest again in ``cache``, which should be empty, from the source on.
 
-    ``given``: files and folders that stages were given (calibration data), found by their sha256. Raises
-    ``ChainBroken`` where there is no manifest, or the source is gone or another one; ``UsageError`` where a file that a
-    stage was given is not among ``given``.
+    ``given``: the files and folders that the stages read (calibration data), matched by their sha256.
+
+    Raises ``ChainBroken`` if there is no manifest or the source is missing or changed, ``UsageError`` if a file that a
+    stage read is not in ``given``.
     """
     manifest = artifact.manifest
     if manifest is None:
@@ -53,7 +57,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
     if not manifest.stages:
         raise ChainBroken(f"{artifact.path} is as it came: no stage made it, so there is nothing to run again")
     hashes = {path_sha256(path): path for path in given}
-    configs = [config_of(record, hashes) for record in manifest.stages]  # what is missing is said before any work
+    configs = [config_of(record, hashes) for record in manifest.stages]  # reports a missing file before any work
     current = _source(manifest)
     rows = []
     for number, (record, config) in enumerate(zip(manifest.stages, configs, strict=True), start=1):
@@ -65,7 +69,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
 
 
 def config_of(record: Mapping[str, Any], given: Mapping[str, Path]) -> StageConfig:
-    """The stage's config as it was recorded; a file that it was given is looked up by its sha256."""
+    """Returns the stage's config from its record. Files are looked up in ``given`` by their sha256."""
     kind: type[StageConfig] = resolve(get_stage(record["name"]).config)  # type: ignore[assignment]
     known = {f.name for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -99,40 +103,39 @@ def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
 
 
 def _source(manifest: Manifest) -> Artifact:
-    """The source as it was, or ``ChainBroken``."""
+    """Open the recorded source. Raises ``ChainBroken`` if it is missing or changed."""
     source = manifest.source
     spec, weights = source.get("spec"), source.get("weights")
     if not spec:
         raise ChainBroken("the manifest names no source; it can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
     dims = manifest.signature.dims
-    if any(found.step != 1 for found in dims.values()):  # it may not even open at other sizes
+    if any(found.step != 1 for found in dims.values()):  # the source may not open at other sizes
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])
-    opener: Callable[..., Artifact] = open_source
+    named = Source(spec, **arguments)
     try:
         try:
-            found = opener(spec, **arguments)
-        except BadInputSpec:  # it doesn't say itself what it takes
-            found = opener(spec, inputs=manifest.signature.inputs, **arguments)
+            found = named.open()
+        except BadInputSpec:  # the source doesn't declare its inputs
+            found = replace(named, inputs=manifest.signature.inputs).open()
     except AccelError as error:
         raise ChainBroken(f"the source {spec} can't be opened any more ({error}); put it back") from error
     files = [(entry["path"], entry["sha256"]) for entry in source.get("files", ())]
     now = {entry["path"]: entry["sha256"] for entry in found.source.get("files", ())}
     for path, sha256 in files:
         if now.get(path, sha256) != sha256:
-            raise ChainBroken(f"{path} is not what the artifact was made from (its sha256 differs); put that back")
+            raise ChainBroken(f"{path} is not what the artifact was made from (its sha256 differs); put that file back")
     if source.get("sha256") not in (None, found.source.get("sha256")):
-        raise ChainBroken(f"{spec} makes another model than the one the artifact was made from; put that back")
+        raise ChainBroken(f"{spec} makes another model than the one the artifact was made from; put the old code back")
     if found.digest != manifest.stages[0]["input"]:
-        raise ChainBroken(f"{spec} is not what the first stage was given (its sha256 differs); put that back")
+        raise ChainBroken(f"{spec} is not what the first stage was given (its sha256 differs); put the old source back")
     ranges: dict[str, DimRange] = {d: r for d, r in manifest.signature.dims.items() if d in found.signature.dims}
     return dataclasses.replace(found, signature=found.signature.with_dims(ranges))
 
 
 def _where_it_was(spec: str, files: Sequence[str]) -> str:
-    """``spec`` as it is found from this folder: one that was given relative to another folder leads to nothing here,
-    and the manifest has the whole path of its file."""
+    """Returns ``spec`` with an absolute path from ``files`` if its relative path doesn't exist in this folder."""
     path, colon, factory = spec.partition(".py:")
     name = Path(path + (".py" if colon else ""))
     if name.is_absolute() or name.exists():
@@ -149,7 +152,7 @@ def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Re
         return Remade(stage=record["name"], status="identical", note="", versions=others)
     kernels = record["notes"].get("kernels")
     if kernels and record["input"] == before.digest and made.history[-1]["notes"].get("kernels") == kernels:
-        # TensorRT lays out some engines otherwise in every build.
+        # TensorRT writes some engines with other bytes in every build.
         note = f"other bytes, the same {len(kernels)} kernels from the same ONNX"
         return Remade(stage=record["name"], status="equivalent", note=note, versions=others)
     limits = [gate["limit"] for gate in record["gates"] if gate["limit"]]

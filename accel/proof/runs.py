@@ -1,4 +1,4 @@
-"""Whether a model runs at all: at the sizes and values that its signature allows, and on the user's samples."""
+"""Checks that a model runs: at the sizes and values that its signature allows, and on the user's samples."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, text_sha256
 from accel.cache import StageCache
-from accel.errors import AccelError, BadData, BadInputSpec, BadSource, ChildCrashed, GateFailed, RunFailed, shortened
+from accel.errors import (
+    AccelError,
+    BadData,
+    BadInputSpec,
+    BadSource,
+    ChildCrashed,
+    FailsOnInputs,
+    GateFailed,
+    RunFailed,
+    shortened,
+)
 from accel.progress import report
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, TensorSpec
 from accel.sources.output_specs import step_advice
 from accel.stage import path_sha256
-from accel.verify.compare import ROUNDING, compare, holds_floats
-from accel.verify.data import data_files, open_npz
-from accel.verify.gates import case_name, cast_feeds, gate_runtime
-from accel.verify.stream import SampleStream
+from accel.tables.limits import ROUNDING
+
+from .compare import compare, holds_floats
+from .data import data_files, open_npz
+from .gates import case_name, cast_feeds, gate_runtime
+from .stream import SampleStream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,8 +40,10 @@ _AT_ONCE = 8
 
 
 def check_runs(src: Artifact) -> None:
-    """Run ``src`` once at every case of its signature. A file that declares no ranges gets accel's own, which may be
-    wrong for it: better one sentence now than a reason in each candidate's row later.
+    """Run ``src`` once at every case of its signature.
+
+    A file that declares no ranges gets accel's defaults, which may be wrong for the model. One error now is better than
+    a reason in each candidate's row later.
 
     Raises ``BadInputSpec`` with the case that failed.
     """
@@ -48,8 +62,11 @@ def check_runs(src: Artifact) -> None:
 
 @dataclass(frozen=True)
 class Furthest:
-    """Where a model is furthest from its source: ``rel_l2`` is ||model - source||₂ / ||source||₂ of the output
-    ``output`` on the samples ``where``. ``nan``: for how many of the ``samples`` any output of the model is NaN."""
+    """The largest difference of a model from its source, and the count of NaN.
+
+    ``rel_l2``: ||model - source||₂ / ||source||₂ of the output ``output`` on the samples ``where``. ``nan``: how many
+    of the ``samples`` have NaN in an output of the model.
+    """
 
     rel_l2: float = 0.0
     output: str = ""
@@ -67,14 +84,15 @@ def check_samples(
     source: Artifact | None = None,
     tolerance: float = ROUNDING,
 ) -> Furthest:
-    """Run ``src`` on the first ``limit`` samples of ``data`` (None: all), before anything is made from either. With a
-    ``cache`` what ran once is not run again.
+    """Run ``src`` on the first ``limit`` samples of ``data`` (None: all) before any stage uses them.
 
-    ``source``: what ``src`` was exported from. It runs beside it: the gate of an export knows random numbers, and a
-    model that decides by the values may decide otherwise on real ones. Returns where they are furthest apart.
+    ``source``: the source that ``src`` was exported from, which runs beside ``src``. The gate of an export only knows
+    random numbers, and a model with branches may take other branches on real values. ``cache``: keeps the result.
 
-    Raises ``BadData`` with the first sample on which it fails, and the input that holds what it doesn't take;
-    ``GateFailed`` with the first samples on which an output of floats is further than ``tolerance`` from the source.
+    Returns the largest difference between the two.
+
+    Raises ``BadData`` with the first sample that fails and the input that is out of range, ``GateFailed`` with the
+    first samples on which an output of floats is further than ``tolerance`` from the source.
     """
     of = source.digest if source is not None else ""
     key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}\nnan")
@@ -107,8 +125,10 @@ def check_samples(
 
 
 def nan_samples(outputs: Mapping[str, np.ndarray]) -> int:
-    """How many samples (axis 0) have NaN in any output of floats. Infinities may be meant, as the scores of masked
-    places."""
+    """Returns how many samples (axis 0) have NaN in an output of floats.
+
+    Infinities don't count: they may be intended, as the scores of masked places.
+    """
     import numpy as np
 
     floats = [value.astype(np.float64) for value in outputs.values() if value.ndim and holds_floats(value)]
@@ -118,7 +138,7 @@ def nan_samples(outputs: Mapping[str, np.ndarray]) -> int:
 
 
 def nan_words(nan: int, samples: int, data: Path | None) -> str:
-    """What is to be said of a source that itself gives NaN for ``nan`` of ``samples`` samples; empty for none."""
+    """Returns the warning for a source that gives NaN for ``nan`` of ``samples`` samples; empty if ``nan`` is 0."""
     if not nan:
         return ""
     return (
@@ -133,7 +153,7 @@ def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[st
         return session.run(cast_feeds(session, feeds))
     except RunFailed as error:
         raise _bad_sample(session, file, feeds, before, error) from error
-    except (BadSource, ChildCrashed) as error:  # TensorFlow's own
+    except (BadSource, ChildCrashed) as error:  # raised by the TensorFlow process
         raise failed_on_data(error, file, feeds, session.signature.inputs) from error
 
 
@@ -150,9 +170,12 @@ def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
 
 
 def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[TensorSpec]) -> AccelError:
-    """What to say in place of ``error``, which a model gave on ``feeds`` out of ``data``: the file, the input and the
-    number where an integer is outside the ``values`` of ``specs``. Data isn't refused for such a number before it was
-    run: what was found in a graph is no more than a likely range (a negative number may count from the end)."""
+    """Returns the error to raise for ``error``, which a model raised on ``feeds`` from ``data``.
+
+    If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. Data is
+    only refused for such a number after it has failed, because the range that was found in a graph is a guess: a
+    negative number may count from the end.
+    """
     for spec in specs:
         value = feeds.get(spec.name)
         if value is None or spec.values is None or value.dtype.kind not in "iu":
@@ -165,20 +188,19 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(wrong) not in str(error):
-                continue  # a process may die of much else
-            why = ""  # the library's own text: where in its graph it was
+                continue  # the process may have died for another reason
+            why = ""  # the library's text names places in its own graph
         return BadData(
             f"{_file_with(data, spec.name, wrong)}: {spec.name!r} holds {wrong}, outside {low}..{high}, and the model "
             f"fails on it{why}; correct it or leave it out"
         )
-    general = "; correct --input or --dim"
-    if isinstance(error, BadSource) and str(error).endswith(general):
-        return BadData(f"{str(error).removesuffix(general)}; correct the samples in {data}")
+    if isinstance(error, FailsOnInputs):
+        return BadData(f"{error.reason}; correct the samples in {data}")
     return error
 
 
 def _file_with(data: Path, name: str, number: int) -> Path:
-    """The first file of ``data`` whose array ``name`` holds ``number``."""
+    """Returns the first file of ``data`` whose array ``name`` holds ``number``; ``data`` if none does."""
     for file in data_files(data):
         with open_npz(file) as archive:
             if (archive[name] == number).any():
@@ -193,8 +215,10 @@ def _count(src: Artifact, feeds: Mapping[str, np.ndarray]) -> int:
 def _bad_sample(
     session: BaseSession, file: Path, feeds: Mapping[str, np.ndarray], before: int, error: RunFailed
 ) -> BadData:
-    """What is wrong with the first sample of a batch that can't be run; with the whole batch where no sample of it can
-    be run alone."""
+    """Returns the error for the first sample of a batch that fails.
+
+    Names the whole batch if the model can't run single samples or none of them fails alone.
+    """
     count = _count(session.artifact, feeds)
     where = f"samples {before} to {before + count - 1}" if count > 1 else f"sample {before}"
     if session.signature.batch_unit == 1:
@@ -216,5 +240,5 @@ def _bad_sample(
 
 
 def _reason(error: AccelError) -> str:
-    """Without the model and the shapes before it, and the advice after it."""
+    """Returns the reason in an error's text, without the model and shapes before it and the advice after it."""
     return str(error).partition(": ")[2].partition("; check")[0].partition("; correct --")[0]

@@ -1,4 +1,4 @@
-"""The user's data a batch at a time: what calibration reads, however many samples there are."""
+"""The user's data, read one batch at a time, so that calibration can use any number of samples."""
 
 from __future__ import annotations
 
@@ -14,34 +14,42 @@ from typing import IO, TYPE_CHECKING, Any
 
 from accel.errors import BadData, one_line
 from accel.signature import Signature
-from accel.verify.data import batch_plan, data_files, fitting, single_array
+
+from .data import batch_plan, data_files, fitting, single_array
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-# Deflate makes no more bytes of one.
+# The most bytes that one byte of deflated data can stand for.
 _MOST_DEFLATED = 1032
 
-# How a .npy file begins.
+# The first bytes of a .npy file.
 _NPY = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
 class SampleStream:
-    """The same batches as ``Dataset.batches`` gives, of which one is in memory. (An array in Fortran order is read
-    whole: its samples don't lie one after the other.)"""
+    """The batches of ``Dataset.batches``, with only one of them in memory.
+
+    An array in Fortran order is read whole, because its samples don't lie one after the other.
+    """
 
     path: Path
     signature: Signature
 
     def __len__(self) -> int:
-        """How many samples there are, from the headers. ``BadData`` where a file can't be read or lacks an input."""
+        """Returns the number of samples, read from the headers.
+
+        Raises ``BadData`` if a file can't be read or lacks an input.
+        """
         return sum(self._count(file) for file in data_files(self.path))
 
     def batches(self, size: int, limit: int | None = None, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
-        """Feeds of at most ``size`` samples (exactly the model's own batch where it is fixed), ``limit`` samples in
-        all, without the first ``skip`` batches. ``BadData`` for samples that don't fit the signature, or hold NaN."""
+        """Yields feeds of at most ``size`` samples (or the model's own fixed batch), ``limit`` samples in all.
+
+        Leaves out the first ``skip`` batches. Raises ``BadData`` for samples that don't fit the signature or hold NaN.
+        """
         number = 0
         for file, group in itertools.groupby(self._plan(size, limit), key=lambda entry: entry[0]):
             with closing(_Opened(file, self.signature)) as opened:
@@ -53,7 +61,7 @@ class SampleStream:
                     number += 1
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """As ``Dataset.shaped``; of a file that holds more than ``start`` samples and one feed no more are read."""
+        """Returns the feeds of ``Dataset.shaped``. Reads only as many samples as a feed takes if the file has them."""
         import numpy as np
 
         files = data_files(self.path)
@@ -77,10 +85,11 @@ class SampleStream:
         return feeds
 
     def batch_count(self, size: int, limit: int | None = None) -> int:
+        """Returns the number of batches that ``batches`` yields."""
         return len(self._plan(size, limit))
 
     def _plan(self, size: int, limit: int | None) -> list[tuple[Path, int, int]]:
-        """(file, first sample, how many) of each batch."""
+        """Returns (file, first sample, number of samples) of each batch."""
         files = data_files(self.path)
         counts = (self._count(file) for file in files)
         return [(files[at], start, take) for at, start, take in batch_plan(self.signature, counts, size, limit)]
@@ -91,7 +100,7 @@ class SampleStream:
 
 
 class _Opened:
-    """The arrays of one file, each read from its beginning on."""
+    """The arrays of one file, each read from front to back."""
 
     def __init__(self, file: Path, signature: Signature) -> None:
         self._file = file
@@ -152,7 +161,7 @@ class _Opened:
 
 
 class _Member:
-    """One array of an .npz file, from its first sample on. ``size``: how many bytes it can have."""
+    """One array of an .npz file, read from front to back. ``size``: the most bytes that it can have."""
 
     def __init__(self, stream: IO[bytes], size: int) -> None:
         from numpy.lib import format as npy
@@ -192,7 +201,7 @@ class _Member:
         if len(body) < values * self._dtype.itemsize:
             raise EOFError("it ends before its last sample")
         if self._at == len(self):
-            self._stream.read(1)  # the end: now its sum is compared
+            self._stream.read(1)  # zipfile compares the checksum at the end of the member
         return np.frombuffer(body, self._dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which tensor of one ONNX graph is which tensor of another that was made from it."""
+"""Matching the tensors of two ONNX graphs, one of which was made from the other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel.sources.onnx_file import NAME_SCOPES
+from accel.sources.onnx.file import NAME_SCOPES
 
 if TYPE_CHECKING:
     import onnx
 
-# Nodes that give on what they get, in another dtype or another name: casting and quantizing put them everywhere.
+# Nodes that pass their input on under another dtype or name. Casting and quantizing insert them everywhere.
 TRANSPARENT = frozenset({"Cast", "CastLike", "Identity", "QuantizeLinear", "DequantizeLinear"})
 
 
 @dataclass(frozen=True)
 class Graph:
-    """The top-level nodes of a graph in topological order, and who makes each tensor."""
+    """The top-level nodes of a graph in topological order, and the index of the node that makes each tensor."""
 
     nodes: tuple[onnx.NodeProto, ...]
     inputs: tuple[str, ...]
@@ -42,17 +42,17 @@ class Graph:
         return cls(nodes, inputs, tuple(v.name for v in graph.output), constants, producer)
 
     def reads(self, node: onnx.NodeProto) -> list[str]:
-        """What a node reads, the tensors that its subgraphs take from outside among them."""
+        """Returns the tensors that a node reads, including those that its subgraphs capture."""
         return [name for name in (*node.input, *_captured(node)) if name]
 
     def root(self, name: str) -> str:
-        """The tensor whose value ``name`` has, but for rounding."""
+        """Returns the tensor that ``name`` is a rounded copy of, above casts and QDQ; else ``name``."""
         while name in self.producer and self.nodes[self.producer[name]].op_type in TRANSPARENT:
             name = self.nodes[self.producer[name]].input[0]
         return name
 
     def operator(self, name: str) -> str:
-        """What computes the tensor: an operator, ``constant`` or ``input``."""
+        """Returns the operator that computes the tensor, ``constant`` or ``input``."""
         name = self.root(name)
         if name in self.constants:
             return "constant"
@@ -61,8 +61,12 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """``tensors``: reference name to candidate name, in the reference's topological order. ``by_structure``: those
-    that have other names in the candidate. ``unmatched``: computed tensors of the reference without a counterpart."""
+    """The matched tensors.
+
+    ``tensors``: the candidate's name for each name of the reference, in the reference's topological order.
+    ``by_structure``: the tensors that have another name in the candidate. ``unmatched``: computed tensors of the
+    reference without a counterpart.
+    """
 
     tensors: Mapping[str, str]
     by_structure: frozenset[str]
@@ -70,9 +74,11 @@ class Match:
 
 
 def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str], frozenset[str]]) -> Match:
-    """Match by name where the same operator computes both, then by structure: the same operator with the same
-    attributes on matched inputs; last by the name alone, which is what a fusion keeps. ``known``: the tensors of each
-    side that can be asked for."""
+    """Match tensors by name and operator, then by structure, then by name alone.
+
+    By structure means the same operator with the same attributes on matched inputs. A fusion changes the operator but
+    keeps the name. ``known``: the tensors of each side that a run can return.
+    """
     here = [n for n in _computed(reference) if n in known[0]]
     there = [n for n in _computed(candidate) if n in known[1]]
     there_set = set(there)
@@ -93,7 +99,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # as many on both sides: in order
+        if len(others) == len(names):  # both models have as many tensors: match the tensors in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)
@@ -106,8 +112,10 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
 
 
 def module_path(node: onnx.NodeProto) -> str:
-    """The torch module that a node comes from, as the exporter recorded it (``encoder.layer.0.attention``); empty
-    where it didn't. The older exporter writes it into the node's name: ``/encoder/layer.0/MatMul``."""
+    """Returns the torch module that a node comes from (``encoder.layer.0.attention``); empty if it isn't recorded.
+
+    The older exporter records the module in the node's name: ``/encoder/layer.0/MatMul``.
+    """
     text = next((p.value for p in node.metadata_props if p.key == NAME_SCOPES), "")
     if text:
         try:
@@ -132,8 +140,10 @@ def _transparent(graph: Graph, name: str) -> bool:
 
 
 def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
-    """A digest a tensor of how it is computed from anchors; constants count by their shape, so that a changed value is
-    no other tensor."""
+    """Returns for each tensor a digest of how it is computed from the anchors.
+
+    Only the shapes of constants count, so that tensors match although a constant's value differs.
+    """
     found: dict[str, str] = {name: f"input {name}" for name in graph.inputs}
     found |= {name: f"constant {list(shape)}" for name, shape in graph.constants.items()}
     for node in graph.nodes:
@@ -151,7 +161,10 @@ def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
 
 
 def _attributes(node: onnx.NodeProto) -> list[str]:
-    """Integers only: they say what a node is (axes, strides); a float such as an epsilon may be what went wrong."""
+    """Returns the attributes that identify a node, such as axes and strides.
+
+    Leaves out floats, which may be the error.
+    """
     return sorted(f"{a.name}={a.i or list(a.ints) or a.s!r}" for a in node.attribute if a.type in (2, 3, 7))
 
 

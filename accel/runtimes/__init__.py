@@ -1,1 +1,4 @@
-"""One file a runtime; ``base.py`` has the Session protocol and the table."""
+"""The runtimes, a file each: ONNX Runtime, OpenVINO, TensorRT, ncnn, TensorFlow, PyTorch. ``base`` has their table.
+
+In: an artifact and session options. Out: a session that runs feeds (arrays by name) and returns outputs by name.
+"""

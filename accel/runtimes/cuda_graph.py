@@ -1,4 +1,4 @@
-"""An engine's kernels as one CUDA graph: a launch for all of them instead of one each."""
+"""CUDA graphs: one launch for all kernels of an engine instead of a launch for each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel.runtimes.cuda_memory import Cuda
+    from .cuda_memory import Cuda
 
 
 class CudaGraph:
-    """What ``enqueue`` puts on ``stream``, captured when it is asked for the same ``key`` a second time.
+    """The work that ``enqueue`` puts on ``stream``, captured at the second run with the same ``key``.
 
-    The key has to hold whatever the kernels depend on but the contents of their buffers: profile, shapes, addresses.
-    The first run of a key is a plain one: TensorRT then sets up what the shapes need, which can't be captured
+    The key has to hold everything that the kernels depend on except the contents of their buffers: profile, shapes,
+    addresses. The first run of a key isn't captured, because TensorRT prepares itself for new shapes then
     (TensorRT's developer guide, "CUDA graphs").
     """
 
@@ -24,7 +24,7 @@ class CudaGraph:
         self._graph: int | None = None
 
     def run(self, key: Hashable, enqueue: Callable[[], bool]) -> bool:
-        """Whether everything is on the stream."""
+        """Launch the graph, or call ``enqueue``. Returns False if ``enqueue`` fails."""
         if key != self._key:
             self.close()
             self._key = key
@@ -33,7 +33,7 @@ class CudaGraph:
             self._cuda.begin_capture(self._stream)
             try:
                 enqueued = enqueue()
-            finally:  # a stream that stays in capture mode can do nothing else
+            finally:  # ends the capture, because a capturing stream runs nothing
                 graph = self._cuda.end_capture(self._stream)
             if not enqueued:
                 self._cuda.destroy_graph(graph)
@@ -43,7 +43,7 @@ class CudaGraph:
         return True
 
     def close(self) -> None:
-        """Give the graph back; the next run of any key is a plain one."""
+        """Destroy the graph. The next run of any key calls ``enqueue``."""
         if self._graph is not None:
             self._cuda.destroy_graph(self._graph)
         self._key = self._graph = None

@@ -1,4 +1,4 @@
-"""Memory and streams of an NVIDIA GPU, as far as running an engine needs them."""
+"""Memory, streams, events and graphs of an NVIDIA GPU, for running engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from accel.errors import AccelError, MissingExtra, UnsupportedHere
 
-# Sizes are rounded up to this, which is also the alignment that cudaMalloc gives; no buffer is ever empty, since a
-# tensor without elements needs an address as well.
+# Buffer sizes are rounded up to a multiple of this number of bytes, the alignment of cudaMalloc. No buffer is empty,
+# because a tensor without elements needs an address, too.
 GRAIN = 256
 
 
@@ -19,7 +19,7 @@ class CudaFailed(AccelError):
 
 
 class Cuda(Protocol):
-    """The few calls that are needed, so that tests can count them without a GPU. Addresses and streams are integers."""
+    """The calls of the CUDA runtime that a session makes. Tests replace them. Addresses and streams are integers."""
 
     def allocate(self, size: int) -> int: ...
 
@@ -57,7 +57,7 @@ class Cuda(Protocol):
 
 
 class CudaRuntime:
-    """The CUDA runtime on the current device. ``UnsupportedHere`` where there is no GPU or the driver is too old."""
+    """The CUDA runtime on the current device. Raises ``UnsupportedHere`` without a GPU or with too old a driver."""
 
     def __init__(self, extra: str = "tensorrt-rtx") -> None:
         try:
@@ -66,7 +66,7 @@ class CudaRuntime:
             raise MissingExtra("cuda-bindings", extra) from error
         self._cuda: Any = runtime
         self._kinds: Any = runtime.cudaMemcpyKind
-        # The objects own nothing, but the calls want them back.
+        # The calls take the objects of the bindings, not the integers.
         self._streams: dict[int, Any] = {}
         self._events: dict[int, Any] = {}
         self._graphs: dict[int, Any] = {}
@@ -76,7 +76,7 @@ class CudaRuntime:
             raise UnsupportedHere(f"no NVIDIA GPU can be used here ({reason}); run it where nvidia-smi shows one")
 
     def capability(self) -> str:
-        """Compute capability of the current device, such as ``8.6``."""
+        """Returns the compute capability of the current device, such as ``8.6``."""
         (device,) = self._call(self._cuda.cudaGetDevice())
         attributes = self._cuda.cudaDeviceAttr
         (major,) = self._call(
@@ -129,7 +129,7 @@ class CudaRuntime:
         self._call(self._cuda.cudaEventRecord(self._events[event], self._streams[stream]))
 
     def elapsed_ms(self, start: int, end: int) -> float:
-        """Between two recorded events, the second of which has happened."""
+        """Returns the milliseconds between two recorded events. The second event must have happened."""
         (ms,) = self._call(self._cuda.cudaEventElapsedTime(self._events[start], self._events[end]))
         return float(ms)
 
@@ -141,7 +141,7 @@ class CudaRuntime:
         self._call(self._cuda.cudaStreamBeginCapture(self._streams[stream], mode))
 
     def end_capture(self, stream: int) -> int:
-        """What was put on ``stream`` since ``begin_capture``, ready to be launched."""
+        """Returns the work put on ``stream`` since ``begin_capture`` as a graph that can be launched."""
         (graph,) = self._call(self._cuda.cudaStreamEndCapture(self._streams[stream]))
         (ready,) = self._call(self._cuda.cudaGraphInstantiate(graph, 0))
         self._call(self._cuda.cudaGraphDestroy(graph))
@@ -161,7 +161,7 @@ class CudaRuntime:
             return tuple(values)
         if status == errors.cudaErrorMemoryAllocation and size is not None:
             raise CudaFailed(f"the GPU has no {size / 1e6:.0f} MB left; run a smaller batch or close other sessions")
-        raise CudaFailed(f"CUDA failed ({self._text(status)}); see nvidia-smi, and compute-sanitizer where it persists")
+        raise CudaFailed(f"CUDA failed ({self._text(status)}); see nvidia-smi, and compute-sanitizer if it persists")
 
     def _text(self, status: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(status)
@@ -169,13 +169,18 @@ class CudaRuntime:
 
 
 def device_capability() -> str:
-    """Compute capability of the GPU that is here, such as ``8.6``; ``UnsupportedHere`` where there is none."""
+    """Returns the compute capability of this machine's GPU, such as ``8.6``.
+
+    Raises ``UnsupportedHere`` if there is no GPU.
+    """
     return CudaRuntime().capability()
 
 
 class DeviceMemory:
-    """A device buffer and a pinned host buffer for each tensor, by name. They grow and never shrink: a session that has
-    seen its largest shape allocates no more."""
+    """A device buffer and a pinned host buffer for each tensor, by name.
+
+    Buffers grow and never shrink. A session that has seen its largest shape allocates nothing more.
+    """
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -183,11 +188,11 @@ class DeviceMemory:
         self._host: dict[str, tuple[int, int]] = {}
 
     def device(self, name: str, size: int) -> int:
-        """Address of at least ``size`` bytes on the device. What was in a buffer that has to grow is lost."""
+        """Returns the address of at least ``size`` bytes on the device. A buffer that grows loses its content."""
         return self._grown(self._device, name, size, self._cuda.allocate, self._cuda.free)
 
     def host(self, name: str, size: int) -> np.ndarray:
-        """``size`` bytes of pinned memory as uint8: only from there is a copy asynchronous."""
+        """Returns ``size`` bytes of pinned memory as uint8. Only copies of pinned memory are asynchronous."""
         address = self.host_address(name, size)
         content = (ctypes.c_uint8 * size).from_address(address)
         return np.ctypeslib.as_array(content)
@@ -200,7 +205,7 @@ class DeviceMemory:
         if has and size <= has:
             return address
         if has:
-            del kept[name]  # first: should the next line or the allocation fail, nothing is freed twice
+            del kept[name]  # before free(): memory is never freed twice if a later line fails
             free(address)
         room = max(1, -(-size // GRAIN)) * GRAIN
         address = int(allocate(room))
@@ -209,16 +214,16 @@ class DeviceMemory:
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
-        """Where each tensor lies on the device."""
+        """Returns the name and device address of each tensor, sorted by name."""
         return tuple((name, address) for name, (address, _) in sorted(self._device.items()))
 
     @property
     def size(self) -> int:
-        """Bytes held on the device."""
+        """Returns the number of bytes held on the device."""
         return sum(size for _, size in self._device.values())
 
     def close(self) -> None:
-        """Free everything. Doing it again does nothing."""
+        """Free all buffers. A second call does nothing."""
         for kept, free in ((self._device, self._cuda.free), (self._host, self._cuda.free_host)):
             while kept:
                 _, (address, _) = kept.popitem()

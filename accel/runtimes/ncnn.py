@@ -1,4 +1,4 @@
-"""ncnn through its Python binding: one sample at a time, on the CPU."""
+"""ncnn through its Python binding, on the CPU, one sample at a time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.errors import BadFeeds, InvalidModel
-from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, Signature, numpy_dtype
+
+from .base import BaseSession, SessionOptions
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 class NcnnSession(BaseSession):
-    """A net in float32. ncnn knows no batch: the samples of one run one after the other and are stacked again.
+    """A net in float32. ncnn has no batch dim, so the samples of a batch run one after the other.
 
-    Its blobs are called ``in0``, ``out0``...; inputs and outputs go by the order of the signature.
+    ncnn calls the inputs and outputs ``in0``, ``out0``, ... in the order of the signature.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -42,7 +43,7 @@ class Net:
 
         self.signature = signature
         self.net: Any = ncnn.Net()
-        # What is judged and shipped is float32; ncnn would take 16 bits where the CPU has them.
+        # The net is judged and shipped in float32. By default ncnn computes in 16 bits if the CPU can.
         for name in (
             "use_fp16_packed",
             "use_fp16_storage",
@@ -59,7 +60,7 @@ class Net:
             raise InvalidModel(f"ncnn can't load {path} with {weights.name}; convert the model again")
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Outputs by name for a batch."""
+        """Returns the outputs of a batch by name."""
         import numpy as np
 
         batch = {len(value) for value in feeds.values()}
@@ -69,12 +70,12 @@ class Net:
         return {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.signature.outputs}
 
     def shapes(self, feeds: Feeds, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """The shape of each of the blobs ``names`` for one sample; a blob that ncnn hasn't is left out."""
+        """Returns the shape of each blob of ``names`` for one sample, without blobs that ncnn doesn't have."""
         import numpy as np
 
         found = {}
         with self._fed(feeds) as extractor:
-            extractor.set_light_mode(False)  # keeps what is in between
+            extractor.set_light_mode(False)  # keeps the intermediate blobs
             for name in names:
                 code, mat = extractor.extract(name)
                 if code == 0:
@@ -83,11 +84,11 @@ class Net:
 
     @contextmanager
     def _fed(self, feeds: Feeds) -> Iterator[Any]:
-        """An extractor that has one sample."""
+        """Yields an extractor that holds one sample."""
         import ncnn
         import numpy as np
 
-        # A Mat may only look at the array: both have to live until the extractor is done.
+        # A Mat may point into the array, so both have to live as long as the extractor.
         held = []
         with self.net.create_extractor() as extractor:
             for index, spec in enumerate(self.signature.inputs):

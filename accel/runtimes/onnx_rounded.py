@@ -1,10 +1,10 @@
-"""An ONNX model with the rounding of its own dtypes after every node, on the CPU.
+"""Running 16-bit ONNX models on the CPU with the rounding of their own dtypes after every node.
 
-ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them, so that ``sqrt(x * x)`` at x = 300
-gives 300 there and infinity on the hardware that the model is for; bfloat16 it can't run at all. Here the model is
-rewritten into a float32 twin in which each float16 or bfloat16 tensor is cast to its dtype and back, and the twin runs
-with every graph optimisation off. What a node does inside (the sums of a MatMul) stays float32, as it does on tensor
-cores. A model without 16-bit floats runs as it is.
+ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them: ``sqrt(x * x)`` at x = 300 gives 300,
+but infinity on the hardware that the model is for. The provider can't run bfloat16 at all. This session rewrites the
+model into a float32 twin that casts each float16 or bfloat16 tensor to its dtype and back, and runs the twin without
+graph optimizations. Inside a node (the sums of a MatMul) values stay float32, as on tensor cores. A model without
+16-bit floats runs unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import onnxruntime
 from onnx import TensorProto, numpy_helper
 
 from accel.artifact import Artifact
-from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, numpy_dtype
-from accel.sources.onnx_weights import read_detached, weight_array
+from accel.sources.onnx.weights import read_detached, weight_array
+
+from .base import BaseSession, SessionOptions
 
 LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
-# Nodes that only move values: their outputs are as rounded as their inputs.
+# Nodes that only move values. The inputs of such a node are rounded already, so the outputs need no rounding.
 MOVES = frozenset(
     {
         "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
@@ -36,7 +37,7 @@ MOVES = frozenset(
     }
 )  # fmt: skip
 
-# Dtypes that numpy itself has: constants of these can be handed over as arrays.
+# Dtypes that numpy has without ml_dtypes. Constants of these dtypes are passed to ONNX Runtime as arrays.
 _NATIVE = frozenset(
     {
         TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32,
@@ -48,19 +49,20 @@ _NATIVE = frozenset(
 # Integer attributes that name a dtype.
 _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "precision", "softmax_precision"})
 
-# Larger constants are handed to ONNX Runtime as arrays: a protobuf message ends at 2 GB, and copying them costs time.
+# Constants with more elements are passed as arrays, because a protobuf message is limited to 2 GB and copies cost time.
 _INLINE_ELEMENTS = 1024
 
 _GIVEN = "given"
 
-# More weights than this are not packed for the products, which would hold them twice.
+# The most bytes of weights that the session lets ONNX Runtime pack, because packing keeps a second copy.
 _LARGE_BYTES = 1 << 30
 
 
 class RoundedModel:
-    """A model in memory, loaded to run with real rounding; ``model`` is left as it is.
+    """A model in memory that runs with real rounding. ``model`` itself is not changed.
 
-    ``tensors``: the names of all tensors that nodes of the top-level graph produce, in order, functions inlined.
+    ``tensors``: the names of all tensors that nodes of the top-level graph produce, in order, after functions are
+    inlined.
     """
 
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
@@ -73,7 +75,7 @@ class RoundedModel:
         self._sessions: dict[tuple[str, ...], Any] = {}
 
     def run(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """The named tensors (default: the outputs). 16-bit floats come in and go out as float32 that is rounded."""
+        """Returns the tensors ``names`` (default: the outputs). 16-bit floats are returned as rounded float32."""
         wanted = tuple(names) if names is not None else self.outputs
         if not wanted:
             return {}
@@ -81,7 +83,7 @@ class RoundedModel:
         return dict(zip(wanted, self._session(wanted).run(list(wanted), plain), strict=True))
 
     def _session(self, wanted: tuple[str, ...]) -> Any:
-        """Asking for an inner tensor makes it an output, which takes a session of its own; the last one is kept."""
+        """Returns a session with the outputs ``wanted``. Keeps the session of the model's outputs and one more."""
         extra = tuple(name for name in wanted if name not in self.outputs)
         if extra not in self._sessions:
             self._sessions = {key: value for key, value in self._sessions.items() if not key}
@@ -104,8 +106,8 @@ class RoundedModel:
             body = self.twin.SerializeToString()
         finally:
             del self.twin.graph.output[own:]
-        # The arrays are shared with the session, which looks for the file they are said to be in but never reads it:
-        # one that takes no room. Handed over as external initializers, they would be copied first.
+        # The session shares the arrays. The session checks that the arrays' external file exists but never reads the
+        # file, so a sparse file is enough. As external initializers, the arrays would be copied.
         with TemporaryDirectory() as folder:
             twin, given = Path(folder, "twin.onnx"), Path(folder, _GIVEN)
             twin.write_bytes(body)
@@ -115,7 +117,7 @@ class RoundedModel:
 
 
 class RoundedSession(BaseSession):
-    """fp16 and bf16 models as the hardware they are for would round them; others as they are, unoptimised."""
+    """Runs fp16 and bf16 models with the rounding of their hardware, and other models without optimizations."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
@@ -123,14 +125,14 @@ class RoundedSession(BaseSession):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that ``run_all`` gives."""
+        """Returns the names of the tensors that ``run_all`` returns."""
         return self._model.tensors
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         return self._typed(self._model.run(feeds))
 
     def run_all(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Every tensor that a node of the top-level graph produces, by name (or only ``names``), in its own dtype."""
+        """Returns ``names``, by default all tensors that nodes of the top-level graph produce, in their own dtypes."""
         self.signature.check_feeds(feeds)
         return self._typed(self._model.run(feeds, self.tensors if names is None else names))
 
@@ -143,7 +145,7 @@ class RoundedSession(BaseSession):
 
 
 def as_float32(value: np.ndarray) -> np.ndarray:
-    """``value``, its 16-bit floats widened (exactly)."""
+    """Returns ``value`` with 16-bit floats widened to float32, which is exact."""
     return value.astype(np.float32) if value.dtype in (np.float16, numpy_dtype("bfloat16")) else value
 
 
@@ -152,7 +154,7 @@ def _numpy_dtype(kind: int) -> np.dtype[Any]:
 
 
 def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` with its local functions inlined."""
+    """Returns ``model`` with its local functions inlined."""
     if not model.functions:
         return model
     import onnx.inliner
@@ -162,7 +164,7 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without the bytes of its larger constants: all that shape inference needs, at any size of model."""
+    """Returns a copy without the bytes of the larger constants, which shape inference doesn't need."""
     light = onnx.ModelProto()
     light.CopyFrom(model)
     for tensor in light.graph.initializer:
@@ -175,14 +177,14 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tensor_types(model: onnx.ModelProto) -> onnx.ModelProto:
-    """``model`` without its weights and with what shape inference knows of every tensor in ``value_info``."""
+    """Returns ``model`` without its weights; ``value_info`` holds the inferred dtype and shape of every tensor."""
     light = without_weights(model)
     found: onnx.ModelProto = onnx.shape_inference.infer_shapes(light, data_prop=True)
     return found
 
 
 def in_chunks(model: onnx.ModelProto, names: Sequence[str], feeds: Feeds, limit: int) -> Iterator[list[str]]:
-    """``names`` in groups whose tensors take at most ``limit`` bytes together, at the shapes of ``feeds``."""
+    """Yields ``names`` in groups. The tensors of a group take at most ``limit`` bytes at the shapes of ``feeds``."""
     sizes = _sizes(model, feeds)
     unknown = max(sizes.values(), default=4)
     group: list[str] = []
@@ -199,7 +201,7 @@ def in_chunks(model: onnx.ModelProto, names: Sequence[str], feeds: Feeds, limit:
 
 
 def _sizes(model: onnx.ModelProto, feeds: Feeds) -> dict[str, int]:
-    """The bytes of each inner tensor whose shape follows from that of the inputs."""
+    """Returns the bytes of each inner tensor whose shape follows from the shapes of the inputs."""
     light = without_weights(model)
     del light.graph.value_info[:]
     for value in light.graph.input:
@@ -215,7 +217,7 @@ def _sizes(model: onnx.ModelProto, feeds: Feeds) -> dict[str, int]:
 
 
 def elem_types(graph: onnx.GraphProto) -> dict[str, int]:
-    """The dtypes of the tensors that a graph declares; ``value_info`` has to be filled."""
+    """Returns the dtypes of the tensors that a graph declares. ``value_info`` has to be filled."""
     types = {t.name: int(t.data_type) for t in graph.initializer}
     for value in (*graph.input, *graph.value_info, *graph.output):
         if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type:
@@ -228,7 +230,7 @@ def _elements(tensor: TensorProto) -> int:
 
 
 def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
-    """The float32 twin, its larger constants apart (as values of ONNX Runtime), and the dtypes ``model`` declares."""
+    """Returns the float32 twin, its larger constants as values of ONNX Runtime, and the dtypes ``model`` declares."""
     typed = tensor_types(model)
     types = elem_types(typed.graph)
     twin = onnx.ModelProto()
@@ -251,7 +253,7 @@ def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict
 
 
 def _rewrite(graph: onnx.GraphProto, outer: Mapping[str, int]) -> None:
-    """Turn ``graph`` into its float32 twin, in place. ``outer``: dtypes of the tensors around it."""
+    """Turn ``graph`` into its float32 twin, in place. ``outer``: the dtypes of the enclosing graph's tensors."""
     types = {**outer, **elem_types(graph)}
     for tensor in graph.initializer:
         _widen(tensor)
@@ -266,7 +268,7 @@ def _rewrite(graph: onnx.GraphProto, outer: Mapping[str, int]) -> None:
 
 
 def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.NodeProto]:
-    """``node`` for the twin, and the casts that round its outputs."""
+    """Yields ``node``, rewritten for the twin, and the casts that round its outputs."""
     target = next((a.i for a in node.attribute if a.name == "to"), 0) if node.op_type == "Cast" else 0
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.TENSOR:
@@ -281,7 +283,7 @@ def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.No
         if not name or kind not in LOW or node.op_type in MOVES or node.op_type == "Constant":
             continue
         exact = f"{name}/exact"
-        if target in LOW:  # it rounds by itself
+        if target in LOW:  # a Cast to 16 bits rounds by itself
             node.output[index] = f"{name}/rounded"
         else:
             node.output[index] = exact
@@ -292,7 +294,7 @@ def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.No
 
 
 def _widen(tensor: TensorProto) -> None:
-    """A 16-bit float tensor becomes float32, in place; one whose bytes were left out changes its dtype only."""
+    """Turn a 16-bit float tensor into float32, in place. A tensor without its bytes only changes its dtype."""
     if tensor.data_type not in LOW:
         return
     bare = not (tensor.raw_data or tensor.int32_data)

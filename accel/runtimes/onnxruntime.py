@@ -15,36 +15,38 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from accel.artifact import Artifact
 from accel.errors import BadConfig, InvalidModel, MissingExtra, RunFailed, UnsupportedHere, ValuesOutOfRange, one_line
-from accel.memory import trim
-from accel.runtimes.base import BaseSession, SessionOptions
+from accel.machine import trim_memory
 from accel.signature import Feeds, numpy_dtype, shapes_of
+
+from .base import BaseSession, SessionOptions
 
 if TYPE_CHECKING:
     import numpy as np
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # the environment variable that names a library of operators to register
-CONVOLUTION = "FusedConv2d"  # what the names of accel's convolutions begin with
-_FATAL = 4  # onnxruntime's log severity: what it says of an error is in the exception, too
+CONVOLUTION = "FusedConv2d"  # the prefix of the names of accel's convolutions
+_FATAL = 4  # ONNX Runtime's log severity: exceptions repeat its error messages
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
-# What its operators say of an index that picks nothing.
+# The messages of operators whose index is out of range.
 _OUT_OF_BOUNDS = re.compile("out of data bounds|out of bounds|within bounds")
-# Types that numpy knows through ml_dtypes only, and that go in and out as their bits.
+# Dtypes that numpy has only through ml_dtypes. ONNX Runtime gets tensors of these dtypes as bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 _FAILURES = (native.Fail, native.InvalidArgument, native.RuntimeException, native.EPFail, native.NotImplemented)
 
 
 class OnnxRuntimeSession(BaseSession):
-    """The CPU execution provider: ``options.threads`` threads inside an operator, one operator at a time. Runs may
-    come from several threads; ``options.streams`` of them at once then take no more threads in all.
+    """The CPU execution provider: ``options.threads`` threads inside an operator, one operator at a time.
 
-    Raises ``InvalidModel`` where the file is no model that ONNX Runtime takes, ``UnsupportedHere`` where it has an
-    operator that this build has no kernel for.
+    Several threads may call ``run``. ``options.streams`` runs at once use no more threads in all.
+
+    Raises ``InvalidModel`` if ONNX Runtime can't load the file, ``UnsupportedHere`` if this build has no kernel for one
+    of its operators.
     """
 
     provider: ClassVar[str] = "CPUExecutionProvider"
@@ -56,7 +58,7 @@ class OnnxRuntimeSession(BaseSession):
         self.outputs = [output.name for output in self.session.get_outputs()]
         dtypes = [_dtype(value.type) for value in (*self.session.get_inputs(), *self.session.get_outputs())]
         dtypes += [spec.dtype for spec in artifact.signature.inputs if spec.optional]
-        # Which way to call: the plain one costs the least and knows no bfloat16.
+        # A plain call costs the least, but can't pass bfloat16 and float8.
         self._plain = not set(dtypes) & set(_BY_BITS)
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -70,11 +72,13 @@ class OnnxRuntimeSession(BaseSession):
             raise RunFailed(f"{failed}; check the inputs' values") from error
 
     def _outside(self, feeds: Feeds) -> str:
-        """The first integer input that picks rows of a constant table and holds a number that is no row of it, in
-        words; nothing where there is none: then an index was computed, and the inputs may be right."""
+        """Returns a phrase for the first integer input that is out of the range of the input's constant table.
+
+        Returns "" if no input is out of range. The model has then computed the bad index, and the inputs may be right.
+        """
         for name, (low, high) in self._rows.items():
             value = feeds[name]
-            # From the end an index counts down from -1.
+            # A negative index counts from the end.
             if value.size and (value.max() > high or value.min() < low - high - 1):
                 wrong = value[(value > high) | (value < low)].flat[0]
                 return f"input {name!r} holds {wrong}, it takes {low}..{high}"
@@ -82,8 +86,8 @@ class OnnxRuntimeSession(BaseSession):
 
     @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
-        """The rows of the table that each input picks from, as the file says: read when a run has failed."""
-        from accel.sources.onnx_file import describe
+        """Returns the range of rows that each input can pick, read from the file after a run has failed."""
+        from accel.sources.onnx.file import describe
 
         return {spec.name: spec.values for spec in describe(self.artifact.path)[0].inputs if spec.values}
 
@@ -93,14 +97,14 @@ class OnnxRuntimeSession(BaseSession):
         return dict(zip(self.outputs, self.session.run(self.outputs, dict(feeds)), strict=True))
 
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
-        """Inputs copied to ``device``, outputs left there until all are done, then copied back: one copy each way."""
+        """Copy the inputs to ``device``, run there, and copy the outputs back: one copy each way."""
         binding = self.session.io_binding()
-        held = []  # not every version keeps a reference to what is bound
+        held = []  # not every version keeps references to bound values
         for name, value in feeds.items():
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])
         for name in self.outputs:
-            # What numpy can't hold is read by its address, which has to be one of this process.
+            # Tensors that numpy can't hold are read by their address, which has to be in CPU memory.
             binding.bind_output(name, device if self._plain else "cpu")
         self.session.run_with_iobinding(binding)
         if self._plain:
@@ -111,14 +115,14 @@ class OnnxRuntimeSession(BaseSession):
         """Free the model's memory and end its thread pool."""
         super().close()
         self.session = None
-        trim()
+        trim_memory()
 
 
 class OnnxRuntimeCudaSession(OnnxRuntimeSession):
-    """The CUDA execution provider, with IO binding. What it has no kernel for runs on the CPU, as ONNX Runtime does.
+    """The CUDA execution provider, with IO binding. Operators without a CUDA kernel run on the CPU.
 
-    Raises ``MissingExtra`` where the installed ONNX Runtime was built without CUDA, ``UnsupportedHere`` where CUDA
-    can't start on this machine; it never runs the whole model on the CPU instead.
+    Raises ``MissingExtra`` if the installed ONNX Runtime was built without CUDA, ``UnsupportedHere`` if CUDA can't
+    start on this machine. The whole model never runs on the CPU instead.
     """
 
     provider: ClassVar[str] = "CUDAExecutionProvider"
@@ -127,7 +131,7 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
         if self.provider not in onnxruntime.get_available_providers():
             raise MissingExtra("onnxruntime with CUDA (onnxruntime-gpu)", "cuda")
         if hasattr(onnxruntime, "preload_dlls"):
-            onnxruntime.preload_dlls()  # the CUDA libraries that came with pip
+            onnxruntime.preload_dlls()  # the CUDA libraries that pip installed
         super().__init__(artifact, options)
         if self.session.get_providers()[0] != self.provider:
             raise UnsupportedHere(
@@ -141,7 +145,8 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = _FATAL
-    # Each caller works along with the pool: n threads are n - 1 of the pool and the caller, or fewer and more callers.
+    # A calling thread computes, too: n threads are n - 1 in the pool and one caller, or fewer in the pool and several
+    # callers.
     settings.intra_op_num_threads = max(1, options.threads - options.streams + 1) if options.threads else 0
     if not options.spinning:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -170,24 +175,25 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:
-        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. A file that is right
-        # runs as it is written; of one that is wrong the first error is the one that says why.
+        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. Without
+        # optimizations, a valid file loads. For an invalid file, the first of the two errors gives the reason.
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
-        except Exception:  # whatever it is
+        except Exception:
             raise error from None
 
 
 def _register_operators(settings: Any, path: Path) -> None:
-    """Those in C++ of the library that the environment names; without it the bodies in the file are what runs.
+    """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if it is set.
 
-    Convolutions have their sizes in their names, which no library can know before: it is told those of this model.
+    Without a library, the function bodies in the file run instead. The names of convolutions contain their sizes, so
+    the library is told the names in this model.
     """
     given = os.environ.get(OPERATORS)
     if not given:
         return
-    from accel.sources.onnx_file import all_nodes, read_proto
+    from accel.sources.onnx.file import all_nodes, read_proto
 
     model = read_proto(path)
     nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph)]
@@ -204,7 +210,7 @@ def _register_operators(settings: Any, path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The runtime's message in one line, without what ours says already: the kind of error and the path."""
+    """Returns ONNX Runtime's message in one line, without the kind of error and the path."""
     text = one_line(error, None)
     text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
     text = re.sub(
@@ -215,7 +221,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _dtype(name: str) -> str:
-    """``tensor(float16)`` as the field name of the dtype."""
+    """Returns the dtype of ONNX Runtime's ``tensor(float16)`` as a name from ``DTYPES``."""
     inner = name.removeprefix("tensor(").removesuffix(")")
     return {"float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}.get(
         inner, inner
@@ -232,12 +238,12 @@ def _to_device(value: np.ndarray, device: str) -> Any:
         bits = value.view(np.uint16 if value.itemsize == 2 else np.uint8)
         kind = int(onnx.TensorProto.DataType.Value(str(value.dtype).upper().replace("_E", "E")))
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
-    where = "cpu" if value.dtype.kind in "OUS" else device  # strings can't leave it
+    where = "cpu" if value.dtype.kind in "OUS" else device  # strings stay on the CPU
     return onnxruntime.OrtValue.ortvalue_from_numpy(value, where, 0)
 
 
 def _to_array(value: Any) -> np.ndarray:
-    """An output on the CPU as numpy; those that numpy() refuses are copied by their bits."""
+    """Returns an output on the CPU as a numpy array. bfloat16 and float8 are copied as bits."""
     import numpy as np
 
     dtype = _dtype(value.data_type())
@@ -246,6 +252,6 @@ def _to_array(value: Any) -> np.ndarray:
         return array
     shape = value.shape()
     kind = numpy_dtype(dtype)
-    # string_at copies: the memory belongs to the runtime and goes with the value.
+    # string_at copies, because the runtime frees the memory with the value.
     data = ctypes.string_at(value.data_ptr(), math.prod(shape) * kind.itemsize)
     return np.frombuffer(bytearray(data), dtype=kind).reshape(shape)

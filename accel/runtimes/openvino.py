@@ -22,34 +22,36 @@ from accel.errors import (
     one_line,
     shortened,
 )
-from accel.memory import trim
-from accel.runtimes.base import BaseSession, SessionOptions
+from accel.machine import trim_memory
 from accel.signature import Feeds, numpy_dtype, shapes_of
+
+from .base import BaseSession, SessionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Said in words each time: left alone, OpenVINO computes float32 models in bfloat16 on CPUs that have it.
+# The hint is always given, because by default OpenVINO computes float32 models in bfloat16 on CPUs that have it.
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CAPABILITY = {"bf16": "BF16"}
-# Types of numpy that OpenVINO's Python knows only by their bits.
+# Dtypes that OpenVINO's Python API takes as bits only.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
 
 
 @dataclass
 class _Slot:
-    """An infer request. It reads its inputs where they are: ``held`` keeps them for as long as it may look at them."""
+    """An infer request. OpenVINO reads the inputs in place, so ``held`` keeps the inputs alive until the run ends."""
 
     request: Any
     held: list[Any] = field(default_factory=list)
 
 
 class OpenVinoSession(BaseSession):
-    """A model compiled for latency with one infer request, or for throughput with
-    ``options.streams``; runs may come from as many threads. ``options.precision`` is what float32 is computed in.
+    """A compiled model: for latency with one infer request, or for throughput with ``options.streams`` requests.
 
-    Raises ``MissingExtra``, ``InvalidModel`` where the IR is missing, truncated or corrupt, ``UnsupportedHere`` where
-    the CPU has no bfloat16 and it was asked for.
+    As many threads may call ``run`` at once. ``options.precision``: the precision in which float32 is computed.
+
+    Raises ``MissingExtra``, ``InvalidModel`` if the IR is missing, truncated or corrupt, ``UnsupportedHere`` if
+    bfloat16 is asked for and the CPU doesn't have it.
     """
 
     concurrent: ClassVar[bool] = True
@@ -83,16 +85,16 @@ class OpenVinoSession(BaseSession):
         except RuntimeError as error:
             raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
         free: SimpleQueue[_Slot] = SimpleQueue()
-        # One more than there are streams: what comes next is there when one of them is free.
+        # One request more than streams: the next inputs are ready when a stream gets free.
         for _ in range(self.streams + (self.streams > 1)):
             free.put(_Slot(model.create_infer_request()))
-        # With one thread infer() swallows what goes wrong and leaves the outputs of the run before: wait() doesn't.
+        # With one thread, infer() hides errors and keeps the outputs of the previous run. wait() raises them.
         self._waits = int(model.get_property("INFERENCE_NUM_THREADS")) < 2 * self.streams
         self._free = free
         self._model = model
 
     def _placed(self, ports: list[Any], names: list[str]) -> dict[str, int]:
-        """Index of the port of each name: by index OpenVINO searches no names when it runs."""
+        """Returns the index of the port of each name. OpenVINO finds a port faster by index than by name."""
         index = {name: i for i, port in enumerate(ports) for name in port.get_names()}
         if missing := [name for name in names if name not in index]:
             has = ", ".join(sorted(index))
@@ -121,10 +123,10 @@ class OpenVinoSession(BaseSession):
             free.put(slot)
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
-        """The outputs of each of ``requests``, in their order, by asynchronous requests.
+        """Returns the outputs of each request, in their order. Uses asynchronous requests without callbacks.
 
-        Without callbacks, and so without OpenVINO's own queue: a thread of the runtime that lets go of a Python object
-        while the queue is being destroyed waits for the interpreter, and the interpreter for it.
+        OpenVINO's own queue of requests can deadlock: while the queue is destroyed, one of its threads may release a
+        Python object and wait for the interpreter, which waits for the thread.
         """
         if self.streams == 1:
             return super().run_many(requests)
@@ -139,7 +141,7 @@ class OpenVinoSession(BaseSession):
                 slot = None
                 while slot is None:
                     try:
-                        slot = free.get(block=not under_way)  # others may hold the rest
+                        slot = free.get(block=not under_way)  # other callers may hold the other slots
                     except Empty:
                         self._finish_one(requests, under_way, found, free)
                 under_way[number] = slot
@@ -165,13 +167,13 @@ class OpenVinoSession(BaseSession):
         found: list[dict[str, np.ndarray]],
         free: SimpleQueue[_Slot],
     ) -> None:
-        """Take the outputs of the first request that is done; the oldest is the likeliest, a short one may overtake."""
+        """Wait for the first request that is done and keep its outputs. Asks the oldest request first."""
         while True:
             for number, slot in under_way.items():
                 try:
                     if not slot.request.wait_for(1):
                         continue
-                    slot.request.wait()  # wait_for doesn't say all that went wrong
+                    slot.request.wait()  # wait_for doesn't raise every error
                 except RuntimeError as error:
                     raise self._failed(error, requests[number]) from error
                 found[number] = self._outputs_of(slot.request)
@@ -179,7 +181,7 @@ class OpenVinoSession(BaseSession):
                 return
 
     def _ready(self) -> None:
-        """Load the model again where a run has failed."""
+        """Load the model again if a run has failed."""
         if self._core is None:
             raise RunFailed(f"the session of {self.artifact.path} is closed; load it again")
         if self._model is None:
@@ -188,7 +190,7 @@ class OpenVinoSession(BaseSession):
                     self._load()
 
     def _failed(self, error: RuntimeError, feeds: Feeds) -> RunFailed:
-        # In bfloat16 a model that failed once fails at every later run, whatever its inputs: load it again then.
+        # In bfloat16, after one failed run all later runs fail, too, until the model is loaded again.
         self._model = None
         sizes = shapes_of(feeds)
         return RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}")
@@ -197,19 +199,19 @@ class OpenVinoSession(BaseSession):
         return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
-        """The input as a tensor over the same memory, and the array that owns the memory."""
+        """Returns the input as a tensor over the same memory, and the array that owns the memory."""
         if name in self._values:
             self._check_values(name, value)
         if value.dtype.kind in "OUS":
             return self._ov.Tensor(value.astype(np.str_)), value
-        # OpenVINO takes no memory that is read-only, as what arrives in a request is.
+        # OpenVINO refuses read-only memory, such as the memory of a request that arrived.
         value = np.require(value, requirements=("C", "W"))
         if name in self._by_bits:
             return self._ov.Tensor(value.view(self._by_bits[name]), list(value.shape), self._types[name]), value
         return self._ov.Tensor(value, shared_memory=True), value
 
     def _check_values(self, name: str, value: np.ndarray) -> None:
-        """OpenVINO takes an index beyond the end of a table for some other one, without a word."""
+        """Raises ``BadFeeds`` for an integer out of range. OpenVINO would silently read another row of the table."""
         low, high = self._values[name]
         if value.size and not (low <= value.min() and value.max() <= high):
             raise BadFeeds(
@@ -218,7 +220,7 @@ class OpenVinoSession(BaseSession):
             )
 
     def _array(self, tensor: Any, name: str) -> np.ndarray:
-        """A copy: the next run overwrites the tensor."""
+        """Returns a copy of an output, because the next run overwrites the tensor."""
         dtype = self._dtypes[name]
         if dtype.kind == "O":
             strings: np.ndarray = np.asarray(tensor.str_data, dtype=object)
@@ -231,11 +233,11 @@ class OpenVinoSession(BaseSession):
         super().close()
         self._free = SimpleQueue()
         self._model = self._core = None
-        trim()
+        trim_memory()
 
 
 def reason(error: BaseException, most: int = 300) -> str:
-    """OpenVINO's own words, ``most`` characters of them, without the source lines of its C++."""
+    """Returns OpenVINO's message without the source lines of its C++, shortened to ``most`` characters."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [re.sub(r"^Check '.*?' failed at \S+:\d+:?", "", re.sub(r"^Exception from \S+:\d+:?", "", n)) for n in lines]
     return shortened(one_line(" ".join(said), None).strip(". "), most) or type(error).__name__

@@ -1,4 +1,4 @@
-"""TensorFlow and TFLite as they are: the reference of their conversions, and the baseline of a benchmark."""
+"""TensorFlow and TFLite models, unconverted: the reference of their conversions and the baseline of benchmarks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accel.artifact import Artifact
-from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds
-from accel.sources.tensorflow_process import in_tensorflow, require_tensorflow
-from accel.sources.tensorflow_source import TensorFlowSpec
+from accel.sources.tensorflow.process import in_tensorflow, require_tensorflow
+from accel.sources.tensorflow.source import TensorFlowSpec
+
+from .base import BaseSession, SessionOptions
 
 if TYPE_CHECKING:
     import numpy as np
 
     class Candidate(Protocol):
-        """What a benchmark hands over (``accel.bench.blocks.Candidate``)."""
+        """The part of ``accel.timing.blocks.Candidate`` that is read here."""
 
         @property
         def artifact(self) -> Artifact: ...
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TensorFlowSession(BaseSession):
-    """A model in the TensorFlow process; inputs and outputs cross to it and back. ``options.threads`` has no effect."""
+    """A model in the TensorFlow process, reached over a pipe. ``options.threads`` has no effect."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
@@ -34,13 +35,13 @@ class TensorFlowSession(BaseSession):
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = in_tensorflow(
-            "accel.sources.tensorflow_model:run", spec=self.spec, feeds=dict(feeds)
+            "accel.sources.tensorflow.model:run", spec=self.spec, feeds=dict(feeds)
         )
         return found
 
 
 def open_here(candidate: Candidate) -> TensorFlowHereSession:
-    """The opener of a benchmark: its child process may well import TensorFlow, and no pipe is timed along."""
+    """Open a candidate in a benchmark's child process, which imports TensorFlow itself so that no pipe is timed."""
     import os
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -49,7 +50,7 @@ def open_here(candidate: Candidate) -> TensorFlowHereSession:
 
 
 class TensorFlowHereSession(TensorFlowSession):
-    """The same inside this process: for a child process that does nothing else, such as a benchmark's."""
+    """A model in this process, for a child process that does nothing else, such as a benchmark's."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)
@@ -58,7 +59,7 @@ class TensorFlowHereSession(TensorFlowSession):
         if options.threads:
             tf.config.threading.set_intra_op_parallelism_threads(options.threads)
             tf.config.threading.set_inter_op_parallelism_threads(1)
-        from accel.sources.tensorflow_model import load
+        from accel.sources.tensorflow.model import load
 
         self.model = load(self.spec)
 

@@ -13,22 +13,16 @@ import numpy as np
 
 from accel.artifact import Artifact
 from accel.errors import AccelError, BadFeeds, InvalidModel, UnsupportedHere, one_line
-from accel.runtimes.base import BaseSession, SessionOptions
-from accel.runtimes.cuda_graph import CudaGraph
-from accel.runtimes.cuda_memory import CudaRuntime, DeviceMemory
-from accel.runtimes.engine_options import engine_option_words
-from accel.runtimes.tensorrt_toolkit import (
-    PLUGIN_LIBRARY,
-    Log,
-    engine_problem,
-    load_plugin_library,
-    load_toolkit,
-    make_logger,
-)
 from accel.signature import DimRange, Feeds, Signature, numpy_dtype
 
+from .base import BaseSession, SessionOptions
+from .cuda_graph import CudaGraph
+from .cuda_memory import CudaRuntime, DeviceMemory
+from .engine_options import engine_option_words
+from .tensorrt_toolkit import PLUGIN_LIBRARY, Log, engine_problem, load_plugin_library, load_toolkit, make_logger
+
 if TYPE_CHECKING:
-    from accel.runtimes.cuda_memory import Cuda
+    from .cuda_memory import Cuda
 
 Shape = tuple[int, ...]
 # The smallest, the most usual and the largest shape of each input.
@@ -42,9 +36,11 @@ class EngineFailed(AccelError):
 class TensorRTSession(BaseSession):
     """One execution context on one stream of the current device.
 
-    Inputs go through pinned memory to device buffers that only grow; the optimization profile is the first that holds
-    the shapes of the feeds. Raises ``UnsupportedHere`` where the engine was built by another version or for another
-    GPU, ``InvalidModel`` where the file is not the one its manifest describes, ``BadFeeds`` for sizes off all profiles.
+    Inputs go through pinned memory to device buffers that only grow. A run uses the first optimization profile that
+    holds the shapes of its feeds.
+
+    Raises ``UnsupportedHere`` if the engine was built by another version or for another GPU, ``InvalidModel`` if the
+    file is not the one that its manifest describes. A run raises ``BadFeeds`` for shapes outside all profiles.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -59,7 +55,7 @@ class TensorRTSession(BaseSession):
         self._logger = make_logger(self._trt, self._log)
         self._runtime = self._trt.Runtime(self._logger)
         if artifact.properties.get("version_compatible"):
-            self._runtime.engine_host_code_allowed = True  # such an engine brings its own small runtime along
+            self._runtime.engine_host_code_allowed = True  # such an engine contains a small runtime of its own
         self._engine = self._deserialized(artifact.path)
         self._context = self._engine.create_execution_context()
         if self._context is None:
@@ -85,8 +81,10 @@ class TensorRTSession(BaseSession):
         return self._run_marked(feeds, lambda: None)
 
     def phases(self, feeds: Feeds) -> dict[str, float]:
-        """Milliseconds that one run's parts take on the GPU, by CUDA events: ``host_to_device``, ``compute``,
-        ``device_to_host``. What the CPU does before, between and after them is in none."""
+        """Returns the milliseconds of ``host_to_device``, ``compute`` and ``device_to_host`` in one run.
+
+        CUDA events measure the GPU. The CPU's work before, between and after these parts isn't included.
+        """
         self.signature.check_feeds(feeds)
         events = [self._cuda.create_event() for _ in range(4)]
         left = iter(events)
@@ -99,7 +97,7 @@ class TensorRTSession(BaseSession):
                 self._cuda.destroy_event(event)
 
     def _run_marked(self, feeds: Feeds, mark: Callable[[], None]) -> dict[str, np.ndarray]:
-        """Run; ``mark`` is called before the inputs, before the kernels, before and after the outputs."""
+        """Run once. Calls ``mark`` before the inputs, before the kernels, and before and after the outputs."""
         if self._context is None:
             raise EngineFailed(f"the session of {self.artifact.path} is closed; load it again")
         self._log.errors.clear()
@@ -113,11 +111,11 @@ class TensorRTSession(BaseSession):
         if not self._enqueue(known):
             raise EngineFailed(f"{self.artifact.path} failed on the GPU: {self._reason()}")
         mark()
-        self._cuda.wait(self._stream)  # sizes that depend on the data are known only now
+        self._cuda.wait(self._stream)  # output sizes that depend on the data are known only now
         return self._receive(known, mark)
 
     def _enqueue(self, known: Mapping[str, Shape]) -> bool:
-        """Put the kernels on the stream: as a CUDA graph where one is asked for and all sizes are known before."""
+        """Put the kernels on the stream, as a CUDA graph if the options ask for one and all output sizes are known."""
 
         def enqueue() -> bool:
             return bool(self._context.execute_async_v3(self._stream))
@@ -127,7 +125,7 @@ class TensorRTSession(BaseSession):
         return self._graph.run((self._profile, tuple(self._shapes.items()), self._memory.addresses), enqueue)
 
     def _choose(self, shapes: dict[str, Shape]) -> None:
-        """Make the profile and the input shapes those of this run."""
+        """Set the optimization profile and the input shapes of this run."""
         index = choose_profile(self._profiles, shapes)
         if index is None:
             raise BadFeeds(off_profile(self._profiles, shapes))
@@ -155,7 +153,7 @@ class TensorRTSession(BaseSession):
             self._cuda.to_device(address, self._memory.host_address(name, flat.nbytes), flat.nbytes, self._stream)
 
     def _place_outputs(self) -> dict[str, Shape]:
-        """A buffer for each output; the shapes of those that are known before the run."""
+        """Give each output a buffer. Returns the output shapes that are known before the run."""
         known: dict[str, Shape] = {}
         for name, dtype in self._outputs.items():
             shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
@@ -175,7 +173,7 @@ class TensorRTSession(BaseSession):
         return self._allocators[name]
 
     def _receive(self, known: Mapping[str, Shape], mark: Callable[[], None]) -> dict[str, np.ndarray]:
-        """All outputs as arrays of their own: the next run overwrites the buffers."""
+        """Returns all outputs as new arrays, because the next run overwrites the buffers."""
         results = {}
         for name, dtype in self._outputs.items():
             shape = known[name] if name in known else self._allocators[name].shapes[name]
@@ -204,7 +202,7 @@ class TensorRTSession(BaseSession):
         return one_line(self._log.errors[0]) if self._log.errors else "TensorRT gives no reason"
 
     def close(self) -> None:
-        """Free the context, the engine, the buffers and the stream. Doing it again does nothing."""
+        """Free the context, the engine, the buffers and the stream. A second call does nothing."""
         if self._context is None:
             return
         self._cuda.wait(self._stream)
@@ -222,14 +220,14 @@ class TensorRTSession(BaseSession):
 
 
 def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
-    """What TensorRT asks for memory of an output whose size depends on the data; ``shapes`` is what came of it."""
+    """Returns the allocator of outputs whose size depends on the data. ``shapes`` holds their shapes after a run."""
 
     class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IOutputAllocator.__init__(self)
             self.shapes: dict[str, Shape] = {}
 
-        # Called by position: what is not needed here has no name of its own.
+        # TensorRT passes the arguments by position, so unused ones may have other names.
         def reallocate_output(self, tensor_name: str, _memory: int, size: int, _alignment: int) -> int:
             return device(tensor_name, size)
 
@@ -245,7 +243,7 @@ def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
 
 
 def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
-    """The engine's own profiles, in their order."""
+    """Returns the engine's optimization profiles, in their order."""
 
     def ends(name: str, index: int) -> tuple[Shape, Shape, Shape]:
         low, opt, high = (tuple(int(d) for d in shape) for shape in engine.get_tensor_profile_shape(name, index))
@@ -255,7 +253,7 @@ def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
 
 
 def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int | None:
-    """The first profile that holds these shapes; 0 for an engine without profiles, None where none does."""
+    """Returns the index of the first profile that holds these shapes, or None; 0 for an engine without profiles."""
 
     def holds(profile: Profile) -> bool:
         return all(
@@ -273,7 +271,7 @@ def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> 
 
 
 def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str:
-    """The message for feeds that no profile holds."""
+    """Returns the message for feeds that no profile holds."""
 
     def text(shape: Shape) -> str:
         return "x".join(map(str, shape))
@@ -286,7 +284,7 @@ def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str
 
 
 def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
-    """``signature`` with its dims as far as the profiles go."""
+    """Returns ``signature`` with dims whose ranges are those of all profiles together."""
     found: dict[str, DimRange] = {}
     for profile in profiles:
         for spec in signature.inputs:
@@ -299,7 +297,7 @@ def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
 
 
 def check_fit(artifact: Artifact, version: str, capability: str) -> None:
-    """``UnsupportedHere`` where the sidecar says that the engine is for another toolkit version or another GPU."""
+    """Raises ``UnsupportedHere`` if the manifest names another toolkit version or another GPU."""
     properties = artifact.properties
     built = properties.get("toolkit_version")
     later = built is not None and properties.get("version_compatible") and _numbers(version) >= _numbers(built)
@@ -323,7 +321,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def check_bytes(artifact: Artifact) -> None:
-    """``InvalidModel`` where the file is not the one the manifest describes: a damaged engine can crash the process."""
+    """Raises ``InvalidModel`` if the hashes differ from the manifest's. A damaged engine can crash the process."""
     if artifact.manifest is not None and artifact.hashes() != dict(artifact.manifest.files):
         raise InvalidModel(
             f"{artifact.path} is not the file its manifest describes (its sha256 differs); build it again with: "
@@ -332,9 +330,13 @@ def check_bytes(artifact: Artifact) -> None:
 
 
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
-    """What an engine needs beside itself: accel's plugin library, where nodes of it are taken by that. Which file that
-    is, this machine says: a manifest may come from anywhere. ``UnsupportedHere`` where there is none, and what
-    ``load_plugin_library`` raises."""
+    """Load accel's plugin library if nodes of the engine run in it.
+
+    The library is found on this machine. The path of the library is never read from a manifest, which may come from
+    anyone.
+
+    Raises ``UnsupportedHere`` if there is no library for this GPU, and the errors of ``load_plugin_library``.
+    """
     if PLUGIN_LIBRARY not in dict(artifact.properties.get("plugins") or {}).values():
         return
     if load_plugin_library(trt, capability) is None:
@@ -345,7 +347,7 @@ def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
 
 
 def rebuild(artifact: Artifact, capability: str | None = None) -> str:
-    """The command that makes this engine again, for ``capability`` where it is given."""
+    """Returns the command that builds this engine again, for ``capability`` if given."""
     properties = artifact.properties
     words = ["accel", "optimize", str(artifact.source.get("spec", "MODEL.onnx"))]
     words += ["--target", str(properties.get("toolkit", "tensorrt-rtx"))]

@@ -1,6 +1,6 @@
-"""What TensorRT and TensorRT-RTX have in common, so that building and running have one interface for both.
+"""The common interface of TensorRT and TensorRT-RTX for building and running engines.
 
-What a toolkit can do is probed on the module itself: versions of the two are numbered apart.
+The features of a toolkit are probed on its module, because the two toolkits have separate version numbers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadConfig, BadInputSpec, MissingExtra, UnknownName, UnsupportedHere, one_line
-from accel.runtimes.base import RUNTIMES, Runtime
+
+from .base import RUNTIMES, Runtime
 
 TOOLKITS = ("tensorrt-rtx", "tensorrt")
-PLUGIN_LIBRARY = "plugin library"  # what an engine's properties say of nodes whose kernels aren't in the engine
+PLUGIN_LIBRARY = "plugin library"  # in an engine's properties, the place of kernels outside the engine
 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")
 
-# Bits of EngineInvalidityDiagnostics, by the name of the member.
+# The meaning of the bits of EngineInvalidityDiagnostics, by the name of the member.
 DIAGNOSTICS = {
     "VERSION_MISMATCH": "it was built by another version of the toolkit",
     "UNSUPPORTED_CC": "it was not built for the compute capability of this GPU",
@@ -32,23 +33,26 @@ DIAGNOSTICS = {
 
 
 def toolkit_runtime(toolkit: str) -> Runtime:
-    """The row of the table of runtimes that stands for this toolkit."""
+    """Returns the runtime of this toolkit. Raises ``UnknownName`` for another name."""
     if toolkit not in TOOLKITS:
         raise UnknownName(f"unknown toolkit {toolkit!r}; use one of {', '.join(TOOLKITS)}")
     return RUNTIMES[toolkit]
 
 
 def load_toolkit(toolkit: str) -> Any:
-    """The toolkit's Python module. ``MissingExtra`` where it, or a library it needs, is not installed."""
+    """Imports the toolkit's Python module. Raises ``MissingExtra`` if it or a library that it needs is missing."""
     runtime = toolkit_runtime(toolkit)
     try:
         return importlib.import_module(runtime.module)
-    except (ImportError, OSError) as error:  # OSError: the bindings without the library they load
+    except (ImportError, OSError) as error:  # OSError: the library that the bindings load is missing
         raise MissingExtra(toolkit, runtime.extra or toolkit) from error
 
 
 def field_dtype(trt: Any, dtype: Any) -> str:
-    """A TensorRT data type as one of ``accel.signature.DTYPES``."""
+    """Returns a TensorRT data type as a name from ``accel.signature.DTYPES``.
+
+    Raises ``UnsupportedHere`` for a data type without a name there.
+    """
     names = {
         "FLOAT": "float32",
         "HALF": "float16",
@@ -67,21 +71,24 @@ def field_dtype(trt: Any, dtype: Any) -> str:
 
 
 def check_capability(text: str) -> str:
-    """``text`` where it is written like a compute capability; ``BadInputSpec`` otherwise."""
+    """Returns ``text``. Raises ``BadInputSpec`` if it is not written like a compute capability."""
     if _CAPABILITY.match(text) is None:
         raise BadInputSpec(f"can't read the compute capability {text!r}; write major.minor, e.g. 8.6")
     return text
 
 
 def offered_capabilities(trt: Any) -> dict[str, Any]:
-    """What the toolkit can be told to build for, by name (``8.6``); empty where it builds for the GPU that is here."""
+    """Returns the compute capabilities that a build can name, as ``8.6``; empty if it builds only for this GPU."""
     members = getattr(getattr(trt, "ComputeCapability", None), "__members__", {})
     found = {f"{match[1]}.{match[2]}": member for name, member in members.items() if (match := _MEMBER.match(name))}
     return dict(sorted(found.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
 
 
 def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str, ...]) -> list[Any]:
-    """The toolkit's members for the capabilities asked for, each once; ``UnsupportedHere`` lists what there is."""
+    """Returns the toolkit's members for the capabilities ``asked``, each once.
+
+    Raises ``UnsupportedHere``, which lists the capabilities, if one isn't offered.
+    """
     if asked and not offered:
         raise UnsupportedHere(
             f"{toolkit} builds only for the GPU of the machine it runs on; leave out --compute-capability, or for an "
@@ -89,7 +96,7 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
         )
     for text in asked:
         if check_capability(text) not in offered:
-            other = ", or for a data-centre GPU build with --target tensorrt where that GPU is"
+            other = ", or for a data-center GPU build with --target tensorrt on a machine with that GPU"
             raise UnsupportedHere(
                 f"{toolkit} can't build for compute capability {text}; it offers {', '.join(offered)}: "
                 f"name one of these{other if toolkit != 'tensorrt' else ''}"
@@ -98,7 +105,7 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
 
 
 class Log:
-    """What a toolkit said: errors and warnings, and the last listing of the engine's layers."""
+    """The messages of a toolkit: errors, warnings, and the last list of the engine's layers."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -115,7 +122,8 @@ class Log:
 
 
 def make_logger(trt: Any, log: Log) -> Any:
-    """A logger of the toolkit that writes to ``log`` and prints nothing. Keep it as long as what was made with it."""
+    """Returns a logger that writes to ``log`` and prints nothing. The logger has to outlive the objects made with the
+    logger."""
     severe = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR)
     warning = trt.ILogger.WARNING
 
@@ -130,9 +138,9 @@ def make_logger(trt: Any, log: Log) -> Any:
 
 
 def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
-    """What the toolkit's own look at an engine's header finds; None where nothing, or where it has no such look.
+    """Returns the problems that the toolkit finds in an engine's header; None if it finds none or can't check headers.
 
-    Without a GPU the look can't finish, and then finds nothing unless the header itself is wrong.
+    Without a GPU, the check can't finish and finds only a malformed header.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return None
@@ -145,14 +153,14 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
 
 
 def load_plugin_library(trt: Any, capability: str) -> Path | None:
-    """Register accel's plugins for a GPU of this compute capability (``9.0``) with TensorRT, once a process; the
-    library they are in, None where none was built.
+    """Register accel's plugins for GPUs of this compute capability (``9.0``) with TensorRT, once per process.
 
-    A session, a build and a check of an engine all load it here. Raises ``BadConfig`` where the environment names a
-    library and TensorRT can't load it, ``UnsupportedHere`` where that is one that was built: nothing goes on without it
-    in silence.
+    Returns the path of their library, or None if none was built. Sessions, builds and checks of engines all call this.
+
+    Raises ``BadConfig`` if the environment variable names a library that TensorRT can't load, ``UnsupportedHere`` if
+    TensorRT can't load the library that was built here.
     """
-    from accel.kernels.bridges import TENSORRT_CHOSEN, find_tensorrt_plugins
+    from accel.kernels.native.bridges import TENSORRT_CHOSEN, find_tensorrt_plugins
 
     major, minor = (int(part) for part in capability.split("."))
     library = find_tensorrt_plugins((major, minor))
@@ -162,7 +170,7 @@ def load_plugin_library(trt: Any, capability: str) -> Path | None:
     if registry.get_creator("FusedGemm", "1", "") is not None:
         return library
     reason = "it is no such file"
-    if library.is_file():  # None is TensorRT's word for every failure
+    if library.is_file():  # TensorRT returns None for every failure
         try:
             if registry.load_library(str(library)) is not None:
                 return library

@@ -1,4 +1,4 @@
-"""PyTorch compiled by its own compiler: what a user gets from one line, and so the second thing to compare with."""
+"""PyTorch with its own compiler, ``torch.compile``: the second baseline of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ import torch
 from accel.artifact import Artifact
 from accel.errors import BuildFailed, UnsupportedHere
 from accel.progress import report
-from accel.runtimes.base import SessionOptions
-from accel.runtimes.torch_eager import TorchSession
 from accel.signature import Feeds
+
+from .base import SessionOptions
+from .torch_eager import TorchSession
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Modules that were compiled in this process: torch keeps the code and compiles nothing the second time.
+# The modules that this process has compiled. torch keeps their code and doesn't compile them again.
 _compiled: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class TorchCompileSession(TorchSession):
     """A module behind ``torch.compile`` with its default settings, in eval mode on the CPU.
 
-    The first run compiles (seconds to minutes), and so does the first at a new shape until torch has seen that a dim
-    varies. What can't be compiled is an error, never a quiet run in eager: ``BuildFailed`` with torch's reason,
-    ``UnsupportedHere`` where there is no C++ compiler or nothing to compile. ``graph_breaks`` counts the places where
-    torch left the compiled code for Python, as it does by design.
+    The first run compiles for seconds to minutes. The first run at a new shape compiles again, until torch knows that
+    the dim varies. A model that can't be compiled never runs in eager mode instead: the session raises ``BuildFailed``
+    with torch's reason, or ``UnsupportedHere`` if there is no C++ compiler or nothing to compile. ``graph_breaks``
+    counts the places where the compiled code returns to Python.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -49,7 +50,7 @@ class TorchCompileSession(TorchSession):
             raise UnsupportedHere(
                 f"torch.compile can't compile the TorchScript in {artifact.path}; use the runtime torch"
             )
-        # None: static at first, dynamic in the dims that are seen to vary.
+        # None: torch assumes static dims until it sees a dim vary.
         dynamic = None if artifact.signature.dims else False
         with _torch_warns_of_itself():
             compiled: Any = torch.compile(self._original, dynamic=dynamic)
@@ -66,14 +67,14 @@ class TorchCompileSession(TorchSession):
         return super()._run(feeds)
 
     def _compile(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """The first run at these shapes, with everything that could go wrong quietly made loud."""
+        """Run for the first time at these shapes. Raises every error that torch would only log."""
         from torch._dynamo import config
         from torch._dynamo.utils import counters
 
         report("torch.compile: compiling")
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         try:
-            # Past its limit of recompilations torch would run the module in eager, with a line in the log.
+            # Beyond its limit of recompilations, torch would log a line and run the module in eager mode.
             with config.patch(fail_on_recompile_limit_hit=True, suppress_errors=False), _torch_warns_of_itself():
                 outputs = self._run_bare(feeds)
         except Exception as error:
@@ -93,14 +94,14 @@ class TorchCompileSession(TorchSession):
 
 @contextmanager
 def _torch_warns_of_itself() -> Iterator[None]:
-    """Loading torch's compiler sets off deprecation warnings about other parts of torch."""
+    """Hides the deprecation warnings that torch's compiler causes about other parts of torch."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in one line (of a C++ compiler, what it wrote), without torch's advice on debugging."""
+    """Returns the innermost cause in one line, with a C++ compiler's output and without torch's debugging advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Native PyTorch, as it is: the reference of every gate and the baseline of every benchmark."""
+"""Native PyTorch in eager mode: the reference of every gate and the baseline of every benchmark."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 
 from accel.artifact import Artifact
 from accel.errors import RunFailed, one_line
-from accel.runtimes.base import BaseSession, SessionOptions
 from accel.signature import Feeds, shapes_of
-from accel.sources.torch_call import NamedModule, run_named
-from accel.sources.torch_source import module_of
+from accel.sources.torch.call import NamedModule, run_named
+from accel.sources.torch.source import module_of
+
+from .base import BaseSession, SessionOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,12 +32,12 @@ class TorchSession(BaseSession):
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         try:
             return self._run_bare(feeds)
-        except Exception as error:  # what a model raises is its own affair
+        except Exception as error:  # a model may raise anything
             sizes = shapes_of(feeds)
             raise RunFailed(
                 f"{self.artifact.path} fails in PyTorch at {sizes}: {one_line(error, 200)}; check the inputs' values"
             ) from error
 
     def _run_bare(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Outputs by name; what PyTorch or the model raises."""
+        """Returns the outputs by name. Raises any error of PyTorch or the model unchanged."""
         return run_named(self.module, self.signature, feeds)

@@ -1,4 +1,4 @@
-"""What a factory can say about the model it makes, so that nobody has to say it on the command line."""
+"""``declare``, by which a factory states the inputs of its model, and the forms in which inputs and dims are given."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from accel.signature import DimRange, TensorSpec
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-# What may stand for an input: "x:float32[batch,3]", or by name ("float32", ("batch", 3)), or a TensorSpec.
+# The forms of an input: "x:float32[batch,3]", a TensorSpec, or by name ("float32", ("batch", 3)).
 Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
 Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 
 
-# How inputs of these names mostly look.
+# The usual dtype and shape of inputs with these names.
 _USUAL = {
     "input_ids": "int64[batch,sequence]",
     "attention_mask": "int64[batch,sequence]",
@@ -30,13 +30,13 @@ _USUAL = {
 
 
 def input_example(name: str) -> str:
-    """How the input called ``name`` may be declared, for a message."""
+    """Returns an example declaration of the input ``name``, for a message."""
     return f"{name}:{_USUAL.get(name, 'float32[batch,3,224,224]')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Inputs, output names, ranges of the dynamic dims, and the files the weights are read from."""
+    """A factory's declaration: inputs, output names, ranges of the dynamic dims, and files of the weights."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...] = ()
@@ -51,11 +51,11 @@ def declare(
     dims: Dims | None = None,
     weights: Callable[[], Sequence[Path]] | None = None,
 ) -> Callable[[Factory], Factory]:
-    """Decorate a factory (a function without arguments that returns an ``nn.Module``) with its signature.
+    """Decorates a factory (a function without arguments that returns an ``nn.Module``) with its signature.
 
-    ``inputs``: as in ``accel.export``. ``outputs``: names for what ``forward`` returns, in order. ``dims``: ranges of
-    dynamic dims as (min, opt, max), or (min, opt, max, step) where only multiples of the step fit. ``weights``: called
-    when accel opens the source, returns the files that the factory reads; their sha256 start the manifest's chain.
+    ``inputs``: as in ``accel.Source``. ``outputs``: names of the tensors that ``forward`` returns, in order. ``dims``:
+    ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the step fit. ``weights``:
+    returns the files that the factory reads; accel records their sha256 when it opens the source.
     """
     declaration = Declaration(
         inputs=parse_inputs(inputs), outputs=tuple(outputs), dims=parse_dims(dims or {}), weights=weights
@@ -69,7 +69,7 @@ def declare(
 
 
 def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
-    """Any of the accepted forms as specs; ``BadInputSpec`` for anything else."""
+    """Returns inputs of any accepted form as specs. Raises ``BadInputSpec`` for any other form."""
     if isinstance(inputs, str):
         inputs = [inputs]
     specs: list[TensorSpec] = []
@@ -92,7 +92,8 @@ def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
 
 
 def parse_dims(dims: Dims) -> dict[str, DimRange]:
-    """``{"batch": (1, 8, 64)}`` or ``{"batch": "1:8:64"}``, with a step ``(16, 32, 64, 4)``, as ranges."""
+    """Reads ``{"batch": (1, 8, 64)}`` or ``{"batch": "1:8:64"}`` into ranges. A step comes last: ``(16, 32, 64,
+    4)``."""
     found: dict[str, DimRange] = {}
     for name, value in dims.items():
         if isinstance(value, DimRange):

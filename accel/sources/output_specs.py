@@ -1,4 +1,4 @@
-"""Which dims of a model's outputs follow which dims of its inputs: seen by running it at several sizes."""
+"""Finds which dims of a model's outputs follow which dims of its inputs, by running the model at several sizes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 
 from accel.errors import BadSource
 from accel.signature import Dim, DimRange, Feeds, Signature, TensorSpec
+from accel.spelling import option
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-# What nets that halve an image again and again, and windows, take multiples of.
+# Steps to try: nets that halve an image repeatedly, and windows, take multiples of these.
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
 def probe_cases(signature: Signature) -> list[dict[str, int]]:
-    """The usual sizes, then for each dynamic dim another size of it with the rest as they were."""
+    """Returns the usual sizes, then for each dynamic dim the usual sizes with another size of this dim."""
     cases = [dict(signature.sizes())]
     for dim, bounds in signature.dims.items():
         others = (bounds.opt + steps * bounds.step for steps in (1, 2, -1, -2))
@@ -32,9 +33,12 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
 def far_runs(
     signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
-    """Sizes, and what ``run`` gives there: for each dynamic dim but the batch one far from the usual, with the rest as
-    they were. What strides or pools along a dim has the same size for neighbours. Where it doesn't run it is left out:
-    the export says so of the ends."""
+    """Returns further sizes and the outputs of ``run`` at these sizes: for each dynamic dim except the batch, a size
+    far from the usual size.
+
+    Strides and pooling give neighboring sizes the same output size, which far sizes tell apart. Leaves out sizes at
+    which ``run`` raises: the export reports these.
+    """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():
         size = bounds.min if 4 * bounds.opt >= 5 * bounds.min else bounds.max
@@ -48,7 +52,7 @@ def far_runs(
 
 
 def same_output(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two runs gave the same: numbers up to what threads that add in another order make of them."""
+    """Tells whether two outputs are equal. Floats may differ by rounding, since threads add in any order."""
     import numpy as np
 
     if one.shape != other.shape:
@@ -60,7 +64,7 @@ def same_output(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
-    """The size nearest to ``bad``, at which a model doesn't run, at which it does, as it does at ``good``."""
+    """Returns the size nearest to ``bad`` at which a model runs. The model runs at ``good`` and not at ``bad``."""
     while abs(bad - good) > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if runs(middle) else (good, middle)
@@ -68,9 +72,11 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
-    """What to add to the message about a model whose ``run`` raises at a size of ``signature``: the ranges to pass with
-    the smallest step at whose multiples it doesn't, for those dims that can't go without. Empty where no such step is
-    found."""
+    """Returns the advice for a model whose ``run`` raises at a size of ``signature``: the ranges to pass, with the
+    smallest step at whose multiples the model runs. Only dims that need a step get one.
+
+    Returns "" if there is no such step.
+    """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
     known: dict[tuple[int, ...], bool] = {}
@@ -78,7 +84,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     def runs_at(case: Mapping[str, int]) -> bool:
         try:
             run(signature.example_inputs(**case))
-        except Exception:  # whatever its library raises; why it fails was said of the first such size
+        except Exception:  # the library may raise any type; the caller has reported the first error
             return False
         return True
 
@@ -104,10 +110,10 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # it was only too large or too small
+        if not any(stepped.dims[d].step == step for d in found):  # the size was only too large or too small
             return ""
-        ranges = " ".join(f"--dim {d}={stepped.dims[d]}" for d in found if stepped.dims[d] != signature.dims[d])
-        return f"; it runs at multiples of {step}: pass {ranges}"
+        ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
+        return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"
     return ""
 
 
@@ -118,7 +124,7 @@ def _tried(signature: Signature) -> list[dict[str, int]]:
 
 
 def _in_steps(bounds: DimRange, step: int) -> DimRange | None:
-    """``bounds`` as far as there are multiples of ``step`` in it; None with less than two of them."""
+    """Returns the range of the multiples of ``step`` in ``bounds``. Returns None if there are less than two."""
     found = DimRange.within(bounds.min, bounds.opt, bounds.max, step)
     return found if found is not None and found.min < found.max else None
 
@@ -130,16 +136,18 @@ def output_specs(
     where: str,
     names: Mapping[str, str] | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """The outputs of ``runs`` (one for each of ``cases``) as specs: a dim that never changed is fixed, one that went
-    with an input's dim has its name, any other is ``<output>_<axis>``. ``names``: what outputs are to be called.
+    """Returns the specs of the outputs of ``runs``, which ran at the sizes ``cases``.
 
-    Raises ``BadSource`` where an output changes its rank.
+    A dim with the same size in all runs is fixed. A dim that always has the size of an input's dim gets the name of
+    that dim. Any other dim is called ``<output>_<axis>``. ``names``: new names by the model's own output names. Raises
+    ``BadSource`` if an output changes its rank.
     """
     specs = []
     for name, value in runs[0].items():
         if any(run[name].ndim != value.ndim for run in runs):
             raise BadSource(
-                f"the output {name!r} of {where} changes its rank with the input's size; that can't be exported"
+                f"the output {name!r} of {where} changes its rank with the size of the input; "
+                "return tensors of a fixed rank"
             )
         shape: list[Dim] = []
         for axis in range(value.ndim):

@@ -1,4 +1,4 @@
-"""Objects of the user's own Python: factories and metrics, from a module or a file."""
+"""Loads the user's own Python objects (factories, metrics) from a module or a file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from accel.errors import BadSource, one_line
 
 _ACCEL = Path(__file__).resolve().parents[1]
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-SOURCE = "accel_source_"  # what the names of modules that were a file begin with
+SOURCE = "accel_source_"  # prefix of the names of modules that are loaded from a file
 
 
 def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
-    """The module and the object that ``package.module:name`` or ``file.py:name`` names.
+    """Returns the module and the object that ``package.module:name`` or ``file.py:name`` names. ``role``: the kind of
+    object, for messages.
 
-    Raises ``BadSource`` where there is no such thing, or where importing it raised.
+    Raises ``BadSource`` if the object does not exist or importing its module raises.
     """
     where, _, name = spec.rpartition(":")
     if not where:
@@ -59,8 +60,7 @@ def _import_file(path: Path) -> ModuleType:
 def _import_module(name: str, spec: str) -> ModuleType:
     if Path(spec).is_file():
         raise BadSource(
-            f"{spec} is a file of a kind that accel doesn't know by its ending; rename it to .onnx, .pt2, .pt "
-            "(TorchScript) or .py, whichever it is"
+            f"the ending of {spec} is unknown; rename the file by its kind to .onnx, .pt2, .pt (TorchScript) or .py"
         )
     here = str(Path.cwd())
     if here not in sys.path:
@@ -83,15 +83,16 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 
 def raised(what: str, error: Exception | SystemExit) -> BadSource:
-    """What the user's own code raised, in one line with the place: where that code was, rather than the library that it
-    called. (What ends the process is no way to end a call.)"""
+    """Returns the error for an exception in the user's own code, in one line with its place. The place is in the user's
+    file, even if a library that it calls raised. ``what``: the name for the raising code in the message.
+    """
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if not _within(f.filename, _ACCEL)]
     frame = next((f for f in frames if Path(f.filename).is_file() and not _within(f.filename, *_INSTALLED)), None)
     frame = frame or next(iter(frames), None)
     place = f"{Path(frame.filename).name} line {frame.lineno}" if frame else ""
-    if isinstance(error, SyntaxError) and error.filename:  # it has not run: the last frame is the import's own
+    if isinstance(error, SyntaxError) and error.filename:  # the file did not run, so it has no frame
         place = f"{Path(error.filename).name} line {error.lineno}"
-    there = f" ({place}); mend it there" if place else "; mend it"  # a call that it doesn't take, say
+    there = f" ({place}); correct that line" if place else "; correct it"  # a wrong call has no frame
     return BadSource(f"{what} raised {type(error).__name__}: {one_line(error, 200)}{there}")
 
 

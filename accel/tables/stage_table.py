@@ -1,4 +1,4 @@
-"""The stages: what each takes and gives, and where it is. ``accel.stage`` runs them."""
+"""The stages, a row each: the kinds they take and give, and where their code is. ``accel.stage`` runs them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from accel.errors import UnknownName
 class Stage:
     """A row of the table. ``function`` and ``config`` are import strings, loaded at first use.
 
-    ``takes``/``gives``: artifact kinds. ``packages``: distributions whose versions are part of the cache key.
-    ``may_change``: the parts of the contract this stage is there to change (``dtypes``, ``opset``, ``ir``, ``shapes``,
-    or the whole ``interface``: what goes in and comes out is then for the stage's own gate).
-    ``suffix``: the ending of its output. ``version``: raised when the stage's own code changes its result.
+    ``takes``/``gives``: kinds of artifacts. ``packages``: distributions whose versions are part of the cache key.
+    ``may_change``: the parts of the contract that the stage may change: ``dtypes``, ``opset``, ``ir``, ``shapes``, or
+    the whole ``interface``, whose inputs and outputs only the stage's own gate checks.
+    ``version``: increased when the stage's own code changes its result.
+    ``proves``: the function takes a fourth argument, the ``Proof`` of the run, and checks its own files with it.
     """
 
     name: str
@@ -22,188 +23,185 @@ class Stage:
     config: str
     takes: tuple[str, ...]
     gives: str
-    suffix: str
     packages: tuple[str, ...]
     may_change: frozenset[str] = frozenset()
     version: int = 1
+    proves: bool = False
 
 
-# The order in which they can follow one another.
+# In the order in which stages can follow one another.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",
-        function="accel.converters.onnx_from_torch:onnx_from_torch",
-        config="accel.converters.onnx_from_torch:OnnxFromTorchConfig",
+        function="accel.converters.from_torch.onnx_from_torch:onnx_from_torch",
+        config="accel.converters.from_torch.onnx_from_torch:OnnxFromTorchConfig",
         takes=("torch",),
         gives="onnx",
-        suffix=".onnx",
         packages=("torch", "onnx", "onnxscript"),
         version=2,
+        proves=True,
     ),
     Stage(
         name="onnx_from_tensorflow",
-        function="accel.converters.onnx_from_tensorflow:onnx_from_tensorflow",
-        config="accel.converters.onnx_from_tensorflow:OnnxFromTensorFlowConfig",
+        function="accel.converters.from_tensorflow.onnx_from_tensorflow:onnx_from_tensorflow",
+        config="accel.converters.from_tensorflow.onnx_from_tensorflow:OnnxFromTensorFlowConfig",
         takes=("tensorflow",),
         gives="onnx",
-        suffix=".onnx",
         packages=("tensorflow-cpu", "tensorflow", "tf2onnx", "keras", "onnx"),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
         name="onnx_from_tflite",
-        function="accel.converters.onnx_from_tflite:onnx_from_tflite",
-        config="accel.converters.onnx_from_tflite:OnnxFromTfliteConfig",
+        function="accel.converters.from_tensorflow.onnx_from_tflite:onnx_from_tflite",
+        config="accel.converters.from_tensorflow.onnx_from_tflite:OnnxFromTfliteConfig",
         takes=("tflite",),
         gives="onnx",
-        suffix=".onnx",
         packages=("tensorflow-cpu", "tensorflow", "tf2onnx", "onnx"),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
         name="onnx_from_onnx",
-        function="accel.converters.onnx_from_onnx:onnx_from_onnx",
-        config="accel.converters.onnx_from_onnx:OnnxFromOnnxConfig",
+        function="accel.converters.graph.onnx_from_onnx:onnx_from_onnx",
+        config="accel.converters.graph.onnx_from_onnx:OnnxFromOnnxConfig",
         takes=("onnx",),
         gives="onnx",
-        suffix=".onnx",
         packages=("onnx", "onnxruntime"),
         may_change=frozenset({"opset", "ir", "shapes"}),
     ),
     Stage(
         name="preprocess",
-        function="accel.converters.preprocess:preprocess",
-        config="accel.converters.preprocess:PreprocessConfig",
+        function="accel.converters.graph.preprocess:preprocess",
+        config="accel.converters.graph.preprocess:PreprocessConfig",
         takes=("onnx",),
         gives="onnx",
-        suffix=".onnx",
         packages=("onnx",),
         may_change=frozenset({"interface"}),
     ),
     Stage(
         name="simplify",
         version=2,
-        function="accel.converters.simplify:simplify",
-        config="accel.converters.simplify:SimplifyConfig",
+        function="accel.converters.graph.simplify:simplify",
+        config="accel.converters.graph.simplify:SimplifyConfig",
         takes=("onnx",),
         gives="onnx",
-        suffix=".onnx",
         packages=("onnx", "onnxsim"),
     ),
     Stage(
         name="cast",
         version=2,
-        function="accel.converters.cast:cast",
-        config="accel.converters.cast:CastConfig",
+        function="accel.converters.cast.stage:cast",
+        config="accel.converters.cast.stage:CastConfig",
         takes=("onnx",),
         gives="onnx",
-        suffix=".onnx",
         packages=("onnx", "onnxruntime", "ml_dtypes"),
         may_change=frozenset({"dtypes"}),
     ),
     Stage(
         name="quantize",
         version=4,
-        function="accel.converters.quantize:quantize",
-        config="accel.converters.quantize:QuantizeConfig",
+        function="accel.converters.quantize.stage:quantize",
+        config="accel.converters.quantize.stage:QuantizeConfig",
         takes=("onnx",),
         gives="onnx",
-        suffix=".onnx",
         packages=("onnx", "onnxruntime", "nncf"),
     ),
     Stage(
         name="fuse_kernels",
         version=4,
-        function="accel.converters.fuse_kernels:fuse_kernels",
-        config="accel.converters.fuse_kernels:FuseKernelsConfig",
+        function="accel.converters.graph.fuse_kernels:fuse_kernels",
+        config="accel.converters.graph.fuse_kernels:FuseKernelsConfig",
         takes=("onnx",),
         gives="onnx",
-        suffix=".onnx",
         packages=("onnx",),
     ),
     Stage(
         name="fit_tensorrt",
-        function="accel.converters.fit_tensorrt:fit_tensorrt",
-        config="accel.converters.fit_tensorrt:FitTensorRtConfig",
+        function="accel.converters.to_tensorrt.fit:fit_tensorrt",
+        config="accel.converters.to_tensorrt.fit:FitTensorRtConfig",
         takes=("onnx",),
         gives="onnx",
-        suffix=".onnx",
         packages=("onnx",),
         version=2,
     ),
     Stage(
         name="engine_from_onnx",
         version=3,
-        function="accel.converters.engine_from_onnx:engine_from_onnx",
-        config="accel.converters.engine_from_onnx:EngineFromOnnxConfig",
+        function="accel.converters.to_tensorrt.engine_from_onnx:engine_from_onnx",
+        config="accel.converters.to_tensorrt.engine_from_onnx:EngineFromOnnxConfig",
         takes=("onnx",),
         gives="engine",
-        suffix=".engine",
         packages=("onnx", "tensorrt-rtx-cu13-bindings", "tensorrt-cu13-bindings", "triton"),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
         name="openvino_from_onnx",
         version=3,
-        function="accel.converters.openvino_from_onnx:openvino_from_onnx",
-        config="accel.converters.openvino_from_onnx:OpenVinoFromOnnxConfig",
+        function="accel.converters.to_openvino.openvino_from_onnx:openvino_from_onnx",
+        config="accel.converters.to_openvino.openvino_from_onnx:OpenVinoFromOnnxConfig",
         takes=("onnx",),
         gives="openvino",
-        suffix=".xml",
         packages=("onnx", "openvino"),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
         name="ncnn_from_onnx",
-        function="accel.converters.ncnn_from_onnx:ncnn_from_onnx",
-        config="accel.converters.ncnn_from_onnx:NcnnFromOnnxConfig",
+        function="accel.converters.to_others.ncnn_from_onnx:ncnn_from_onnx",
+        config="accel.converters.to_others.ncnn_from_onnx:NcnnFromOnnxConfig",
         takes=("onnx",),
         gives="ncnn",
-        suffix=".ncnn.param",
         packages=("pnnx", "ncnn"),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
         name="torch_from_onnx",
-        function="accel.converters.torch_from_onnx:torch_from_onnx",
-        config="accel.converters.torch_from_onnx:TorchFromOnnxConfig",
+        function="accel.converters.to_others.torch_from_onnx:torch_from_onnx",
+        config="accel.converters.to_others.torch_from_onnx:TorchFromOnnxConfig",
         takes=("onnx",),
         gives="torch",
-        suffix=".pt2",
         packages=("torch",),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
         name="saved_model_from_onnx",
-        function="accel.converters.saved_model_from_onnx:saved_model_from_onnx",
-        config="accel.converters.saved_model_from_onnx:SavedModelFromOnnxConfig",
+        function="accel.converters.to_others.saved_model_from_onnx:saved_model_from_onnx",
+        config="accel.converters.to_others.saved_model_from_onnx:SavedModelFromOnnxConfig",
         takes=("onnx",),
         gives="tensorflow",
-        suffix=".pb",
         packages=("onnx2tf", "tensorflow-cpu", "tensorflow"),
         may_change=frozenset({"opset", "ir"}),
     ),
     Stage(
         name="tflite_from_saved_model",
-        function="accel.converters.tflite_from_saved_model:tflite_from_saved_model",
-        config="accel.converters.tflite_from_saved_model:TfliteFromSavedModelConfig",
+        function="accel.converters.to_others.tflite_from_saved_model:tflite_from_saved_model",
+        config="accel.converters.to_others.tflite_from_saved_model:TfliteFromSavedModelConfig",
         takes=("tensorflow",),
         gives="tflite",
-        suffix=".tflite",
         packages=("tensorflow-cpu", "tensorflow"),
         may_change=frozenset({"opset", "ir"}),
     ),
 )
 
-# How the signature of a file is read back from the file itself, independent of the stage that wrote it. An engine can't
-# be: without its GPU nothing opens it.
-READERS: dict[str, str] = {
-    kind: f"accel.converters.read_back:{kind}" for kind in ("onnx", "openvino", "torch", "tensorflow", "tflite", "ncnn")
-}
-
 
 def get_stage(name: str) -> Stage:
+    """Returns the stage called ``name``. Raises ``UnknownName``, which lists the stages, if there is none."""
     for stage in STAGES:
         if stage.name == name:
             return stage
     raise UnknownName(f"unknown stage {name!r}; the stages are {', '.join(s.name for s in STAGES)}")
+
+
+def route(start: str, end: str) -> tuple[Stage, ...]:
+    """Returns the fewest stages that lead from the kind ``start`` to the kind ``end``.
+
+    Raises ``UnknownName`` if no stages lead there.
+    """
+    routes: dict[str, tuple[Stage, ...]] = {start: ()}
+    kinds = [start]
+    for kind in kinds:  # the list grows while the loop walks it: a breadth-first search
+        for stage in STAGES:
+            if kind in stage.takes and stage.gives not in routes:
+                routes[stage.gives] = (*routes[kind], stage)
+                kinds.append(stage.gives)
+    if end not in routes:
+        raise UnknownName(f"no stages lead from {start} to {end}; {start} becomes {', '.join(kinds[1:]) or 'nothing'}")
+    return routes[end]

@@ -1,4 +1,4 @@
-"""Where a model will run, and what follows from it: the runtime, the precisions, the QDQ form, opset and IR limits."""
+"""The targets a model can run on, a row each: runtime, precisions, QDQ form, opset and IR limits."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from dataclasses import dataclass
 
 from accel.errors import UnknownName
 
-# int4: of the weights of large products alone. mixed: int8 but for the layers that need more. fp8: of products, on an
-# fp16 base, for GPUs that have it.
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8", "int4", "mixed")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One place to run. ``runtime`` and ``kind`` name what runs there and what is shipped to it."""
+    """A row of the table: ``runtime`` runs the model there, ``kind`` is the kind of file shipped to it.
+
+    ``precisions``: the precisions ``accel optimize`` tries by default, rows of ``accel.tables.precision``.
+    ``qdq``: the form of int8 that the target runs fast, a key of ``converters.quantize.stage.FORMS``.
+    ``extra``: the pip extra that brings the toolkit; None if the base install has it.
+    """
 
     name: str
     runtime: str
     kind: str
-    precisions: tuple[str, ...]  # the candidates accel optimize makes
-    qdq: str  # the form of int8 that this target runs fast: see converters/quantize.py
-    extra: str | None  # the pip extra that brings its toolkit; None: in the base install
+    precisions: tuple[str, ...]
+    qdq: str
+    extra: str | None
     needs_gpu: bool = False
     min_opset: int = 13
     max_opset: int = 23
@@ -29,7 +30,7 @@ class Target:
 
     @classmethod
     def get(cls, name: str) -> Target:
-        """The target of that name; ``UnknownName`` lists them."""
+        """Returns the target called ``name``. Raises ``UnknownName``, which lists the targets, if there is none."""
         if name not in TARGETS:
             raise UnknownName(f"unknown target {name!r}; use auto or one of {', '.join(TARGETS)}")
         return TARGETS[name]
@@ -74,7 +75,7 @@ TARGETS = {
             qdq="tensorrt",
             extra="tensorrt",
             needs_gpu=True,
-            brings="engines for data-centre GPUs",
+            brings="engines for data-center GPUs",
         ),
         Target(
             name="tensorrt-rtx",

@@ -1,4 +1,4 @@
-"""What runs in the process of a candidate: the session, its feeds, and the clock around each run."""
+"""The code in the process of a candidate: its session, its feeds, and the clock around each run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.bench.energy import EnergyCounter
 from accel.child import resolve
 from accel.errors import BadFeeds, MissingExtra
 from accel.runtimes.base import Session, default_runtime, get_runtime, open_session
 from accel.signature import Feeds, Signature
+
+from .energy import EnergyCounter
 
 if TYPE_CHECKING:
     import numpy as np
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# A pass is steady once the last few are not this much shorter than the few before them.
+# Passes are steady once the last few take at least this share of the time of the few before them.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -32,26 +33,26 @@ _PHASE_RUNS = 21
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time.
+    """A model to time, with the way it runs.
 
-    ``runtime`` and ``options`` (fields of ``SessionOptions``): as in ``open_session``; what isn't given is taken from
-    the artifact's manifest. ``opener``: the import string of what makes the session from this candidate, for what accel
-    has no runtime for; the artifact then only says what goes in and out. ``streams``: so many runs of it are under way
-    at once; 0 is as many as its options say. One session takes them all where it can (as in ``run_many`` and under
-    ``accel serve``), else so many sessions do, each with its share of the threads.
+    ``runtime`` and ``options`` (fields of ``SessionOptions``): as in ``open_session``; the manifest supplies missing
+    ones. ``opener``: the import string of a function that makes the session from the candidate, for models that accel
+    has no runtime for. The artifact then only supplies the signature. ``streams``: how many runs are under way at once;
+    0 takes the number from the options. If a session can't run several at once, each stream gets a session with its
+    share of the threads.
     """
 
     name: str
     artifact: Artifact
     runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    opener: str = "accel.bench.blocks:open_candidate"
+    opener: str = "accel.timing.blocks:open_candidate"
     streams: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """``load_ms``: opening the (first) session, the import of its library not included."""
+    """An opened candidate. ``load_ms``: the time to open the first session, without importing its library."""
 
     runtime: str
     signature: Signature
@@ -60,8 +61,11 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """``outputs`` by name, one set a feed; ``ms`` of the very first run; ``sizes`` of the dynamic dims of each feed;
-    ``batch``: samples in a feed."""
+    """The first run on each feed.
+
+    ``outputs``: the outputs of each feed by name. ``ms``: the time of the very first run. ``sizes``: the dynamic dims
+    of each feed. ``batch``: the number of samples in a feed.
+    """
 
     outputs: list[dict[str, np.ndarray]]
     ms: float
@@ -71,8 +75,11 @@ class FirstRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """``times``: int64[runs], nanoseconds of each. ``seconds``: from the first to the end of the last, which with
-    streams is less than their sum. ``joules``: of the machine meanwhile; None where it has no counter.
+    """The measurements of a block.
+
+    ``times``: int64[runs], the nanoseconds of each run. ``seconds``: from the start of the first run to the end of the
+    last, which is less than the sum if there are several streams. ``joules``: the energy of the machine during the
+    block; None if it has no counter.
     """
 
     times: np.ndarray
@@ -81,28 +88,28 @@ class Block:
 
     @property
     def ms_a_run(self) -> float:
-        """The inverse of the throughput."""
+        """Returns the milliseconds of the block for each run: the inverse of the throughput."""
         return self.seconds * 1e3 / len(self.times)
 
 
 def open_candidate(candidate: Candidate) -> Session:
-    """The session of a candidate. Its library is imported before, see ``BlockRunner.open``."""
+    """Open the session of a candidate. ``BlockRunner.open`` has imported its library before."""
     return open_session(candidate.artifact, candidate.runtime, candidate.options)
 
 
 class BlockRunner:
-    """One candidate, loaded. Made in its child process; every method is one call over the pipe."""
+    """A loaded candidate in its child process. The parent calls the methods over the pipe."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._sessions: list[Session] = []  # one for each run that is under way, maybe the same one
+        self._sessions: list[Session] = []  # one for each stream; the same session if it can run several at once
         self._feeds: list[dict[str, np.ndarray]] = []
         self._streams: int = candidate.streams or candidate.options.get("streams", 1)
         self._pool = ThreadPoolExecutor(max_workers=self._streams)
         self._energy = EnergyCounter.find()
 
     def open(self) -> Opened:
-        """Open its sessions. Raises what opening them raises."""
+        """Open the sessions. Raises the error of a session that can't be opened."""
         candidate, runtime = self._candidate, self._candidate.runtime or ""
         concurrent = False
         if candidate.opener == Candidate.opener:
@@ -110,7 +117,7 @@ class BlockRunner:
             runtime = found.name
             if not found.installed:
                 raise MissingExtra(found.module, found.extra or "all-cpu")
-            # Importing torch takes seconds and says nothing about the model.
+            # Imported before the clock starts: importing torch takes seconds, whatever the model.
             module, _, name = found.session.partition(":")
             concurrent = getattr(importlib.import_module(module), name).concurrent
         if self._streams > 1 and not concurrent:
@@ -124,8 +131,8 @@ class BlockRunner:
         return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Keep ``feeds``, in this session's dtypes, and run each once. ``BadFeeds`` where its inputs are others."""
-        from accel.verify.gates import cast_feeds
+        """Keep ``feeds`` in this session's dtypes and run each once. Raises ``BadFeeds`` if the inputs differ."""
+        from accel.proof.gates import cast_feeds
 
         session = self._opened
         wanted, given = {spec.name for spec in session.signature.inputs}, set(feeds[0])
@@ -139,26 +146,28 @@ class BlockRunner:
         start = time.perf_counter_ns()
         first = session.run(self._feeds[0])
         ms = (time.perf_counter_ns() - start) / 1e6
-        # Copied: a runtime may hand out its own buffers and fill them again in the next run.
+        # Copied, because a runtime may return its own buffers and reuse them in the next run.
         outputs = [{name: value.copy() for name, value in first.items()}]
         for one in self._feeds[1:]:
             outputs.append({name: value.copy() for name, value in session.run(one).items()})
         return FirstRun(outputs=outputs, ms=ms, sizes=sizes, batch=batch_of(session.signature, self._feeds[0]))
 
     def calibrate(self, limit_seconds: float) -> float:
-        """How many seconds a pass over the feeds takes once warm."""
+        """Returns the seconds of a pass over the feeds after warm-up."""
         times = warm_up(self._pass, limit_seconds=limit_seconds)
         return statistics.median(times[-_WINDOW:]) / 1e9
 
     def block(self, passes: int, warm_up_seconds: float, limit_seconds: float) -> Block:
-        """Time ``passes`` passes over the feeds (in each stream), warmed up first. None but the first is begun after
-        ``limit_seconds``: the block ends with the pass under way then, however slow its runs have become."""
+        """Warm up, then time ``passes`` passes over the feeds in each stream.
+
+        The block ends early, after a whole pass, once ``limit_seconds`` have passed.
+        """
         import numpy as np
 
         warm_up(self._pass, limit_seconds=warm_up_seconds)
         one_pass = self._feeds * len(self._sessions)
         collecting = gc.isenabled()
-        gc.disable()  # a collection that falls into one candidate's run is no property of it
+        gc.disable()  # a garbage collection would lengthen the run of one candidate
         try:
             before = self._energy.read() if self._energy else ()
             begun = time.perf_counter_ns()
@@ -171,7 +180,7 @@ class BlockRunner:
         return Block(times=np.array(times, dtype=np.int64), seconds=seconds, joules=joules)
 
     def phases(self) -> dict[str, float] | None:
-        """Median milliseconds of the parts of a run, where the session can tell them apart (on a GPU)."""
+        """Returns the median milliseconds of the parts of a run on a GPU; None if the session can't tell them apart."""
         measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._opened, "phases", None)
         if measure is None:
             return None
@@ -179,7 +188,7 @@ class BlockRunner:
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
     def _timed(self, work: Iterable[Feeds]) -> list[int]:
-        """Nanoseconds of each run of ``work``; of several streams each takes the next one that is left."""
+        """Returns the nanoseconds of each run of ``work``. Several streams take their feeds from one queue."""
         if len(self._sessions) == 1:
             return run_all(self._opened, work)
         left = Shared(work)
@@ -195,13 +204,13 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Samples in ``feeds``: their size along the batch dim, or the one first dim that all inputs share, or 1."""
+    """Returns the number of samples in ``feeds``: the first dim that all inputs share, else 1."""
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 
 
 def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
-    """Run what is left of ``work``; nanoseconds of each run."""
+    """Run the feeds left in ``work``. Returns the nanoseconds of each run."""
     run, clock, times = session.run, time.perf_counter_ns, []
     for feeds in work:
         start = clock()
@@ -213,8 +222,10 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """``feeds`` over and over, ``passes`` times, but for the passes that would begin when the clock is at ``ends`` (ns)
-    or later: whole passes, so that each set of inputs is run equally often, and at least one."""
+    """Yields ``feeds`` ``passes`` times, but begins no pass after the clock has reached ``ends`` (nanoseconds).
+
+    Yields at least one pass. Passes are whole, so that each set of inputs runs equally often.
+    """
     clock = clock or time.perf_counter_ns
     for done in range(passes):
         if done and clock() >= ends:
@@ -223,11 +234,11 @@ def passes_until(
 
 
 class Shared:
-    """One iterator that several threads take from: each of its items goes to one of them."""
+    """An iterator that several threads share. Each item goes to one thread."""
 
     def __init__(self, items: Iterable[Feeds]) -> None:
         self._items = iter(items)
-        self._lock = Lock()  # a generator can't be asked by two at once
+        self._lock = Lock()  # two threads can't call a generator at once
 
     def __iter__(self) -> Iterator[Feeds]:
         return self
@@ -238,16 +249,16 @@ class Shared:
 
 
 def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
-    """How many passes over ``feeds`` sets of inputs make a block: at least ``MIN_ITERATIONS`` runs."""
+    """Returns the number of passes in a block of at least ``MIN_ITERATIONS`` runs. A pass has ``feeds`` runs."""
     fewest = -(-MIN_ITERATIONS // feeds)
     most = max(fewest, MAX_ITERATIONS // feeds)
     return min(most, max(fewest, round(block_seconds / max(pass_seconds, 1e-9))))
 
 
 def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] | None = None) -> list[int]:
-    """Call ``run`` until it gets no faster, for at most about ``limit_seconds``; the time of each call in ns.
+    """Call ``run`` until it gets no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each call.
 
-    A process that was just resumed has cold caches and sleeping threads, one that was just loaded also compiles.
+    A process that was just resumed has cold caches and sleeping threads. A process that was just started also compiles.
     """
     clock = clock or time.perf_counter_ns
     times: list[int] = []
@@ -262,7 +273,7 @@ def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[
 
 
 def is_steady(times: Sequence[int]) -> bool:
-    """Whether the last ``_WINDOW`` times are no longer falling, compared with as many before them."""
+    """Tells whether the last ``_WINDOW`` times no longer fall, compared with the ``_WINDOW`` times before them."""
     if len(times) < 2 * _WINDOW:
         return False
     before, last = times[-2 * _WINDOW : -_WINDOW], times[-_WINDOW:]

@@ -1,8 +1,7 @@
-"""What a measurement has to say of a candidate, column by column: one table behind the terminal, Markdown and HTML of
-``accel bench``, the table of ``accel optimize`` and its report.
+"""The columns of every table of measurements: ``accel bench`` (terminal, Markdown, HTML) and ``accel optimize``.
 
-A row is the JSON form of ``accel.bench.report.Row``; those of ``accel optimize`` also have ``drop``, ``metric`` and
-``megabytes``. What a row doesn't have is None or missing.
+A row is the JSON form of ``accel.timing.report.Row``. Rows of ``accel optimize`` also have ``drop``, ``metric`` and
+``megabytes``. A value that a row doesn't have is None or missing.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from accel.runtimes.base import SessionOptions
 
 BenchRow = Mapping[str, Any]
 
-# Of a cell's border and padding.
+# The characters of a cell's border and padding.
 _AROUND = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """``text``: of a row, "" where it has nothing to say. ``whole``: not to be broken into lines; ``readable``: into
-    lines of at least so many characters, where it is longer. ``spare``: how soon it is left out where a terminal is too
-    narrow for all; 0 never is."""
+    """A column. ``text``: returns a row's cell, "" if it is empty. ``whole``: cells are never broken into lines.
+
+    ``readable``: longer cells are broken into lines of at least this many characters. ``spare``: a narrow terminal
+    leaves out the column with the largest number first, and never a column with 0.
+    """
 
     title: str
     text: Callable[[BenchRow], str]
@@ -33,14 +34,14 @@ class Column:
     spare: int = 0
 
     def least_width(self, rows: Sequence[BenchRow]) -> int:
-        """Characters that it takes so that a number stays whole and a sentence can be read."""
+        """Returns the least characters that keep numbers whole and sentences readable."""
         titles = [self.title] if self.whole else self.title.split()
         wide = max(len(self.text(row)) for row in rows)
         return max(*map(len, titles), 0, min(wide, self.readable) if self.readable else wide)
 
 
 def number(value: float | None) -> str:
-    """Two decimals, three below 1, fewer from 100 on; never as a power of ten."""
+    """Returns a number with two decimals, three below 1, one from 100 and none from 1000 on; "" for None."""
     if value is None:
         return ""
     digits = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 1 else 3
@@ -48,7 +49,7 @@ def number(value: float | None) -> str:
 
 
 def session_of(row: BenchRow) -> str:
-    """``2 threads, no spinning``: its threads, and of the other options those that aren't the default."""
+    """Returns the threads and the options that aren't the default: ``2 threads, no spinning``."""
     usual = {option.name: option.default for option in fields(SessionOptions)} | {"threads": None}
     given = (row.get("options") or {}).items()
     return ", ".join(_in_words(name, value) for name, value in given if value != usual.get(name))
@@ -110,13 +111,13 @@ COLUMNS = (
 
 
 def named(*titles: str) -> list[Column]:
-    """The columns with these titles, in this order; ``KeyError`` where there is none."""
+    """Returns the columns with these titles, in this order. Raises ``KeyError`` for an unknown title."""
     by_title = {column.title: column for column in COLUMNS}
     return [by_title[title] for title in titles]
 
 
 def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -> list[Column]:
-    """Those of ``columns`` in which somebody has something to say; of the sessions only where they differ."""
+    """Returns the columns that aren't empty. Leaves out the sessions if they are all equal."""
     found = []
     for column in columns:
         texts = {column.text(row) for row in rows}
@@ -126,7 +127,7 @@ def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -
 
 
 def fitting(rows: Sequence[BenchRow], columns: Sequence[Column], width: int) -> list[Column]:
-    """Those of ``columns`` that a terminal of ``width`` characters has room for, the ones most asked for first."""
+    """Returns the columns that fit into ``width`` characters, without the most dispensable ones."""
     kept = list(columns)
     while sum(column.least_width(rows) + _AROUND for column in kept) + 1 > width:
         least = max(kept, key=lambda column: column.spare)

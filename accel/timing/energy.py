@@ -1,4 +1,4 @@
-"""What the machine's own counter says a run costs: RAPL, where the kernel lets it be read."""
+"""The energy of a run, from the machine's RAPL counters if the kernel allows reading them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True)
 class Zone:
-    """A CPU package's counter: microjoules so far, beginning again at 0 behind ``wraps``."""
+    """A CPU package's counter of microjoules, which starts again at 0 after ``wraps``."""
 
     counter: Path
     wraps: int
 
 
 class EnergyCounter:
-    """The CPU packages together, memory and GPUs not among them. Other processes' work counts as well.
+    """The energy of all CPU packages, without memory and GPUs, and including the work of other processes.
 
     (Intel's and AMD's Running Average Power Limit as Linux shows it: Documentation/power/powercap/powercap.rst.)
     """
@@ -27,9 +27,9 @@ class EnergyCounter:
 
     @classmethod
     def find(cls, root: Path = POWERCAP) -> EnergyCounter | None:
-        """The counter of this machine; None where there is none, or only root may read it."""
+        """Returns the counter of this machine; None if there is none or this user may not read it."""
         zones = []
-        # intel-rapl:0 is a package; intel-rapl:0:0 a part of it that is counted there already.
+        # intel-rapl:0 is a package. intel-rapl:0:0 is a part of it and already counted there.
         for folder in sorted(root.glob("intel-rapl:*")):
             if folder.name.count(":") > 1:
                 continue
@@ -42,10 +42,10 @@ class EnergyCounter:
         return cls(tuple(zones)) if zones else None
 
     def read(self) -> tuple[int, ...]:
-        """Microjoules of each package now."""
+        """Returns the present microjoules of each package."""
         return tuple(int(zone.counter.read_text()) for zone in self._zones)
 
     def joules(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:
-        """What was used between two readings, at most one wrap of the counter apart."""
+        """Returns the joules used between two readings, if the counters wrapped at most once."""
         pairs = zip(self._zones, before, after, strict=True)
         return sum((b - a) % (zone.wraps + 1) for zone, a, b in pairs) / 1e6

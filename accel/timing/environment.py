@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure belongs to: without them it says nothing."""
+"""The description of the machine and the library versions that belongs to every figure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accel.bench.energy import EnergyCounter
-from accel.cpu import available_cores, cpu_flags
+from accel.machine import available_cores, cpu_flags
 from accel.stage import versions
+
+from .energy import EnergyCounter
 
 _PACKAGES = (
     "numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "openvino", "torch",
@@ -21,8 +22,10 @@ _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx51
 
 
 def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
-    """CPU, GPUs, memory, energy counter, versions and threads, as recorded in every report; with ``date`` also when and
-    how busy the machine was. Nothing that names the machine."""
+    """Returns CPU, GPUs, memory, energy counter, versions and threads for a report, without the machine's name.
+
+    ``date``: include the time and the load average.
+    """
     model, features = _cpu()
     body: dict[str, Any] = {
         "cpu": model,
@@ -42,9 +45,9 @@ def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
 
 
 def peak_rss_mb(pid: int) -> float | None:
-    """Largest resident memory of a living process so far, in MiB; None where the system doesn't tell.
+    """Returns the peak resident memory of a running process in MiB; None if the system doesn't say.
 
-    VmHWM and not ``ru_maxrss``: that one is handed down by the process that started it.
+    Reads VmHWM, because a child inherits ``ru_maxrss`` from its parent.
     """
     kib = _field(Path(f"/proc/{pid}/status"), "VmHWM")
     return round(int(kib.split()[0]) / 1024, 1) if kib else None
@@ -68,7 +71,7 @@ def _gpus() -> list[str]:
 
 
 def _field(path: Path, name: str) -> str | None:
-    """The first ``name: value`` line of a file of the kernel's; None where there is none."""
+    """Returns the value of the first ``name: value`` line in a file of the kernel; None if there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A benchmark's report as a file: JSON, Markdown or one HTML page that opens offline, by the ending of its name."""
+"""Writing a benchmark's report as JSON, Markdown or one HTML page that opens offline."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import beside
-from accel.bench.columns import session_of, with_values
 from accel.errors import MissingExtra, UsageError
+
+from .columns import session_of, with_values
 
 ENDINGS = (".json", ".md", ".html")
 
@@ -18,15 +19,15 @@ Body = Mapping[str, Any]
 
 
 def check_ending(path: Path) -> None:
-    """``UsageError`` where ``write`` would not know what to write."""
+    """Raises ``UsageError`` if the suffix of ``path`` is not in ``ENDINGS``."""
     if path.suffix not in ENDINGS:
         raise UsageError(f"{path} says no form of report; let -o end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
 
 
 def write(path: Path, body: Body) -> None:
-    """Write ``body`` (the JSON form of a report or of a sweep) beside ``path`` and rename it.
+    """Write ``body``, the JSON form of a report or a sweep, to a temporary file and rename it to ``path``.
 
-    ``UsageError`` for an ending that is none of ``ENDINGS``; ``MissingExtra`` for HTML without jinja2.
+    Raises ``UsageError`` if the suffix is not in ``ENDINGS``, ``MissingExtra`` for HTML without jinja2.
     """
     check_ending(path)
     if path.suffix == ".json":
@@ -38,13 +39,13 @@ def write(path: Path, body: Body) -> None:
 
 
 def points_of(body: Body) -> Sequence[Body]:
-    """The reports in a body: those of a sweep, or the one that it is."""
+    """Returns the reports of a sweep, or the single report ``body`` itself."""
     points: Sequence[Body] = body.get("points", [body])
     return points
 
 
 def markdown(points: Sequence[Body]) -> str:
-    """What was measured where, and a table for each shape."""
+    """Returns the Markdown page: the machine, and a table for each shape."""
     lines = ["# accel bench", "", *(f"{line}  " for line in machine_lines(points[0]))]
     for point in points:
         lines += ["", f"## {shape_of(point)}", "", *table_lines(point), "", noise_of(point)]
@@ -52,7 +53,7 @@ def markdown(points: Sequence[Body]) -> str:
 
 
 def table_lines(point: Body) -> list[str]:
-    """The Markdown table of one report."""
+    """Returns the lines of one report's Markdown table."""
     titles, *rows = cells(point)
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     return lines + [f"| {' | '.join(_one_cell(cell) for cell in row)} |" for row in rows]
@@ -63,21 +64,21 @@ def _one_cell(text: str) -> str:
 
 
 def cells(point: Body) -> list[list[str]]:
-    """The titles of the columns, then a row a candidate. Columns that nobody has a value for are left out."""
+    """Returns the titles of the columns, then a row for each candidate. Leaves out empty columns."""
     rows = point["results"]
     shown = with_values(rows)
     return [[column.title for column in shown], *([column.text(row) for column in shown] for row in rows)]
 
 
 def shape_of(point: Body) -> str:
-    """The sizes of the dims, and the session options where all candidates have the same."""
+    """Returns the sizes of the dims, and the session options if all candidates have the same."""
     sizes = ", ".join(f"{dim} {size}" for dim, size in point["sizes"].items()) or "its fixed shape"
     found = {session_of(row) for row in point["results"]}
     return ", ".join([sizes, *(found if len(found) == 1 and all(found) else ())])
 
 
 def noise_of(point: Body) -> str:
-    """Where the noise floor comes from, and what was compared."""
+    """Returns the sentences about the noise floor, the warnings and the streams."""
     text = f"Measured noise floor {point['noise_floor']:.1%}, from {point['baseline']} against itself."
     text = " ".join(
         [text, *(f"Warning: {line}{'' if line.endswith('?') else '.'}" for line in point.get("warnings", ()))]
@@ -86,7 +87,7 @@ def noise_of(point: Body) -> str:
 
 
 def machine_lines(point: Body) -> list[str]:
-    """What the figures belong to."""
+    """Returns the lines about the machine and the versions."""
     machine = point["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
@@ -98,7 +99,7 @@ def machine_lines(point: Body) -> list[str]:
 
 
 def html(points: Sequence[Body]) -> str:
-    """One page: a table and the intervals of the speedups for each shape. Nothing in it is loaded from elsewhere."""
+    """Returns one page with a table and the intervals of the speedups for each shape. The page loads nothing."""
     try:
         import jinja2
     except ImportError:
@@ -113,12 +114,14 @@ def html(points: Sequence[Body]) -> str:
     return environment.from_string(text).render(machine=machine_lines(points[0]), points=shown)
 
 
-WIDTH = 520  # of the plot's axis, in its own units
+WIDTH = 520  # the length of the plot's axis in SVG units
 
 
 def bars(point: Body) -> list[dict[str, Any]]:
-    """Where the speedup of each candidate and the ends of its interval lie on one logarithmic axis, 0 to ``WIDTH``;
-    ``one`` is where the baseline lies."""
+    """Returns the places of each candidate's speedup and interval on a logarithmic axis from 0 to ``WIDTH``.
+
+    ``one``: the place of the baseline.
+    """
     timed = [row for row in point["results"] if row["ci95"]]
     ends = [math.log(value) for row in timed for value in (1.0, *row["ci95"]) if value > 0]
     low, high = min(ends, default=0.0), max(ends, default=0.0)

@@ -1,8 +1,8 @@
-"""The alternating schedule: every candidate in its own process, all of them paused but the one being timed.
+"""The paired schedule: every candidate in its own process, and all processes paused except the one being timed.
 
-Thread pools of inference runtimes go on spinning after a run. Candidates that take turns inside one process, or in
-processes that are left running, slow one another by up to a factor of two, unequally. So each block is run while every
-other process is stopped, in an order shuffled each round, and everything is compared within its round.
+Thread pools of inference runtimes keep spinning after a run. Candidates that take turns in one process, or in processes
+that keep running, slow one another down unequally, by up to a factor of two. Therefore each block runs while all other
+processes are stopped. The order is shuffled in each round, and candidates are compared within their round.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel.bench.blocks import Block, Candidate, FirstRun, Opened, passes_for
-from accel.bench.environment import environment, peak_rss_mb
-from accel.bench.report import BenchReport, Row
-from accel.bench.statistics import MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarise
-from accel.bench.statistics import baseline as baseline_of
 from accel.child import Child
-from accel.cpu import available_cores
 from accel.errors import AccelError, BadFeeds, ChildCrashed, UnknownName, UsageError
+from accel.machine import available_cores
 from accel.progress import report
+from accel.proof.compare import compare, worst
 from accel.runtimes.base import recorded_options
 from accel.signature import Feeds
-from accel.verify.compare import compare, worst
+
+from .blocks import Block, Candidate, FirstRun, Opened, passes_for
+from .environment import environment, peak_rss_mb
+from .report import BenchReport, Row
+from .statistics import MIN_ROUNDS, is_narrow, judge, round_medians, speedup, summarize
+from .statistics import baseline as baseline_of
 
 if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["BenchReport", "Candidate", "measure"]
 
-# A block is given this many times what it should take before its process counts as hung.
+# A process counts as hung after this many times the planned time of its block.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
-# A block ends when it has taken this many times what it was to take. Where that is 1, ordinary noise would decide how
-# many runs a block has: those that began with a slow run would have the fewest, and of a few runs no robust median.
+# A block ends after this many times its planned time. If a block ended
+# after its planned time, a block that begins with a slow run would have too few runs for a robust median.
 _OVERRUN = 2.0
 
 
 class Lane:
-    """A candidate in its own process, and what has been found about it so far. Paused unless inside ``awake``."""
+    """A candidate in its own process, and its results so far. The process is paused unless a block is timed."""
 
     def __init__(self, candidate: Candidate, name: str, env: Mapping[str, str], throughput: bool) -> None:
         self.name = name
         self.candidate = candidate
         self.throughput = throughput
-        self.child = Child("accel.bench.blocks:BlockRunner", {"candidate": candidate}, env=env)
+        self.child = Child("accel.timing.blocks:BlockRunner", {"candidate": candidate}, env=env)
         self.opened: Opened | None = None
         self.pass_seconds = 0.0
         self.feeds = 1
@@ -57,7 +58,7 @@ class Lane:
         self.error: str | None = None
 
     def start(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Load it and run every feed once."""
+        """Load the candidate and run every feed once."""
         self.feeds = len(feeds)
         self.opened = self.child.call("open")
         report(f"bench: first run of {self.name}")
@@ -66,16 +67,17 @@ class Lane:
         return first
 
     def calibrate(self, block_seconds: float) -> None:
+        """Measure the time of a pass, then pause the process."""
         self.pass_seconds = self.child.call("calibrate", limit_seconds=max(2.0, 5 * block_seconds))
         self.child.pause()
 
     def time_block(self, block_seconds: float) -> None:
-        """Add one block to its rounds, while nothing else runs.
+        """Time a block of runs and add the block to the rounds.
 
-        Its passes are counted out beforehand, by the fastest block so far. Where the machine or the session has become
-        slower since, time is what ends it, at the same multiple of its plan for every candidate.
+        The fastest block so far determines the number of passes. If the machine or the session has become slower since,
+        the block ends early, at the same multiple of its planned time for every candidate.
         """
-        runs = self.feeds * self.candidate.streams  # of a pass
+        runs = self.feeds * self.candidate.streams  # runs in a pass
         passes = passes_for(block_seconds, self.pass_seconds, runs)
         planned = passes * self.pass_seconds
         self.child.resume()
@@ -88,17 +90,19 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # Where something else was running while it was calibrated, its blocks would stay too short.
+        # Other work may have slowed the calibration. With the calibration's estimate, the blocks would stay too short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
     def times(self) -> list[np.ndarray]:
-        """Nanoseconds of every run, an array a round."""
+        """Returns the nanoseconds of every run, an array for each round."""
         return [block.times for block in self.rounds]
 
     def values(self) -> np.ndarray:
-        """float64[rounds], ms, smaller is better: the median run of each round, or where throughputs are compared the
-        time of the whole round for each run in it."""
+        """Returns float64[rounds] in ms, where smaller is better: the median run of each round.
+
+        If throughputs are compared, returns the time of each round divided by its number of runs.
+        """
         import numpy as np
 
         if not self.throughput:
@@ -106,12 +110,12 @@ class Lane:
         return np.array([block.ms_a_run for block in self.rounds])
 
     def fail(self, error: BaseException) -> None:
-        """It leaves the run with this reason; its process goes now, and its memory with it."""
+        """Take the candidate out of the run, for this reason. Kills its process, which frees the memory."""
         self.error = str(error)
         self.child.kill()
 
     def look_inside(self) -> None:
-        """What is asked of a process once, when its timing is over."""
+        """Read the peak memory and the phases once, after the timing."""
         self.found["peak_rss_mb"] = peak_rss_mb(self.child.pid)
         self.child.resume()
         self.found["phases_ms"] = self.child.call("phases")
@@ -134,23 +138,23 @@ def measure(
 ) -> BenchReport:
     """Time ``candidates`` beside ``baseline`` (its index or name), on the same feeds.
 
-    ``feeds``: the baseline's inputs, or several sets of them, each of which every block runs equally often; they are
-    cast to a candidate's own dtypes. Before anything is timed the outputs are compared with the baseline's: a candidate
-    with other outputs, shapes, or a NaN gets a row with ``error`` and is not timed, as does one that fails or crashes.
+    ``feeds``: the baseline's inputs, or several sets of them. Every block runs each set equally often, cast to the
+    candidate's dtypes. Before the timing, the outputs are compared with the baseline's. A candidate that fails, or that
+    has other outputs, other shapes or a NaN, gets a row with ``error`` and is not timed.
 
-    In each of ``rounds`` rounds (at least 5) every candidate runs a block of about ``block_seconds`` (at least three
-    runs), warmed up first; one that takes twice as long as it was to, as the machine or the session became slower, ends
-    there with the runs it has. The baseline runs in two processes: both together are what the others are compared with,
-    and their difference is the noise floor. Rounds go on, up to four times as many, while some interval is wider than
-    ``target_width`` (in ln) and less than ``budget_seconds`` have passed since the first one. ``limit_seconds``: when
-    all of it, loading included, is to be over: rounds that would end later are left out, but for the first 5.
+    In each of ``rounds`` rounds (at least 5) every candidate warms up and runs a block of about ``block_seconds``, with
+    at least three runs. A block that takes twice its planned time ends early. The baseline runs in two processes: the
+    others are compared with both together, and the difference of the two is the noise floor. There are up to four times
+    as many rounds while an interval is wider than ``target_width`` (in ln) and ``budget_seconds`` have not passed since
+    the first round. ``limit_seconds``: the time for everything, loading included. After the first 5 rounds, no round
+    begins that would end later.
 
-    ``threads`` and ``streams`` (runs that are under way at once): for each candidate whose options don't say. Without
-    either both are what is recorded with it, else all cores this process may use and 1; where one is given, so is the
-    other for all. What is compared is the throughput as soon as one candidate has several streams.
+    ``threads`` and ``streams`` (runs under way at once) apply to candidates whose options don't say. If neither is
+    given, a candidate uses its recorded numbers, else all cores that this process may use and one stream. If only one
+    is given, the other gets this default for all candidates. If any candidate has several streams, throughputs are
+    compared.
 
-    Raises what loading or running the baseline raises: without it there is nothing to compare with. ``UsageError`` for
-    names that are not unique or too few rounds.
+    Raises the errors of loading and running the baseline. Raises ``UsageError`` for equal names or too few rounds.
     """
     sets: list[Feeds] = [feeds] if isinstance(feeds, Mapping) else list(feeds)
     ends = math.inf if limit_seconds is None else time.monotonic() + limit_seconds
@@ -163,8 +167,9 @@ def measure(
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline is loaded first, to compare outputs with, and last, as its twin: what a process gains or loses by
-        # the order of loading (the last tends to be 1% or 2% faster) is evened out, and shows in the noise floor.
+        # The baseline is loaded first, because outputs are compared with it, and again last, as its twin. The process
+        # loaded last tends to be 1% or 2% faster. The twin of the baseline evens out the advantage of the last process,
+        # and shows this advantage in the noise floor.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -194,17 +199,17 @@ def measure(
 
 
 def _resolved(candidate: Candidate, threads: int | None, streams: int | None) -> Candidate:
-    """With all options that its session is opened with, and its number of streams."""
+    """Returns the candidate with all options of its session and its number of streams."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # Recorded streams belong to the recorded threads: neither means anything beside another number of the other.
+        # Recorded streams and threads belong together, so giving one of them replaces both.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
 
 
 def _variables(candidate: Candidate) -> dict[str, str]:
-    """OpenMP for what no session option reaches; no pool of compiler processes, which pausing would not reach."""
+    """Returns environment variables: the threads of OpenMP, and no pool of compilers, which can't be paused."""
     share = (candidate.options["threads"] or available_cores()) // candidate.streams
     return {"OMP_NUM_THREADS": str(max(1, share)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -217,7 +222,7 @@ def _check(
     block_seconds: float,
     budget_seconds: float,
 ) -> int:
-    """The index of the baseline."""
+    """Returns the index of the baseline. Raises ``UsageError`` or ``UnknownName`` for bad arguments."""
     names = [c.name for c in candidates]
     if not candidates or not feeds:
         raise UsageError("there is nothing to time; give at least one candidate and one set of inputs")
@@ -238,7 +243,7 @@ def _check(
 
 
 def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_seconds: float) -> None:
-    """Load a candidate and compare its outputs; it leaves with its error where it can't be timed."""
+    """Load a candidate and compare its outputs. If it can't be timed, take it out with its error."""
     try:
         first = lane.start(feeds)
         lane.found |= _differences(reference, first)
@@ -250,7 +255,7 @@ def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_second
 
 
 def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
-    """The worst of each number over outputs and feeds. ``BadFeeds`` (not comparable) where there is none."""
+    """Returns the worst of each number over outputs and feeds. Raises ``BadFeeds`` if they aren't comparable."""
     wanted, has = set(reference.outputs[0]), set(first.outputs[0])
     if wanted != has:
         raise BadFeeds(f"its outputs are {', '.join(sorted(has))}, those of the baseline {', '.join(sorted(wanted))}")
@@ -274,7 +279,10 @@ def _run_rounds(
     target_width: float,
     ends: float,
 ) -> list[tuple[str, ...]]:
-    """Fill ``lane.rounds``; who ran when. ``ends``: when the last round is to be over, by the monotonic clock."""
+    """Fill ``lane.rounds``. Returns the order of the candidates in each round.
+
+    ``ends``: the time of the monotonic clock when the last round has to be over.
+    """
     shuffle = random.Random(seed).shuffle
     order: list[tuple[str, ...]] = []
     begun = time.monotonic()
@@ -325,10 +333,10 @@ def _report(
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
-        # Both processes of the baseline are the baseline.
+        # The row of the baseline counts both of its processes.
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
-        summary = summarise([block.times for block in blocks])
+        summary = summarize([block.times for block in blocks])
         ratio = speedup(both.medians, medians, seed=seed)
         rows.append(
             Row(
@@ -364,7 +372,7 @@ def _report(
 
 
 def _throughput(blocks: Sequence[Block], batch: int) -> float:
-    """Samples a second."""
+    """Returns the samples per second."""
     return batch * sum(len(block.times) for block in blocks) / sum(block.seconds for block in blocks)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, as JSON and as a table."""
+"""The report of a benchmark: rows, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel.bench import page
-from accel.bench.columns import fitting, with_values
-from accel.bench.statistics import NOISY_FLOOR, Ratio, Verdict
+from . import page
+from .columns import fitting, with_values
+from .statistics import NOISY_FLOOR, Ratio, Verdict
 
-# What is quantized, however badly, is closer to its source than this; other weights aren't.
+# A smaller cosine means that the candidate has other weights. Even a badly quantized model is closer to its source.
 _ANOTHER_MODEL = 0.5
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One candidate. Times in ms a run, over all iterations; None where it was not timed (``error`` says why).
+    """The results of one candidate. Times are in ms for a run, over all iterations; None if it was not timed.
 
-    ``speedup``: median over the rounds of the baseline's median / the candidate's; ``ci95``: its interval.
-    ``max_abs_diff``, ``max_rel_diff`` (||difference||₂ / ||reference||₂ of the worst output) and ``cosine`` (of the
-    worst sample): its outputs against the baseline's. ``load_ms``: opening the session. ``first_run_ms``: the first run
-    after that. ``peak_rss_mb``: the most memory its process ever held, in MiB, the library's own included.
-    ``samples_per_second``: the batch times the runs, over the time that the blocks took. ``joules_per_run``: of the CPU
-    packages; None where the machine has no counter that can be read. ``phases_ms``: on a GPU what of a run is
-    ``host_to_device``, ``compute`` and ``device_to_host``, by CUDA events. ``options``: of its session, the threads and
-    the streams (runs under way at once) it was timed with among them.
+    ``error``: why the candidate was not timed. ``speedup``: the median over the rounds of the baseline's median divided
+    by the candidate's; ``ci95``: its 95% interval. ``max_abs_diff``, ``max_rel_diff`` (||difference||₂ / ||reference||₂
+    of the worst output) and ``cosine`` (of the worst sample) compare the candidate's outputs with the baseline's.
+    ``load_ms``: the time to open the session. ``first_run_ms``: the time of the first run. ``peak_rss_mb``: the peak
+    memory of its process in MiB, including the library. ``samples_per_second``: the samples of all runs divided by the
+    time of all blocks. ``joules_per_run``: the energy of the CPU packages; None if the machine has no readable counter.
+    ``phases_ms``: on a GPU, the time of ``host_to_device``, ``compute`` and ``device_to_host``, by CUDA events.
+    ``options``: the options of its session, including the threads and streams (runs under way at once).
     """
 
     name: str
@@ -62,12 +62,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """``rows`` in the order the candidates were given. ``noise_floor``: the smallest effect that counts, as a fraction;
-    ``twin``: the baseline against itself, where that comes from. ``order``: who was timed when, a list a round.
-    ``streams``: the most runs of a candidate that were under way at once (of each: its ``options``); above 1 the
-    ``speedup`` of every row is that of the throughput.
+    """The results of a benchmark, a row for each candidate in the given order.
 
-    ``samples``: nanoseconds of every run, by candidate an array a round; not part of the JSON.
+    ``noise_floor``: the smallest effect that counts, as a fraction. ``twin``: the baseline against itself, which gives
+    the noise floor. ``order``: the candidates in the order of their timing, a tuple for each round. ``streams``: the
+    most runs of a candidate under way at once; above 1, every ``speedup`` compares throughputs. ``samples``: the
+    nanoseconds of every run by candidate, an array for each round; not part of the JSON.
     """
 
     rows: tuple[Row, ...]
@@ -84,7 +84,7 @@ class BenchReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the figures worth less than they look, a sentence each."""
+        """Returns a sentence for each reason to trust the figures less."""
         found = [
             f"{row.name} gives other outputs than {self.baseline} (cosine {row.cosine:.2f}): are they the same model, "
             "with the same --weights?"
@@ -99,18 +99,18 @@ class BenchReport:
         return tuple(found)
 
     def row(self, name: str) -> Row:
-        """The row of that candidate; ``KeyError`` where there is none."""
+        """Returns the row of a candidate. Raises ``KeyError`` if there is none."""
         for row in self.rows:
             if row.name == name:
                 return row
         raise KeyError(name)
 
     def write(self, path: Path) -> None:
-        """The report as a file: JSON, Markdown or HTML, by the ending of ``path``."""
+        """Write the report as JSON, Markdown or HTML, by the suffix of ``path``."""
         page.write(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only; what is not finite is null."""
+        """Returns JSON values, with None for numbers that aren't finite."""
         twin = self.twin and {"ratio": self.twin.value, "ci95": [self.twin.low, self.twin.high]}
         body = {
             "results": [asdict(row) for row in self.rows],
@@ -130,12 +130,12 @@ class BenchReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The same candidates at several shapes: a report for each."""
+    """The reports of the same candidates at several shapes."""
 
     reports: tuple[BenchReport, ...]
 
     def write(self, path: Path) -> None:
-        """All of them as one file: JSON, Markdown or HTML, by the ending of ``path``."""
+        """Write all reports to one file as JSON, Markdown or HTML, by the suffix of ``path``."""
         page.write(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Sweep:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        # Six digits are more than any clock has, and keep a committed file readable.
+        # Six digits are more than a clock's precision, and a committed file stays readable.
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
@@ -153,12 +153,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_COLOURS = {"faster": "green", "slower": "red", "no measurable difference": "yellow"}
+_COLORS = {"faster": "green", "slower": "red", "no measurable difference": "yellow"}
 
 
 def table(report: BenchReport, width: int | None = None) -> Table:
-    """The report for a terminal: a row a candidate, what was held equal above, the noise floor below; what doesn't fit
-    into ``width`` characters is named instead."""
+    """Returns the report as a table for a terminal of ``width`` characters (None: any width).
+
+    The caption names the columns that don't fit.
+    """
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
@@ -178,18 +180,18 @@ def table(report: BenchReport, width: int | None = None) -> Table:
     )
     for column in shown:
         justify: Literal["left", "right"] = "right" if column.right else "left"
-        # Words get what the numbers leave.
+        # Columns of words share the width that the numbers leave.
         least = None if width is None or column.readable else column.least_width(rows)
         made.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold", width=least)
     for row in rows:
-        colour = "red" if row["error"] is not None else _COLOURS.get(row["verdict"], "")
-        made.add_row(*(Text(column.text(row), style=colour if column.title == "verdict" else "") for column in shown))
+        color = "red" if row["error"] is not None else _COLORS.get(row["verdict"], "")
+        made.add_row(*(Text(column.text(row), style=color if column.title == "verdict" else "") for column in shown))
     return made
 
 
 @dataclass(frozen=True)
 class AsWideAsFits:
-    """``table(report)`` for a terminal whose width is known when it is printed."""
+    """Prints ``table(report)`` in the width of the terminal."""
 
     report: BenchReport
 

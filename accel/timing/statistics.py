@@ -1,4 +1,4 @@
-"""What the times say: percentiles, the paired speed-up with its interval, the noise floor and the verdict."""
+"""The statistics of the times: percentiles, the paired speedup with its interval, the noise floor, the verdict."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "slower", "no measurable difference", "baseline"]
 
-# Fewer rounds than this and the whole range of the medians is no 95% interval.
+# With fewer rounds, even the whole range of the medians is no 95% interval.
 MIN_ROUNDS = 5
-# Two processes of one model differ by up to 2% for as long as they live (where their memory came to lie; the one loaded
-# last tends to be faster), which no number of rounds in the same processes averages out, and which the one pair of
-# processes that is compared here may happen not to show.
+# Two processes of one model differ by up to 2% for as long as they live: their memory lies elsewhere, and the process
+# loaded last tends to be faster. No number of rounds in the same processes averages this difference out. The one pair
+# of processes that is compared here may happen not to show it.
 MIN_FLOOR = 0.02
-# From here on what people look for (a quantized form that is 10% faster, say) can go unseen.
+# From this noise floor on, effects that people look for (a quantized model that is 10% faster) can go unseen.
 NOISY_FLOOR = 0.05
 _RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """All iterations of all rounds, in milliseconds."""
+    """The times of all iterations of all rounds, in milliseconds."""
 
     median_ms: float
     p90_ms: float
@@ -37,7 +37,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """How many times as fast as the baseline: the median over rounds, and its 95% interval."""
+    """The speedup over the baseline: the median over the rounds, and its 95% interval."""
 
     value: float
     low: float
@@ -45,12 +45,12 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """ln(high / low): 0.05 is about an interval of ±2.5%."""
+        """Returns ln(high / low). 0.05 means an interval of about ±2.5%."""
         return log(self.high / self.low)
 
 
-def summarise(rounds: Sequence[np.ndarray]) -> Summary:
-    """``rounds``: nanoseconds of each run, an array a round."""
+def summarize(rounds: Sequence[np.ndarray]) -> Summary:
+    """Returns the summary of ``rounds``: the nanoseconds of each run, an array for each round."""
     import numpy as np
 
     times = np.concatenate(list(rounds)) / 1e6
@@ -65,17 +65,17 @@ def summarise(rounds: Sequence[np.ndarray]) -> Summary:
 
 
 def round_medians(rounds: Sequence[np.ndarray]) -> np.ndarray:
-    """float64[rounds]: the median of each round, in ms."""
+    """Returns float64[rounds]: the median of each round in ms."""
     import numpy as np
 
     return np.array([np.median(r) for r in rounds], dtype=np.float64) / 1e6
 
 
 def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ratio:
-    """Paired speed-up of ``candidate`` over ``reference``, both float64[rounds]: the medians of the same rounds.
+    """Returns the paired speedup of ``candidate`` over ``reference``, both float64[rounds]: medians of the same rounds.
 
-    The blocks of one round lie close in time, so what slows the machine for a while slows both and leaves their ratio
-    alone. The interval is the bootstrap percentile interval of the median ratio, rounds resampled as pairs (Efron and
+    The blocks of one round lie close in time, so a slow spell of the machine affects both and not their ratio. The
+    interval is the bootstrap percentile interval of the median ratio, rounds resampled as pairs (Efron and
     Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; rounds as the unit of repetition: Kalibera and Jones,
     Rigorous Benchmarking in Reasonable Time, ISMM 2013), with the percentiles expanded for few rounds (see
     ``tail_probability``).
@@ -92,7 +92,7 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 
 
 def tail_probability(rounds: int, confidence: float = 0.95) -> float:
-    """Which bootstrap percentile bounds the interval: Φ(-√(n/(n-1)) · t(n-1)).
+    """Returns the bootstrap percentile that bounds the interval: Φ(-√(n/(n-1)) · t(n-1)).
 
     The plain percentiles (2.5% and 97.5%) are too narrow for small n: with 7 rounds they hold the true median in 88 of
     100 cases. This is the expanded percentile interval of Hesterberg, What Teachers Should Know About the Bootstrap,
@@ -105,7 +105,10 @@ def tail_probability(rounds: int, confidence: float = 0.95) -> float:
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t by its series in 1/freedom (Abramowitz and Stegun, 26.7.5); within 0.5% from 4 on."""
+    """Returns a quantile of Student's t by its series in 1/freedom (Abramowitz and Stegun, 26.7.5).
+
+    The error is below 0.5% from 4 degrees of freedom on.
+    """
     z = NormalDist().inv_cdf(probability)
     terms = (
         (z**3 + z) / 4,
@@ -119,10 +122,10 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What candidates are compared with.
+    """The baseline that candidates are compared with.
 
-    ``medians``: float64[rounds], ms. ``itself``: its two processes against one another. ``floor``: the smallest effect
-    that counts, as a fraction (0.02: 2%).
+    ``medians``: float64[rounds] in ms. ``itself``: one of its processes against the other. ``floor``: the smallest
+    effect that counts, as a fraction (0.02: 2%).
     """
 
     medians: np.ndarray
@@ -131,11 +134,11 @@ class Baseline:
 
 
 def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baseline:
-    """The baseline from the medians of its two processes, both float64[rounds].
+    """Returns the baseline from the medians of its two processes, both float64[rounds].
 
-    Its median in a round is the geometric mean of theirs: one process alone would put its own luck into every ratio.
-    The floor is the end of the A/A interval that is farther from 1 (what lies inside it the baseline shows without any
-    difference), and never less than ``MIN_FLOOR``.
+    The baseline's median in a round is the geometric mean of both processes, because the luck of a single process would
+    affect every ratio. The floor is the end of the A/A interval that is farther from 1, and at least ``MIN_FLOOR``.
+    Effects inside that interval appear even between equal processes.
     """
     import numpy as np
 
@@ -145,7 +148,7 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
 
 
 def judge(ratio: Ratio, floor: float) -> Verdict:
-    """``faster`` or ``slower`` only where the interval excludes 1 and the effect is beyond the noise floor."""
+    """Returns ``faster`` or ``slower`` only if the interval excludes 1 and the effect is above the noise floor."""
     if ratio.low > 1 and ratio.value > 1 + floor:
         return "faster"
     if ratio.high < 1 and ratio.value < 1 / (1 + floor):
@@ -154,8 +157,8 @@ def judge(ratio: Ratio, floor: float) -> Verdict:
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:
-    """Whether more rounds would tell little: the interval is within ``target`` (in ln), or a quarter of the effect.
+    """Tells whether the interval is narrow: at most ``target`` (in ln) or a quarter of the effect.
 
-    Only the width counts, not whether 1 lies inside: stopping as soon as a verdict falls would make false ones.
+    The verdict doesn't count. Rounds that stopped at the first verdict would give false ones.
     """
     return ratio.width <= max(target, 0.25 * abs(log(ratio.value)))

@@ -1,1 +1,5 @@
-"""The training core: one config, one loop, one mesh; checkpoints that ``accel export`` takes as they are."""
+"""Training on one or many ranks: precision modes, ZeRO, tensor, pipeline and context parallel.
+
+In: a `TrainConfig` (`config/`). Out: a run folder with checkpoints, `log.jsonl`, and `final/`, which `accel export`
+takes.
+"""

@@ -1,5 +1,4 @@
-"""Attention that is changed without touching a model's code: every ``F.scaled_dot_product_attention`` in a forward pass
-is handed to somebody else."""
+"""Replaces ``F.scaled_dot_product_attention`` in a forward pass without touching the model's code."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from accel.plan.measure import blocks
 
 
 class AroundAttention(TorchFunctionMode, ABC):
-    """Inside, ``attention`` is what ``F.scaled_dot_product_attention`` does."""
+    """A context in which ``F.scaled_dot_product_attention`` calls ``attention`` instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,19 +26,25 @@ class AroundAttention(TorchFunctionMode, ABC):
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
     ) -> torch.Tensor:
-        """Called with what the model's code gave; may call the real one."""
+        """Computes attention with the arguments of the model's code.
+
+        May call ``F.scaled_dot_product_attention`` itself.
+        """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._inside:
             return func(*args, **(kwargs or {}))
-        self._inside = True  # a block in a model is wrapped twice
+        self._inside = True  # a block runs inside two contexts: that of the block and that of the model
         try:
             return self.attention(*args, **(kwargs or {}))
         finally:
             self._inside = False
 
     def wrap(self, module: nn.Module) -> None:
-        """Let ``module`` run inside, in place; its blocks too, which run again alone when they are recomputed."""
+        """Makes ``module`` run in this context, in place.
+
+        The blocks of ``module`` get the context too, because recomputation runs them on their own.
+        """
         for inner in (*blocks(module), module):
             inner.forward = partial(self._under, inner.forward)
 

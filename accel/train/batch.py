@@ -1,4 +1,4 @@
-"""A batch's inputs: given to a model, moved to its device, named."""
+"""The inputs and targets of a batch: passing them to a model, moving them to its device, naming them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.errors import BadConfig
+
+# Inputs and targets: each is a tensor, or a tuple or dict of tensors. The targets are None if a rank has no sample
+# left.
+Batch = tuple[Any, Any]
+
 
 def call(module: nn.Module, inputs: Any) -> torch.Tensor:
-    """``module`` on a batch's inputs: one tensor, a tuple of them, or a dict by name."""
+    """Runs ``module`` on the inputs of a batch: one tensor, a tuple of tensors, or a dict by name."""
     if isinstance(inputs, Mapping):
         found = module(**inputs)
     else:
@@ -21,7 +27,7 @@ def call(module: nn.Module, inputs: Any) -> torch.Tensor:
 
 
 def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Inputs on ``device``, floating ones in ``dtype``."""
+    """Returns the inputs on ``device``, and floating-point inputs in ``dtype``."""
     if isinstance(inputs, Mapping):
         return {name: to_device(value, device, dtype) for name, value in inputs.items()}
     if isinstance(inputs, tuple | list):
@@ -30,7 +36,7 @@ def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def moved(targets: Any, device: torch.device) -> Any:
-    """Targets on ``device``, each in its own type: one tensor, a tuple of them, or a dict by name."""
+    """Returns the targets on ``device``, each in its own dtype: one tensor, a tuple of tensors, or a dict by name."""
     if isinstance(targets, Mapping):
         return {name: moved(value, device) for name, value in targets.items()}
     if isinstance(targets, tuple | list):
@@ -38,13 +44,20 @@ def moved(targets: Any, device: torch.device) -> Any:
     return targets.to(device)
 
 
+def one_tensor(targets: Any, who: str) -> torch.Tensor:
+    """Returns ``targets`` if they are one tensor. Raises ``BadConfig`` if the targets are a tuple or dict."""
+    if not isinstance(targets, torch.Tensor):
+        raise BadConfig(f"{who} cuts targets, so they can't be a tuple or dict; let the data give them as one tensor")
+    return targets
+
+
 def input_names(module: nn.Module) -> list[str]:
-    """The parameters of ``module``'s ``forward``."""
+    """Returns the names of the parameters of ``module``'s ``forward``."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def named_inputs(names: Sequence[str], inputs: Any) -> dict[str, torch.Tensor]:
-    """A batch's inputs by the names of ``forward``'s parameters."""
+    """Returns the inputs of a batch by the names of ``forward``'s parameters."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     several = inputs if isinstance(inputs, tuple | list) else (inputs,)

@@ -1,4 +1,4 @@
-"""From the config to a model that is laid out over the ranks, and the passes that train it."""
+"""Builds this rank's part of the model, and its passes, from the config."""
 
 from __future__ import annotations
 
@@ -15,36 +15,46 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import BadConfig, BadData, one_line
 from accel.plan.measure import blocks, sample_of, trial
-from accel.train import context_parallel, tensor_check, tensor_parallel
-from accel.train import loss as losses
-from accel.train.compression import PowerSGD, compress
-from accel.train.config import TrainConfig
-from accel.train.inputs import input_names
-from accel.train.layout import Ranks
-from accel.train.packing import Packed, keep_apart
-from accel.train.passes import Accumulated, Passes
-from accel.train.precision import parameter_dtype
-from accel.train.quantized_comm import set_quantized
-from accel.train.recompute import recompute
-from accel.train.zero import shard
+
+from . import loss as losses
+from .batch import input_names
+from .config.schema import TrainConfig
+from .data.packing import Packed, keep_apart
+from .parallel import context as context_parallel
+from .parallel import tensor as tensor_parallel
+from .parallel import tensor_check
+from .parallel.compression import PowerSGD, compress
+from .parallel.quantized_comm import set_quantized
+from .parallel.zero import shard
+from .passes import Accumulated, Passes
+from .precision import parameter_dtype
+from .ranks import Ranks
+from .recompute import recompute
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """``module``: what this rank holds, by the names that the whole model has. ``inputs``: the names of its inputs."""
+    """This rank's part of the model.
+
+    ``module``: its modules, under the names they have in the whole model. ``inputs``: the names of the model's inputs.
+    ``memory``: the state of PowerSGD. ``flops``: FLOPs of one sample, forward and backward; 0 if unknown or not asked
+    for. ``alike``: tells whether all ranks hold the same gradients after a backward pass.
+    """
 
     module: nn.Module
     passes: Passes
     inputs: Sequence[str]
-    memory: PowerSGD | None = None  # of the compression of gradients
-    flops: float = 0.0  # of one sample, forward and backward; 0 where nobody asked or it can't be known
-    alike: bool = False  # whether all ranks hold the same gradients after a backward pass
+    memory: PowerSGD | None = None
+    flops: float = 0.0
+    alike: bool = False
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the user's code draws the same on every rank, after every resume, and each time: from torch, NumPy and
-    ``random``, of which the last two go on afterwards as if nothing had been."""
+    """Opens a context in which the user's code draws the same random numbers on every rank and after every resume.
+
+    Seeds torch, NumPy and ``random``. NumPy and ``random`` get their previous state back at the end.
+    """
     before, array = random.getstate(), np.random.get_state()
     torch.manual_seed(seed)
     random.seed(seed)
@@ -57,9 +67,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make(spec: str, seed: int) -> Any:
-    """What the factory ``package.module:name`` or ``file.py:name`` makes; importing and calling it are ``seeded``."""
+    """Returns the result of the factory ``package.module:name`` or ``file.py:name``, imported and called ``seeded``."""
     from accel.sources.python_object import load_object
-    from accel.sources.torch_source import call_factory
+    from accel.sources.torch.factory import call_factory
 
     with seeded(seed):
         factory = load_object(spec, "factory")[1]
@@ -68,44 +78,54 @@ def make(spec: str, seed: int) -> Any:
 
 
 def make_data(config: TrainConfig) -> Any:
-    """The training samples of ``config``, packed where it says so. Raises ``BadData`` where the factory makes something
-    else."""
+    """Returns the training samples of ``config``, packed if ``config`` asks for packing.
+
+    Raises ``BadData`` if the factory doesn't make a map-style dataset of ``(inputs, targets)``.
+    """
     data = make(config.data, config.seed)
-    # An IterableDataset of torch's has a __getitem__, which only raises.
+    # torch's IterableDataset has a __getitem__ that only raises.
     iterated = isinstance(data, Mapping | torch.utils.data.IterableDataset)
     if iterated or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
             f"{config.data} made a {type(data).__name__}; a data factory makes a list or another map-style dataset "
-            "(__len__ and __getitem__), an iterable one can't be gone on with at a step (docs/training.md)"
+            "(__len__ and __getitem__), because an iterable one can't resume at a step (docs/how-to/training.md)"
         )
     if not len(data):
-        raise BadData(f"{config.data} made a {type(data).__name__} without a sample; give data (docs/training.md)")
+        raise BadData(
+            f"{config.data} made a {type(data).__name__} without a sample; give data (docs/how-to/training.md)"
+        )
     try:
         sample = data[0]
     except Exception as error:  # whatever a user's own code raises
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise BadData(
-            f"sample 0 of {config.data} can't be fetched ({reason}); a dataset takes numbers from 0 to "
-            f"{len(data) - 1} (docs/training.md)"
+            f"sample 0 of {config.data} can't be fetched ({reason}); let the dataset take numbers from 0 to "
+            f"{len(data) - 1} (docs/how-to/training.md)"
         ) from error
     if not (isinstance(sample, tuple | list) and len(sample) == 2):
         raise BadData(
-            f"a sample of {config.data} is a {type(sample).__name__}; it has to be (inputs, targets) (docs/training.md)"
+            f"a sample of {config.data} is a {type(sample).__name__}; it has to be (inputs, targets) "
+            "(docs/how-to/training.md)"
         )
     return Packed(data, config.pack) if config.pack else data
 
 
 def make_model(spec: str, seed: int) -> nn.Module:
-    """The model of a factory, the same on every rank. Raises ``BadConfig`` where that makes something else."""
+    """Returns the model of a factory, the same on every rank.
+
+    Raises ``BadConfig`` if the factory makes anything else.
+    """
     made = make(spec, seed)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, nn.Module):
-        raise BadConfig(f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module (docs/training.md)")
+        raise BadConfig(
+            f"{spec} made a {type(made).__name__}; a model factory makes an nn.Module (docs/how-to/training.md)"
+        )
     return made
 
 
 def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[Any]) -> Built:
-    """This rank's part of ``config``'s model, cut, recomputed and sharded as it says."""
+    """Returns this rank's part of the model, cut, sharded and recomputed as ``config`` says."""
     p, mode = config.parallel, config.precision.resolved
     module = make_model(config.model, config.seed).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)
@@ -123,13 +143,13 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         tensor_parallel.check_sequence(module, styles)
     tried = tensor_check.try_whole(module, styles, config, ranks, data) if ranks.tp is not None else None
     if ranks.pp is not None:
-        from accel.train import pipeline
+        from .parallel import pipeline
 
         stages = pipeline.cut(module, config, ranks, data)
         module = pipeline.whole(stages)
     if ranks.tp is not None:
         tensor_parallel.distribute(module, ranks.tp, styles, sequence=p.sequence_parallel)
-        if tried is not None and ranks.pp is None:  # a stage alone has no sample
+        if tried is not None and ranks.pp is None:  # a pipeline stage can't run a sample on its own
             exact = parameter_dtype(mode) == torch.float32 and not config.precision.tf32
             tensor_check.check_same(module, tried, ranks.tp, exact=exact, sequence=p.sequence_parallel)
     ddp = ranks.tp is None and ranks.pp is None
@@ -147,6 +167,6 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
-    """Of a sample: the backward pass takes twice the forward pass; what is computed again for it doesn't count."""
+    """Returns the FLOPs of a sample: three times the forward pass. Recomputation doesn't count."""
     inputs = data[0][0]
     return 3 * trial(module, sample_of(inputs[0] if isinstance(data, Packed) else inputs))[1]

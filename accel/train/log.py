@@ -1,4 +1,4 @@
-"""``log.jsonl`` and ``tensorboard/``: what a run says about itself while it runs."""
+"""The signs of life in a run folder: ``log.jsonl``, ``tensorboard/``, and ``alive``, which every step touches."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import math
 import resource
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accel.errors import MissingExtra
-from accel.train.config import TrainConfig
+
+from .config.schema import TrainConfig
 
 LOG = "log.jsonl"
 BOARD = "tensorboard"
+ALIVE = "alive"
+
+
+def beat(out: Path) -> None:
+    """Tells the watchdog that the run goes on. Any rank may call it."""
+    with suppress(OSError):
+        (out / ALIVE).touch()
 
 
 class StepLog:
-    """One JSON object every ``log_every`` steps and at the last, one for each evaluation, and the same as TensorBoard
-    scalars where the config asks for them. ``flops``: of a whole step at the machine's ``peak`` a second, for the MFU
-    (0: unknown)."""
+    """Writes one JSON object every ``log_every`` steps, at the last step, and for each evaluation.
+
+    Writes the same figures as TensorBoard scalars if the config asks for them. ``flops``: FLOPs of a whole step.
+    ``peak``: FLOP/s of all devices together. Both are for the MFU, and 0 means unknown.
+    """
 
     def __init__(self, path: Path, config: TrainConfig, step: int, *, flops: float = 0.0, peak: float = 0.0) -> None:
         self.path, self.config = path, config
@@ -31,7 +40,7 @@ class StepLog:
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Take note of ``step``."""
+        """Counts ``step``, and writes its figures if it is due."""
         self.targets += values["targets"]
         if step % self.config.log_every and step != self.config.steps:
             return
@@ -57,7 +66,7 @@ class StepLog:
         self._write(body)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What ``evaluate`` measured after ``step``."""
+        """Writes the metrics that ``evaluate`` measured after ``step``."""
         body = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         if self.board is not None:
             for name, value in metrics.items():
@@ -66,7 +75,7 @@ class StepLog:
         self._write({"step": step, "steps": self.config.steps, "evaluate": body})
 
     def note(self, said: str) -> None:
-        """Something that whoever watches has to know."""
+        """Writes a message for the person who watches the run."""
         self._write({"note": said})
 
     def _write(self, body: Mapping[str, Any]) -> None:
@@ -83,6 +92,8 @@ def _board(folder: Path) -> Any:
 
 
 def _memory() -> int:
+    import torch
+
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""One rank of a run: build, resume, step, evaluate, save, finish. Every rank runs this; they differ by rank alone."""
+"""The training loop: build, resume, step, evaluate, save, finish. Every rank runs the same loop."""
 
 from __future__ import annotations
 
@@ -17,34 +17,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel.errors import BadConfig, BadData, TrainingFailed, one_line
-from accel.train import loss as losses
-from accel.train import tensor_parallel, watchdog
-from accel.train.build import build, make_data, make_model, seeded
-from accel.train.checkpoint import Checkpoints
-from accel.train.config import TrainConfig
-from accel.train.data import loader
-from accel.train.final import gather, set_metrics, sources, write_run
-from accel.train.layout import Ranks
-from accel.train.log import LOG, StepLog
-from accel.train.passes import Batch, take
-from accel.train.precision import (
-    ADVICE,
-    LossScale,
-    MasterOptimizer,
-    gradient_norm,
-    scale_gradients,
-    scales_loss,
-    share_of_squares,
-)
-from accel.train.rules import runnable
-from accel.train.schedule import learning_rate
 
-# A run whose steps all overflow is going nowhere.
+from . import loss as losses
+from .batch import Batch
+from .build import build, make_data, make_model, seeded
+from .checkpoints.checkpoint import Checkpoints
+from .checkpoints.final import gather, set_metrics, sources, write_run
+from .config.rules import runnable
+from .config.schedule import learning_rate
+from .config.schema import TrainConfig
+from .data.samples import loader
+from .log import LOG, StepLog, beat
+from .parallel import tensor as tensor_parallel
+from .passes import take
+from .precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss, share_of_squares
+from .ranks import Ranks
+
+# After this many overflowing steps in a row the run stops: the loss scale can't help any more.
 _MOST_SKIPPED = 50
 
 
 class Trainer:
-    """A run on one rank. ``run()`` takes it to the last step and writes ``final/``."""
+    """A run on one rank. ``run()`` trains to the last step and writes ``final/``."""
 
     def __init__(self, config: TrainConfig, out: Path, ranks: Ranks) -> None:
         from accel.sources.python_object import load_object
@@ -53,17 +47,17 @@ class Trainer:
         self.config, self.out, self.ranks = config, out, ranks
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # convolutions; torch lets them by default
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # for convolutions, where torch's default is True
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
-        with seeded(config.seed):  # importing it may split data as importing the data factory does
+        with seeded(config.seed):  # the user's module may draw random numbers on import
             self.evaluate: Callable[[nn.Module], Mapping[str, float]] | None = (
                 load_object(config.evaluate, "metric")[1] if config.evaluate else None
             )
         self.built = build(config, ranks, self.loss, self.data)
         self.module = self.built.module
-        self.code = sources(config.model)  # as it is now: whoever edits it while this trains doesn't change this
+        self.code = sources(config.model)  # read now, because the file may be edited while the run goes on
         self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
@@ -72,39 +66,41 @@ class Trainer:
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
         self.skipped = 0
-        self.expected = 0.0  # targets that the last step counted
-        self.checked = ranks.tp is None  # whether what tensor parallel doesn't cut was seen to stay the same
+        self.expected = 0.0  # the number of targets in the loss of the last step
+        self.checked = ranks.tp is None  # True once the parameters outside the tensor-parallel plan were compared
         self.metrics: dict[str, float] = {}
-        self.reordered: list[str] = []  # what changed since the checkpoint so that the order of samples did
-        self.log: StepLog | None = None  # rank 0 alone has one, while it runs
-        self.written = True  # whether no rank wrote a checkpoint in the background when this step's losses were added
+        self.reordered: list[str] = []  # the config keys whose change since the checkpoint reorders the samples
+        self.log: StepLog | None = None  # only on rank 0, during run()
+        self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed
 
     def run(self) -> dict[str, Any]:
-        """Train to ``config.steps``; what happened: steps, the last loss, metrics, and ``best`` where an earlier step
-        was better than the last."""
+        """Trains to ``config.steps``.
+
+        Returns steps, the last loss, metrics, and ``best`` if an earlier step was better.
+        """
         self.resume()
         batches = self.batches()
         log = self.log = self._log() if self.ranks.rank == 0 else None
         if log is not None:
             for said in self.checkpoints.damaged:
-                log.note(f"passed over: {said}")
+                log.note(f"skipped a damaged checkpoint: {said}")
             if self.config.precision.mode in ADVICE:
                 log.note(ADVICE[self.config.precision.mode])
             if self.step:
                 log.note(f"resumed from step {self.step}")
             if self.reordered:
                 log.note(
-                    f"{', '.join(self.reordered)} changed: the samples come in another order from here on, and this "
-                    "epoch may see some of them again and others not at all"
+                    f"{', '.join(self.reordered)} changed: the samples come in another order from here on, so this "
+                    "epoch may repeat some samples and leave out others"
                 )
             if not self.config.peak_flops:
-                log.note("MFU isn't shown; --peak-flops=989e12, of one device a second, shows it (an H100 in bf16)")
+                log.note("MFU isn't shown; give one device's FLOP/s, e.g. --peak-flops=989e12 for an H100 in bf16")
             elif not self.built.flops:
-                log.note(f"MFU isn't shown: on fake tensors {self.config.model} can't be run, or has no products")
+                log.note(f"MFU isn't shown: the FLOPs of {self.config.model} can't be counted on fake tensors")
         last: dict[str, float] = {}
         try:
             while self.step < self.config.steps:
-                watchdog.beat(self.out)
+                beat(self.out)
                 last = self.one_step(batches)
                 if log is not None:
                     log.step(self.step, last)
@@ -112,15 +108,15 @@ class Trainer:
         finally:
             self._wait_quietly()
         self.checkpoints.wait()
-        watchdog.beat(self.out)
+        beat(self.out)
         self.finish()
-        self.metrics = self._told(self.metrics)  # rank 0 measured them, and each machine is told
+        self.metrics = self._told(self.metrics)  # only rank 0 measured them
         best = self.checkpoints.standing()
         better = {"best": best} if best is not None and best["step"] != self.step else {}
         return {"steps": self.step, **last, "metrics": self.metrics, **better}
 
     def _told(self, own: Any) -> Any:
-        """What rank 0 has."""
+        """Returns rank 0's value on every rank."""
         if self.ranks.world == 1:
             return own
         told: list[Any] = [own]
@@ -132,7 +128,7 @@ class Trainer:
         return StepLog(self.out / LOG, self.config, self.step, flops=flops, peak=peak)
 
     def batches(self) -> Iterator[Batch]:
-        """Micro-batches of this rank from the current step on."""
+        """Returns this rank's micro-batches from the current step on."""
         config = self.config
         return iter(
             loader(
@@ -149,12 +145,16 @@ class Trainer:
         )
 
     def one_step(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """One optimizer step. The loss is the mean over every counted target of the global batch, and so is the
-        gradient: sums are differentiated, and divided by the count of all ranks and micro-batches once."""
+        """Runs one optimizer step and returns its figures.
+
+        Loss and gradient are means over every counted target of the global batch. Sums are differentiated, and divided
+        once by the count over all ranks and micro-batches.
+        """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
-        # DDP and FSDP average over the ranks. The step is divided by what the last one counted, and what that is off
-        # by is put right below: usually nothing, which saves a pass over the gradients, and float16 sums stay small.
+        # DDP and FSDP average over the ranks. The loss is divided by the count of the last step beforehand, which keeps
+        # float16 sums small. If this step's count is the same, as it usually is, no second pass over the gradients is
+        # due.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
@@ -163,15 +163,15 @@ class Trainer:
         parameters = self.optimizer.parameters
         alike = self.built.alike
         squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
-        # Whether anybody still writes a checkpoint travels with the loss, and so do the squares of gradients that all
-        # ranks hold alike, a part from each: no collective more, and all know it.
+        # One all-reduce carries the loss, the ranks that still write a checkpoint, and each rank's part of the squares
+        # of the gradients if all ranks hold the same.
         seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)))
         if ranks.world > 1:
             dist.all_reduce(seen)
         total_loss, counted, writing, square = seen.tolist()
         self.written = not writing
         if counted == 0:
-            raise BadData(f"no target of step {self.step + 1} is counted (all are -100); give data with targets")
+            raise BadData(f"all targets of step {self.step + 1} are -100, so none is counted; give data with targets")
         back = expected / (self.scale.scale * counted)
         self.expected = counted
         if not self.checked and ranks.tp is not None:
@@ -182,7 +182,7 @@ class Trainer:
         mean = total_loss / counted
         finite = math.isfinite(norm) and math.isfinite(mean)
         if not finite:
-            # No loss scale mends a weight that is no number.
+            # A smaller loss scale doesn't help if a weight is already NaN.
             bad = self._first_bad()
             if bad or not self.scale.enabled:
                 raise TrainingFailed(self._not_finite(mean, bad or self._first_bad(gradients=True)))
@@ -197,7 +197,7 @@ class Trainer:
             bad = self._first_bad(gradients=True)
             raise TrainingFailed(
                 f"{_MOST_SKIPPED} steps in a row overflowed, the loss is {mean:g}{bad}; use --precision.mode=bf16 or a "
-                "lower lr, or look at the data"
+                "lower lr, or check the data"
             )
         self.scale.update(finite=finite)
         self.optimizer.zero_grad()
@@ -206,7 +206,10 @@ class Trainer:
         return found | ({"loss_scale": self.scale.scale, "skipped": float(not finite)} if self.scale.enabled else {})
 
     def _seed(self) -> int:
-        """Of this step's dropout: the same when resumed, and on the ranks that compute the same samples together."""
+        """Returns the seed of this step's dropout.
+
+        The seed is the same after a resume, and on the tensor-parallel ranks that compute the same samples together.
+        """
         ranks = self.ranks
         stage = ranks.pp.get_local_rank() if ranks.pp is not None else 0
         parts, part = (ranks.cp.size(), ranks.cp.get_local_rank()) if ranks.cp is not None else (1, 0)
@@ -214,8 +217,10 @@ class Trainer:
         return (self.config.seed << 32) + stream + (stage << 48)
 
     def _first_bad(self, *, gradients: bool = False) -> str:
-        """The first weight, or gradient, that isn't finite, of the first rank that holds such a one, said alike by all
-        ranks: of what is sharded most of them see nothing wrong. Every rank calls it; "" where there is none."""
+        """Names the first weight (or gradient) that isn't finite, on the first rank that holds one, in words.
+
+        Returns "" if all are finite. Every rank has to call it, because a rank sees only its own shards.
+        """
         named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
         own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")
         found = [own]
@@ -223,24 +228,24 @@ class Trainer:
             found = [""] * self.ranks.world
             dist.all_gather_object(found, own)
         rank, name = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
-        # Gradients are of all ranks: which of them has it says nothing about where it came from.
+        # Gradients are reduced over all ranks, so the rank says nothing about where a bad one came from.
         what = f"the gradient of {name}" if gradients else name + (f" on rank {rank}" if len(found) > 1 else "")
         return f"; the first that isn't finite is {what}" if name else ""
 
     def _not_finite(self, loss: float, bad: str) -> str:
         return (
-            f"the loss is {loss:g} at step {self.step + 1}{bad}; {self._kept()}, look at "
-            "the data or lower the learning rate"
+            f"the loss is {loss:g} at step {self.step + 1}{bad}; {self._kept()}, check the data or lower the "
+            "learning rate"
         )
 
     def _kept(self) -> str:
         if self.checkpoints.pending or self.checkpoints.complete():
             return "the last checkpoint is kept"
-        return "there is no checkpoint to go back to yet (checkpoint.every makes them)"
+        return "there is no checkpoint to go back to yet (checkpoint.every writes them)"
 
     def _between(self) -> None:
         every, config = self.config.checkpoint.every, self.config
-        if self.step == config.steps:  # finish() does it all
+        if self.step == config.steps:  # finish() evaluates and saves the last step
             return
         if self.checkpoints.pending and self.written:
             self.checkpoints.wait()
@@ -251,11 +256,11 @@ class Trainer:
             self.save()
 
     def measure(self) -> bool:
-        """``evaluate`` on rank 0, with the whole weights in a model of their own; whether it was the best so far.
+        """Runs ``evaluate`` on rank 0, on a separate model with the whole weights. Tells whether it is the best so far.
 
-        Raises on every rank what was wrong with it on rank 0, once there is a checkpoint of this step.
+        If ``evaluate`` fails on rank 0, saves a checkpoint of this step and then raises the error on every rank.
         """
-        self.checkpoints.wait()  # a save in the background has the group of these collectives
+        self.checkpoints.wait()  # a save in the background uses the same process group
         best, failed = False, ""
         kind: type[BadConfig | TrainingFailed] = TrainingFailed
         state = gather(self.module.state_dict(), self.ranks)
@@ -271,19 +276,21 @@ class Trainer:
                     name = self.config.checkpoint.best.removeprefix("-")
                     if math.isnan(self.metrics.get(name, 0.0)):
                         said = f"{name} is nan at step {self.step} and can't be the best"
-                        self.log.note(f"{said}; look at {self.config.evaluate}")
+                        self.log.note(f"{said}; check {self.config.evaluate}")
         best, failed, kind = self._told((best, failed, kind))
         if failed:
             self.save()
             self.checkpoints.wait()
             last = self.step == self.config.steps
             where = f"the weights are in {self.out / 'final'}" if last else f"step {self.step} is saved"
-            raise kind(f"{failed}; {where}, mend it and run the same command again")
+            raise kind(f"{failed}; {where}, correct the function and run the same command again")
         return bool(best)
 
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """What ``evaluate`` says of the whole weights, as plain numbers. Raises ``BadConfig`` where it gives something
-        else, ``TrainingFailed`` where it fails."""
+        """Returns the metrics of the whole weights as plain numbers.
+
+        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if it returns anything but numbers by name.
+        """
         assert self.evaluate is not None
         name = self.config.evaluate
         model = self._whole(state)
@@ -298,8 +305,8 @@ class Trainer:
             ) from error
         if not isinstance(found, Mapping):
             raise BadConfig(
-                f"{name} returned a {type(found).__name__}; it returns metrics by name, {{'top1': 0.97}} "
-                "(docs/training.md)"
+                f"{name} returned a {type(found).__name__}; return metrics by name, {{'top1': 0.97}} "
+                "(docs/how-to/training.md)"
             )
         metrics = {}
         for key, value in found.items():
@@ -307,8 +314,8 @@ class Trainer:
                 metrics[str(key)] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise BadConfig(
-                    f"{name} returned a {type(value).__name__} for {key!r}, which is no number; it returns metrics by "
-                    "name, {'top1': 0.97} (docs/training.md)"
+                    f"{name} returned a {type(value).__name__} for {key!r}, which is not a number; return metrics by "
+                    "name, {'top1': 0.97} (docs/how-to/training.md)"
                 ) from error
         return metrics
 
@@ -318,7 +325,7 @@ class Trainer:
         return model.eval()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, by name: ``model.*``, ``optimizer.*`` and, of PowerSGD, ``compression.*``."""
+        """Returns the tensors of a checkpoint: ``model.*``, ``optimizer.*`` and, with PowerSGD, ``compression.*``."""
         memory = self.built.memory.state_dict() if self.built.memory is not None else {}
         return self._weights() | {f"compression.{name}": value for name, value in memory.items()}
 
@@ -327,12 +334,13 @@ class Trainer:
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
     def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """What is read from the checkpoint that ``run`` describes and that has ``names``."""
+        """Returns the tensors to read from a checkpoint: ``run`` is its ``run.json``, ``names`` are its tensors."""
         memory, saved = self.built.memory, run.get("powersgd") or {}
-        self.optimizer.materialise()
+        self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # Else what the other optimizer didn't keep would be taken for what hadn't begun yet.
+            # For the same optimizer, a moment that the checkpoint lacks is a moment that no step has updated yet.
+            # Another optimizer may never have kept the moment.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
@@ -340,7 +348,10 @@ class Trainer:
         return found
 
     def save(self) -> None:
-        """Begin (or make) the checkpoint of this step, where there is none yet."""
+        """Writes a checkpoint of this step, in the background if the config says so.
+
+        Does nothing if this step already has a checkpoint.
+        """
         if self.checkpoints.has(self.step):
             return
         state, memory = self.state(), self.built.memory
@@ -360,7 +371,7 @@ class Trainer:
         self.checkpoints.save(state, run)
 
     def resume(self) -> None:
-        """Go on from the newest finished checkpoint there is, written on whatever world size and ZeRO stage."""
+        """Loads the newest finished checkpoint, if there is one, from any world size and ZeRO stage."""
         if not self.checkpoints.complete():
             return
         found = self.checkpoints.load_newest(self._wanted, self.config.model)
@@ -393,7 +404,10 @@ class Trainer:
             self.reordered.append("the number of samples")
 
     def finish(self) -> None:
-        """The last checkpoint, ``final/``, and then the last evaluation: one that fails doesn't cost the weights."""
+        """Writes the last checkpoint and ``final/``.
+
+        Evaluates afterwards, so that a failure doesn't lose the weights.
+        """
         self.save()
         self.checkpoints.wait()
         state = gather(self.module.state_dict(), self.ranks)
@@ -416,7 +430,7 @@ class Trainer:
             dist.barrier(self.ranks.saving)
 
     def _wait_quietly(self) -> None:
-        """Whatever stopped the run, a save in the background is let finish: it is the last good checkpoint."""
+        """Lets a save in the background finish after an error, because it is the last good checkpoint."""
         if sys.exc_info()[0] is not None:
             with suppress(Exception):
                 self.checkpoints.wait()

@@ -1,4 +1,4 @@
-"""Losses are sums with a count, so that the gradient is the same however a batch is cut."""
+"""Losses. Each is a sum and a count, so that the gradient doesn't depend on how a batch is cut."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ IGNORED = -100
 
 
 def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
-    """``outputs`` as ``loss`` takes them: logits that are cut along the vocabulary (a DTensor) stay so for
-    ``cross_entropy``, inside torch's ``loss_parallel()``, which the backward pass needs too; any other loss sees them
-    whole."""
+    """Returns ``outputs`` in the form that ``loss`` takes.
+
+    ``cross_entropy`` takes logits that are cut along the vocabulary (a DTensor) as they are. ``cross_entropy`` and its
+    backward pass run inside torch's ``loss_parallel()``. Any other loss gets whole tensors.
+    """
     if isinstance(outputs, DTensor) and loss is not cross_entropy:
         return outputs.full_tensor()
     return outputs
 
 
 def summed(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``loss`` says of ``outputs``, as ``seen_by`` gives them. Raises ``BadConfig`` where that is no sum with its
-    count."""
+    """Returns the sum and the count of ``loss`` on ``outputs``.
+
+    Raises ``BadConfig`` if ``loss`` returns anything else.
+    """
     found = loss(seen_by(loss, outputs), targets)
     if isinstance(found, tuple) and len(found) == 2 and all(isinstance(v, torch.Tensor) and not v.ndim for v in found):
         return found
     raise BadConfig(
-        f"the loss returned {_kind(found)}; it returns the sum of the losses and how many targets it counted, two "
-        "tensors of one number (docs/training.md)"
+        f"the loss returned {_kind(found)}; return the sum of the losses and how many targets were counted, two "
+        "tensors of one number each (docs/how-to/training.md)"
     )
 
 
@@ -43,19 +47,19 @@ def _kind(found: object) -> str:
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the cross entropies and how many targets are counted (those that aren't -100).
+    """Returns the sum of the cross entropies and the number of counted targets. Targets of -100 aren't counted.
 
-    ``outputs``: float[..., classes], ``targets``: int64[...]. Raises ``BadConfig`` where they are something else.
+    ``outputs``: float[..., classes], ``targets``: int64[...]. Raises ``BadConfig`` if either is something else.
     """
     if not isinstance(outputs, torch.Tensor):
         raise BadConfig(
-            f"the model returns {_kind(outputs)}, and without a loss of your own it has to return the scores of the "
-            'classes; name one that takes it, loss = "FILE.py:NAME" (docs/training.md)'
+            f"the model returns {_kind(outputs)}, and the default loss takes a tensor of class scores; "
+            'name a loss of your own with loss = "FILE.py:NAME" (docs/how-to/training.md)'
         )
     if targets.is_floating_point():
         raise BadConfig(
-            f"the targets are {str(targets.dtype).removeprefix('torch.')}, and without a loss of your own they have to "
-            'be classes (int64); loss = "accel.train.loss:squared_error" is for numbers'
+            f"the targets are {str(targets.dtype).removeprefix('torch.')}, and the default loss takes classes (int64); "
+            'for numbers, use loss = "accel.train.loss:squared_error"'
         )
     flat = targets.flatten()
     total = F.cross_entropy(outputs.flatten(0, -2).float(), flat, ignore_index=IGNORED, reduction="sum")
@@ -63,12 +67,12 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
 
 
 def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the squared differences and the number of elements."""
+    """Returns the sum of the squared differences and the number of elements."""
     total = (outputs.float() - targets.float()).pow(2).sum()
     return total, torch.tensor(targets.numel(), device=targets.device)
 
 
 def pair(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """[loss, counted targets] in float64, detached."""
+    """Returns [sum of losses, counted targets] in float64, detached."""
     both = [value.full_tensor() if isinstance(value, DTensor) else value for value in (total.detach(), count)]
     return torch.stack([value.double() for value in both])

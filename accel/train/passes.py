@@ -1,10 +1,10 @@
-"""The forward and backward passes of a step, micro-batches in turn; pipelines have ``accel.train.pipeline``."""
+"""The forward and backward passes of a step, one micro-batch after the other. Pipelines have ``parallel.pipeline``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,28 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from accel.errors import BadConfig
-from accel.train import loss as losses
-from accel.train.context_parallel import part
-from accel.train.inputs import call, moved, to_device
-from accel.train.precision import autocast, parameter_dtype
-from accel.train.zero import micro_batch
-
-# Inputs and targets, each one tensor, a tuple or a dict of them; no targets where a rank only takes part.
-Batch = tuple[Any, Any]
+from . import loss as losses
+from .batch import Batch, call, moved, one_tensor, to_device
+from .parallel.context import part
+from .parallel.zero import micro_batch
+from .precision import autocast, parameter_dtype
 
 
 class Passes(Protocol):
-    """What leaves the gradients of a step in the parameters."""
+    """Computes the gradients of a step and leaves them in the parameters."""
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
-        """Forward and backward of ``forth`` times the sum of the losses; [sum of losses, counted targets] of this
-        rank."""
+        """Runs the forward pass of ``batches``, and the backward pass of the sum of the losses times ``forth``.
+
+        Returns [sum of losses, counted targets] of this rank.
+        """
         ...
 
 
 class Accumulated:
-    """Micro-batches in turn, gradients accumulated."""
+    """Runs one micro-batch after the other and accumulates the gradients."""
 
     def __init__(
         self, module: nn.Module, loss: losses.Loss, *, zero: int, mode: str, device: torch.device, cp: DeviceMesh | None
@@ -55,25 +53,18 @@ class Accumulated:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = losses.summed(self.loss, outputs, targets)
-                    del outputs  # the largest tensor there is; what the backward pass needs of it, the loss has kept
+                    del outputs  # the largest tensor of the step; the loss keeps the parts that the backward pass needs
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
 
 
-def one_tensor(targets: Any, who: str) -> torch.Tensor:
-    """``targets``, where they are one. Raises ``BadConfig``."""
-    if not isinstance(targets, torch.Tensor):
-        raise BadConfig(f"{who} cuts targets; let the data give them as one tensor, no tuple or dict")
-    return targets
-
-
 def take_part(outputs: torch.Tensor) -> None:
-    """The backward pass of a rank that has no sample left: the others wait for it in their collectives."""
+    """Runs the backward pass of a rank without a sample, because the other ranks wait for it in their collectives."""
     local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
     torch.autograd.backward((local * 0).sum())
 
 
 def take(batches: Iterator[Batch], count: int) -> list[Batch]:
-    """The next ``count`` micro-batches."""
+    """Returns the next ``count`` micro-batches."""
     return [next(batches) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Precision modes: what parameters are kept in, what products run in, and the optimizer that goes with it.
+"""Precision modes: the dtypes of parameters and products, the optimizer with master weights, the loss scale.
 
 mode                 apex  parameters, gradients   master   products   loss scale
 fp32                 O0    float32                 -        float32    -
@@ -21,34 +21,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel.train.config import APEX, OptimizerConfig
+from .config.schema import APEX, OptimizerConfig
 
-# When not to use what apex's names stand for.
+# Advice on the modes that apex's names stand for.
 ADVICE = {
-    "O1": "O1 is autocast-fp16: where the device has bfloat16, autocast-bf16 needs no loss scale",
-    "O2": "O2 is fp16: batch norm's statistics are float16 too, so not for models that depend on them",
-    "O3": "O3 is fp16-only: small updates vanish in float16, so for a bound of the speed alone",
+    "O1": "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale",
+    "O2": "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
+    "O3": "O3 is fp16-only: small updates vanish in float16; use it only to measure how fast a run could be",
 }
 
 
 def parameter_dtype(mode: str) -> torch.dtype:
-    """What parameters are kept in."""
+    """Returns the dtype of the parameters."""
     mode = APEX.get(mode, mode)
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode.removesuffix("-only"), torch.float32)
 
 
 def keeps_master(mode: str) -> bool:
-    """Whether the optimizer works on float32 copies of 2-byte parameters."""
+    """Tells whether the optimizer works on float32 copies of 2-byte parameters."""
     return APEX.get(mode, mode) in ("bf16", "fp16")
 
 
 def scales_loss(mode: str) -> bool:
-    """Whether gradients are float16 somewhere on their way, so that the loss has to be scaled."""
+    """Tells whether the loss has to be scaled, because some gradients are float16."""
     return "fp16" in APEX.get(mode, mode)
 
 
 def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
-    """The context a forward pass runs in."""
+    """Returns the context that a forward pass runs in."""
     mode = APEX.get(mode, mode)
     if not mode.startswith("autocast-"):
         return nullcontext()
@@ -56,9 +56,9 @@ def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
 
 
 class MasterOptimizer:
-    """The optimizer that ``config`` names, over float32 copies of the parameters where the mode keeps them.
+    """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensor shards alike; each rank holds the copies of its own shards only.
+    Works on plain parameters and on DTensor shards. Each rank holds copies only of its own shards.
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str) -> None:
@@ -72,7 +72,7 @@ class MasterOptimizer:
         self.inner = _inner(stepped, config)
 
     def step(self) -> None:
-        """One update from the parameters' gradients."""
+        """Updates the parameters once from their gradients."""
         if self.master is None:
             self.inner.step()
             return
@@ -93,14 +93,16 @@ class MasterOptimizer:
             group["lr"] = lr
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The optimizer's state on this rank: masters and moments (shards as plain tensors), single numbers left
-        out."""
+        """Yields the optimizer state on this rank: master weights and moments, shards as plain tensors.
+
+        Leaves out single numbers.
+        """
         for tensor in (*(self.master or ()), *(v for state in self.inner.state.values() for v in state.values())):
             if isinstance(tensor, torch.Tensor) and tensor.ndim:
                 yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, ``name.master`` and ``name.<moment>``: what a checkpoint stores and reshards."""
+        """Returns the state for a checkpoint, as ``<parameter>.master`` and ``<parameter>.<moment>``."""
         found: dict[str, Any] = {}
         stepped = self.master or self.parameters
         for name, tensor in zip(self.names, stepped, strict=True):
@@ -110,8 +112,8 @@ class MasterOptimizer:
                 found[f"{name}.{key}"] = value
         return found
 
-    def materialise(self) -> None:
-        """Make the state that the first step would make, so that a checkpoint can be read into it."""
+    def materialize(self) -> None:
+        """Makes the state that the first step would make, so that a checkpoint can be read into it."""
         stepped = self.master or self.parameters
         old = [(group["lr"], group["weight_decay"]) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
@@ -125,15 +127,18 @@ class MasterOptimizer:
             group["lr"], group["weight_decay"] = lr, decay
 
     def forget_all_but(self, saved: Collection[str]) -> None:
-        """Drop the moments of parameters of which ``saved`` (names as in ``state_dict``) has none: they got no gradient
-        before that checkpoint, or every step was skipped, and a bias correction starts with the first moment."""
+        """Drops the moments of each parameter that has no moments in ``saved`` (names as in ``state_dict``).
+
+        Such a parameter had got no gradient before the checkpoint, or every step was skipped. The bias correction of
+        the parameter has to start with the parameter's first gradient.
+        """
         stepped = self.master or self.parameters
         for name, tensor in zip(self.names, stepped, strict=True):
             if not any(f"{name}.{key}" in saved for key in self.inner.state.get(tensor, {})):
                 self.inner.state.pop(tensor, None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; the tensors are copied into the existing ones."""
+        """Copies a ``state_dict`` into the existing tensors."""
         stepped = self.master or self.parameters
         with torch.no_grad():
             for name, tensor in zip(self.names, stepped, strict=True):
@@ -148,7 +153,7 @@ class MasterOptimizer:
 
 def _inner(tensors: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "foreach": True}
-    meshes: dict[Any, list[torch.Tensor]] = {}  # one foreach operation can't take tensors of several meshes
+    meshes: dict[Any, list[torch.Tensor]] = {}  # a foreach operation can't mix tensors of several meshes
     for tensor in tensors:
         meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     parameters = [{"params": same} for same in meshes.values()]
@@ -159,8 +164,11 @@ def _inner(tensors: list[torch.Tensor], config: OptimizerConfig) -> torch.optim.
 
 
 class LossScale:
-    """Dynamic loss scaling: halved, and the step skipped on every rank, where a gradient on any of them is not finite;
-    doubled after ``interval`` good steps. Micikevicius et al. 2018, "Mixed Precision Training", section 3.2."""
+    """Dynamic loss scaling.
+
+    If a gradient on any rank is not finite, the scale halves and every rank skips the step. After ``interval`` good
+    steps the scale doubles. Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+    """
 
     def __init__(self, first: float, interval: int, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -169,7 +177,7 @@ class LossScale:
         self.good = 0
 
     def update(self, *, finite: bool) -> None:
-        """Take note of a step."""
+        """Adjusts the scale after a step."""
         if not self.enabled:
             return
         if not finite:
@@ -188,12 +196,11 @@ class LossScale:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The 2-norm of all gradients together, a float32 scalar, the same on every rank; not finite where any of them
-    isn't.
+    """Returns the 2-norm of all gradients together, a float32 scalar, the same on every rank.
 
-    Squares of shards are summed over the ranks that hold them, once for each layout there is: plain tensors and
-    DTensors of different meshes can't be in one norm (pytorch#180346). ``stages``: the ranks that hold the other
-    pipeline stages.
+    The norm is not finite if any gradient is not finite. The squares of shards are summed over the ranks that hold the
+    shards, once for each layout: plain tensors and DTensors of different meshes can't be in one norm (pytorch#180346).
+    ``stages``: the group of the ranks that hold the other pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), device=gradients[0].device if gradients else None)
@@ -216,8 +223,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 
 def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
-    """The sum of the squares of the ``rank``-th of ``ranks`` parts of the gradients, a float32 scalar: where all ranks
-    hold the same gradients, those of all parts add up to the square of ``gradient_norm``, and none reads them all."""
+    """Returns the sum of the squares of the ``rank``-th of ``ranks`` parts of the gradients, a float32 scalar.
+
+    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``. No rank then
+    has to read all gradients.
+    """
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
     parts = [g[g.numel() * rank // ranks : g.numel() * (rank + 1) // ranks] for g in gradients]
     device = gradients[0].device if gradients else torch.device("cpu")
@@ -232,7 +242,7 @@ def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient by ``factor``."""
+    """Multiplies every gradient by ``factor``, in place."""
     gradients: list[torch.Tensor] = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks that keep little for the backward pass and run again in it."""
+"""Activation checkpointing: blocks keep few activations, and run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from accel.plan.measure import blocks
 
-# What "selective" keeps: the results of matrix products and of attention; everything elementwise runs again.
+# "selective" keeps the results of matrix products and of attention. Everything elementwise runs again.
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -25,9 +25,11 @@ _KEPT = {
 
 
 def recompute(module: nn.Module, mode: str) -> None:
-    """Let every block of ``module`` run again in the backward pass: ``full`` keeps the block's input alone,
-    ``selective``
-    also what its products gave, ``none`` changes nothing. Names of parameters stay as they are."""
+    """Makes every block of ``module`` run again in the backward pass, in place. Parameter names don't change.
+
+    ``mode``: ``full`` keeps only the input of a block. ``selective`` also keeps the results of matrix products and
+    attention. ``none`` changes nothing.
+    """
     if mode == "none":
         return
     context: dict[str, Any] = (

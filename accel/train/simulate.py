@@ -1,5 +1,8 @@
-"""A training step of any world size on one machine: fake tensors have shapes and no memory, a fake process group
-answers every collective. What a rank would hold and send is summed from what the engine really does."""
+"""Simulates a training step of any world size on one machine.
+
+Fake tensors have shapes and no memory, and a fake process group answers every collective. The bytes that a rank would
+hold and send are summed from the calls that the engine really makes.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,27 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.plan.measure import SavedBytes, count_flops
+from accel.plan.spec import Layout
 from accel.plan.traffic import ring
-from accel.train.inputs import call
-from accel.train.loss import cross_entropy
-from accel.train.pipeline import SCHEDULES, TWO_STAGES, Stage, balance, chain, places
-from accel.train.precision import MasterOptimizer, parameter_dtype
-from accel.train.quantized_comm import set_quantized
-from accel.train.recompute import recompute
-from accel.train.tensor_parallel import distribute, match
-from accel.train.zero import micro_batch, shard
+
+from .batch import call
+from .config.schema import OptimizerConfig
+from .loss import cross_entropy
+from .parallel.pipeline import SCHEDULES, TWO_STAGES, Stage, balance, chain, places
+from .parallel.quantized_comm import set_quantized
+from .parallel.tensor import distribute, match
+from .parallel.zero import micro_batch, shard
+from .precision import MasterOptimizer, parameter_dtype
+from .recompute import recompute
 
 
 @dataclass(kw_only=True)
 class Simulated:
-    """What rank 0 of the simulated world held in a step, each at its fullest, and sent in it, in bytes.
+    """The peak of each kind of memory on rank 0 of the simulated world, and the bytes that rank 0 sent in the step.
 
-    ``activations``: what autograd saved in the forward pass; only counted at stage 0, where no gathered parameter is
-    in it. ``sent``: over data-parallel ranks, ``sent_tp``: over tensor-parallel ones, ``sent_pp``: from stage to stage.
+    ``activations``: the bytes that autograd saved in the forward pass. ``activations`` is only counted at ZeRO stage 0,
+    because the bytes of other stages include gathered parameters. ``sent``: to data-parallel ranks, ``sent_tp``: to
+    tensor-parallel ranks, ``sent_pp``: from stage to stage.
     """
 
     parameters: int = 0
@@ -55,48 +62,35 @@ class Simulated:
 def simulate(
     factory: Callable[[], torch.nn.Module],
     inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-    *,
-    world: int,
-    zero: int,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    accumulation: int = 1,
-    replicate: int = 1,
-    hpz: int = 0,
-    qwz: bool = False,
-    qgz: bool = False,
-    tp: int = 1,
+    layout: Layout,
     styles: Mapping[str, str] | None = None,
-    sequence: bool = True,
-    again: str = "none",
 ) -> Simulated:
-    """One step of ``factory``'s model on ``world`` ranks, in ``replicate`` replicas, seen from rank 0.
+    """Runs one step of ``factory``'s model on fake ranks and returns the bytes that rank 0 holds and sends.
 
-    ``tp`` ranks cut the model by the plan ``styles``, along the ``sequence`` too; the others are data-parallel ones.
-    ``again``: what is recomputed (``full`` or ``none``; what ``selective`` keeps, autograd doesn't see).
-    ``inputs`` makes one micro-batch ``(inputs, targets)``. No process group may exist. Gradients are counted where
-    they are kept until the step. Stage 0 is not wrapped: DDP's reducer is native code that fake tensors can't enter,
-    so its traffic is not simulated.
+    ``inputs``: makes one micro-batch ``(inputs, targets)``. ``styles``: the tensor-parallel plan. Pipeline and context
+    parallel and CPU offload are not simulated. Autograd doesn't see the tensors that ``selective`` recomputation keeps.
+
+    No process group may exist. Gradients are counted while they are kept for the step. ZeRO stage 0 is not wrapped and
+    its traffic not simulated: DDP's reducer is native code, which fake tensors can't enter.
     """
-    from accel.train.config import OptimizerConfig
-
+    zero, tp = layout.zero, layout.tp
     found = Simulated()
-    with _fake_world(world):
-        mesh, cut = _meshes(world // tp, tp, replicate, sharded=zero > 0)
+    with _fake_world(layout.world):
+        mesh, cut = _meshes(layout.world // tp, tp, layout.replicate, sharded=zero > 0)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            with _default_dtype(parameter_dtype(precision)):  # fake parameters can't be cast once they are made
+            with _default_dtype(parameter_dtype(layout.precision)):  # fake parameters can't be cast later
                 module = factory()
-            recompute(module, again)
+            recompute(module, layout.recompute)
             if cut is not None:
-                distribute(module, cut, match(module, styles or {}), sequence=sequence)
-            with unset_fake_temporarily():  # it makes meshes, and looks at their ranks
-                called = shard(module, mesh, zero, hpz=hpz)
-                set_quantized(called, world // tp // replicate, gather=qwz, reduce=qgz)
-            stepper = MasterOptimizer(module, OptimizerConfig(name=optimizer), precision)
+                distribute(module, cut, match(module, styles or {}), sequence=layout.sequence_parallel)
+            with unset_fake_temporarily():  # FSDP2 makes meshes and reads the real ranks in them
+                called = shard(module, mesh, zero, hpz=layout.hpz)
+                set_quantized(called, layout.shards, gather=layout.qwz, reduce=layout.qgz)
+            stepper = MasterOptimizer(module, OptimizerConfig(name=layout.optimizer), layout.precision)
             with Sent(found):
-                for index in range(accumulation):
+                for index in range(layout.accumulation):
                     x, y = inputs()
-                    last = index == accumulation - 1
+                    last = index == layout.accumulation - 1
                     with micro_batch(called, zero, last=last), loss_parallel() if cut is not None else nullcontext():
                         with SavedBytes(_locals(module.parameters())) as saved:
                             loss, _ = cross_entropy(called(x), y)
@@ -121,10 +115,11 @@ def simulate_pipeline(
     accumulation: int,
     again: str = "none",
 ) -> list[int]:
-    """Bytes that autograd has saved on each rank of a pipeline at its fullest: micro-batches of ``inputs`` go through
-    the stages that ``factory``'s model is cut into, in the order of torch's schedule, in float32.
+    """Returns the peak of the bytes that autograd has saved on each rank of a pipeline.
 
-    A backward pass in two halves frees what was saved in its second one. No process group may exist.
+    Cuts ``factory``'s model into stages. The micro-batches of ``inputs`` run through the stages in the order of torch's
+    schedule, in float32. If a backward pass has two halves, the second half frees the saved bytes. No process group may
+    exist.
     """
     with _fake_world(pp):
         turns = _turns(pp, pipeline, accumulation)
@@ -147,7 +142,7 @@ def simulate_pipeline(
 
 
 def _turns(pp: int, pipeline: str, batches: int) -> list[list[tuple[str, int]]]:
-    """What each rank computes in turn, and of which stage: F forward, B backward, or I and W, its halves."""
+    """Returns the passes of each rank in order, as (pass, stage): F forward, B backward, or its halves I and W."""
     mine = places(pp, pipeline)
     count = sum(map(len, mine))
     stages = [PipelineStage(torch.nn.Identity(), i, count, torch.device("cpu")) for i in mine[dist.get_rank()]]
@@ -181,7 +176,7 @@ def _fullest(turns: Sequence[tuple[str, int]], saved: Sequence[int]) -> int:
 
 
 def _meshes(ranks: int, tp: int, replicate: int, *, sharded: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The meshes of ``ranks`` data-parallel and of ``tp`` tensor-parallel ranks, as ``accel.train.layout`` has them."""
+    """Returns the meshes of ``ranks`` data-parallel and ``tp`` tensor-parallel ranks, as ``parallel.layout`` does."""
     sizes = {"dp_replicate": replicate, "dp_shard": ranks // replicate, "tp": tp}
     axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
     mesh = init_device_mesh("cpu", tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
@@ -204,7 +199,7 @@ def _fake_world(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already; simulate before it is made")
+        raise RuntimeError("a process group exists already; simulate before you make one")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
@@ -221,9 +216,11 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 class Sent(TorchDispatchMode):
-    """Sums what a ring would send for every collective that is called inside: c10d's own are those of DDP and FSDP2,
-    functional ones those of DTensor; and what stages send to one another. Exchanged all to all, as little leaves a rank
-    as in a ring."""
+    """Sums the bytes that a ring would send for each collective, and the bytes that pipeline stages send.
+
+    DDP and FSDP2 call the collectives of c10d, DTensor calls functional collectives. An all-to-all sends as many bytes
+    from a rank as a ring.
+    """
 
     def __init__(self, found: Simulated) -> None:
         super().__init__()
@@ -231,7 +228,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what DTensor makes of it comes here again
+            return NotImplemented  # DTensor calls this again with plain tensors
         kind, _, name = str(func).removesuffix(".default").split("::")[-1].rpartition(".")
         if kind == "_c10d_functional":
             self._functional(name, args)
@@ -263,6 +260,6 @@ class Sent(TorchDispatchMode):
 
 
 def _ranks(arguments: Sequence[Any]) -> int:
-    """How many take part in a collective: its group is the first of its arguments that is no tensor."""
+    """Returns how many ranks take part in a collective. The first argument that is not a tensor holds the group."""
     group = next(argument for argument in arguments if isinstance(argument, torch.ScriptObject))
     return dist.ProcessGroup.unbox(group).size()

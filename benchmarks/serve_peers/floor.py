@@ -1,7 +1,8 @@
-"""The least a Python gRPC server can do: parse a ModelInferRequest, build a ModelInferResponse, run nothing or a model.
+"""The fastest possible Python gRPC server: parses a ModelInferRequest, runs a model or nothing, builds a
+ModelInferResponse.
 
-python floor.py PORT BYTES: BYTES is the size of the one output it answers with, all zeros.
-python floor.py PORT MODEL.onnx: it runs the model, on one thread, on the call's own; no queue, no checks, no batches.
+python floor.py PORT BYTES: answers every request with one output of BYTES bytes, all zeros.
+python floor.py PORT MODEL.onnx: runs the model with one thread, on the thread of the call; no queue, checks or batches.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from accel.serve.process import keep_freed_memory
+from accel.serve.process.serving import keep_freed_memory
 
 DTYPES = {"FP32": np.float32, "INT64": np.int64}
 
 
 def main(port: int, answered: str) -> None:
     keep_freed_memory()
-    if os.fork() == 0:  # two processes on one port, one for each core
+    if os.fork() == 0:  # two processes on one port, one per core
         os.sched_setaffinity(0, {0})
     else:
         os.sched_setaffinity(0, {1})

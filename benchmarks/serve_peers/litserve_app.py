@@ -1,4 +1,4 @@
-"""LitServe around the same ONNX file: python litserve_app.py PORT MODEL. The body is LitServe's usual JSON."""
+"""LitServe serving the same ONNX file: python litserve_app.py PORT MODEL. The request body is LitServe's usual JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLServer's runtime for an ONNX file: the same ONNX Runtime session that accel serves."""
+"""An MLServer runtime for an ONNX file. Uses the same ONNX Runtime session that accel serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes have to stay float32 on real values: found by running the retyped model with real rounding."""
+"""The search for nodes that have to stay float32: the retyped model runs on real values with real rounding."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.converters.cast_graph import Retyped, retype
-from accel.converters.cast_rules import largest_value, masked_tensors
-from accel.converters.cast_source import FLOAT, FORMATS, Source, largest, to_low
 from accel.errors import StageFailed, one_line
 from accel.progress import report
+from accel.proof.compare import rel_l2
 from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
-from accel.verify.compare import rel_l2
+from accel.tables.limits import CAST_LIMITS
 
-# How far an output may be off (relative l2) before it is asked which node the error comes from, and how much larger
-# than that of its inputs the error of a node's output has to be for the node to be the cause.
-TOLERANCE = {FORMATS["fp16"]: 1e-2, FORMATS["bf16"]: 8e-2}
-_QUANTIZED_TOLERANCE = 0.1  # an int8 model answers a tiny change with a whole step
+from .retype import Retyped, retype
+from .rules import largest_value, masked_tensors
+from .source import FLOAT, FORMATS, Source, largest, to_low
+
+# An output that is off by more than this (relative l2) makes the search ask which node the error comes from.
+_TOLERANCE = {FORMATS[form]: CAST_LIMITS[form] for form in ("fp16", "bf16")}
+# A node is the cause if the error of its output is this much larger than the error of its inputs.
 _JUMP = 8.0
 
 _ROUNDS = 40
 _CHUNK_BYTES = 1 << 30
 
-# Nodes that square their input inside: GPU kernels compute that in the dtype of the input.
+# Nodes that square their input. GPU kernels compute the square in the dtype of the input.
 _SQUARING = frozenset(
     {
         "GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization", "LpPool",
@@ -39,8 +40,9 @@ Feeds = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor in the retyped model beside float32. ``largest``: of float32's absolute values. ``lost``: how many are
-    finite in float32 and not here. ``error``: relative l2, or for integers the part that differs."""
+    """A tensor of the retyped model, compared with float32. ``largest``: the largest absolute value in float32.
+    ``lost``: how many values are finite in float32 only. ``error``: relative l2; for integers the share that differs.
+    """
 
     largest: float
     lost: int
@@ -49,7 +51,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Searched:
-    """``kept``: nodes that stay float32 and why. ``errors``: relative l2 of each output, the largest of all feeds."""
+    """``kept``: reasons of the nodes that stay float32. ``errors``: the largest relative l2 of each output."""
 
     retyped: Retyped
     kept: Mapping[int, str]
@@ -58,9 +60,10 @@ class Searched:
 
 
 def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, keep_io: bool) -> Searched:
-    """Retype, run, keep what overflowed or went astray, until nothing does.
+    """Retypes and runs the model again and again, until no 16-bit node overflows or loses precision.
 
-    Raises ``StageFailed`` where an output has infinities or NaN that float32 has not even so.
+    Nodes that overflow or lose precision stay float32 from then on. Raises ``StageFailed`` if an output still has
+    infinities or NaN that it doesn't have in float32.
     """
     reference = RoundedModel(source.model)
     names = [n for n in reference.tensors if n in source.types]
@@ -87,7 +90,7 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
         if not found:
             return Searched(retyped, kept, errors, rounds)
         kept |= found
-        del rounded  # before the next one takes as much again
+        del rounded  # frees its memory before the next model needs as much
     raise StageFailed(
         f"the model still has infinities in {_label(source)} with {len(kept)} nodes in float32; use fp32 or bf16"
     )
@@ -107,7 +110,7 @@ def _compare(
     retyped: Retyped,
     measured: set[str],
 ) -> dict[str, Seen]:
-    """What became of each tensor; the error only of those in ``measured``, as it takes longest."""
+    """Compares each tensor in both models. Computes errors for ``measured`` only, because they take longest."""
     low = retyped.model
     own = {value.name: value.type.tensor_type.elem_type for value in low.graph.input}
     given = {n: _rounded_feed(v, own.get(n, FLOAT), source.low) for n, v in feeds.items()}
@@ -120,7 +123,7 @@ def _compare(
         except Exception as error:
             reason = one_line(error, 200)
             raise StageFailed(
-                f"the cast model doesn't run ({reason}); leave the node with --cast keep-fp32=NAME"
+                f"the cast model doesn't run ({reason}); keep the node in float32 with --cast keep-fp32=NAME"
             ) from error
         for name, value in found.items():
             seen[name] = _look(wanted[name], value, top if name in masked else math.inf, name in measured)
@@ -132,7 +135,7 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """``clamped``: where float32 is beyond this, a value as low (or as high) as can be is the same mask."""
+    """Compares one tensor. ``clamped``: float32 values beyond this are masks, equal to the format's extreme number."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":
@@ -161,7 +164,7 @@ def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str
 def _lossy(
     source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
 ) -> list[tuple[int, str]]:
-    """Nodes to keep next, the surest reason first: once those are kept, the others may be gone."""
+    """Returns the nodes to keep next, only those with the surest reason: once they are kept, others may be fine."""
     found = _new(source, kept, _out_of_range(source, seen, masked))
     found = found or _new(source, kept, _lost_values(source, retyped, seen))
     lost = [name for name in source.outputs if name in seen and seen[name].lost]
@@ -171,14 +174,15 @@ def _lossy(
 
 
 def _far_off(source: Source, seen: Mapping[str, Seen]) -> list[str]:
-    """The outputs whose error is more than the rounding of a sound graph makes."""
+    """Returns the outputs whose error exceeds the rounding of a sound graph."""
     quantized = any(node.op_type == "QuantizeLinear" for node in source.nodes)
-    limit = _QUANTIZED_TOLERANCE if quantized else TOLERANCE[source.low]
+    limit = CAST_LIMITS["quantized"] if quantized else _TOLERANCE[source.low]
     return [name for name in source.outputs if name in seen and seen[name].error > limit]
 
 
 def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) -> Iterator[tuple[int, str]]:
-    """A tensor that the format can't hold is made and used in float32; so is what is squared inside a node."""
+    """Yields producers and users of tensors beyond the format's range, and nodes whose square or exponential of an
+    input is beyond that range."""
     top = largest(source.low)
     for name, tensor in seen.items():
         if source.is_float(name) and name not in masked and tensor.largest > top:
@@ -197,7 +201,7 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """The first nodes that give infinities or NaN; where one is float32 already, those that it reads from."""
+    """Yields the first nodes that give infinities or NaN. For a node that is float32 already, yields its producers."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):
@@ -210,7 +214,7 @@ def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> 
 
 
 def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterator[tuple[int, str]]:
-    """The nearest nodes above ``index`` that still compute in the format."""
+    """Yields the nearest nodes before ``index`` that still compute in the format."""
     queue, visited = [index], {index}
     while queue:
         for name in source.nodes[queue.pop()].input:
@@ -225,8 +229,8 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Where an output is far off: the nodes whose error is suddenly much larger than that of what they read."""
-    limit = TOLERANCE[source.low]
+    """Yields the nodes before a far-off output whose error is much larger than the errors of their inputs."""
+    limit = _TOLERANCE[source.low]
     for index in sorted(_above(source, _far_off(source, seen))):
         node = source.nodes[index]
         after = max((seen[n].error for n in node.output if n in seen), default=0.0)
@@ -240,7 +244,7 @@ def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Itera
 
 
 def _above(source: Source, names: Sequence[str]) -> set[int]:
-    """Every node that ``names`` depend on."""
+    """Returns every node that ``names`` depend on."""
     queue = [source.producer[n] for n in names if n in source.producer]
     found: set[int] = set(queue)
     while queue:

@@ -1,4 +1,4 @@
-"""A float32 ONNX graph retyped to float16 or bfloat16: who computes in what, and where the Casts go."""
+"""A float32 ONNX graph retyped to float16 or bfloat16: the dtype of each node, and the Casts between them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from accel.converters.cast_source import FLOAT, FORMATS, Source, Typing, captured, subgraphs, to_low
-from accel.sources.onnx_weights import is_detached, rounded_later
+from accel.sources.onnx.weights import is_detached, rounded_later
+
+from ..graph.subgraphs import captured, subgraphs
+from .source import FLOAT, FORMATS, Source, Typing, to_low
 
 _ENDINGS = {FORMATS["fp16"]: "fp16", FORMATS["bf16"]: "bf16", FLOAT: "fp32"}
 
-# Nodes that move values without computing: between two float32 nodes they stay float32 as well.
+# Nodes that move values without computing. Between two float32 nodes, a node that moves values stays float32 as well.
 MOVEMENT = frozenset(
     {
         "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Slice", "Split",
@@ -26,7 +28,7 @@ MOVEMENT = frozenset(
 
 @dataclass
 class Retyped:
-    """The model after the cast. ``kept``: nodes that compute in float32; ``casts``: how many Casts were put in."""
+    """The model after the cast. ``kept``: nodes that compute in float32. ``casts``: the number of inserted Casts."""
 
     model: onnx.ModelProto
     kept: frozenset[int]
@@ -34,13 +36,13 @@ class Retyped:
 
 
 def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
-    """``source`` with every float32 node in the 16-bit format, but for those in ``kept`` or without such a form."""
+    """Returns ``source`` in the 16-bit format. Nodes in ``kept`` and nodes without a 16-bit form stay float32."""
     everything = frozenset(kept) | _between(source, frozenset(kept))
     return _Writer(source, everything, keep_io).write()
 
 
 def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
-    """Nodes that only move values between float32 nodes: casting there and back would round for nothing."""
+    """Returns the nodes that only move values between float32 nodes: two Casts around them would round for nothing."""
 
     def wants_float(index: int, name: str) -> bool:
         typing = source.typing(index)
@@ -68,7 +70,7 @@ def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
 
 @dataclass
 class _Writer:
-    """Emits the retyped graph. ``have``: the name under which a tensor is there in a format."""
+    """Writes the retyped graph. ``have``: the name of each tensor in each format that exists so far."""
 
     source: Source
     kept: frozenset[int]
@@ -107,7 +109,7 @@ class _Writer:
         return Typing(dict.fromkeys(floats, FLOAT), dict.fromkeys(typing.outputs, FLOAT))
 
     def _native(self) -> dict[str, int]:
-        """The format that each float32 tensor that is no constant is made in."""
+        """Returns the format in which each float32 tensor is computed, constants excepted."""
         source = self.source
         native = {v.name: self.outer for v in source.model.graph.input if source.is_float(v.name)}
         for index, node in enumerate(source.nodes):
@@ -115,7 +117,7 @@ class _Writer:
         return {name: kind for name, kind in native.items() if name not in source.constants}
 
     def _constant_kinds(self) -> dict[str, list[int]]:
-        """The formats that each constant is wanted in; as it is, where nobody wants it."""
+        """Returns the formats in which each constant is needed; float32 if nothing reads it."""
         kinds: dict[str, set[int]] = {name: set() for name in self.source.constants}
         for index, node in enumerate(self.source.nodes):
             typing = self._typing(index)
@@ -182,7 +184,7 @@ class _Writer:
             node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(to_low(number, low))))
 
     def _get(self, name: str, kind: int) -> str:
-        """The name of the tensor in the format; a Cast is put in where it isn't there yet."""
+        """Returns the name of the tensor in the format; inserts a Cast if the tensor is not there in that format."""
         if (name, kind) in self.have:
             return self.have[name, kind]
         new = name if name in self.final and kind == self.outer else self._fresh(name, kind)
@@ -203,7 +205,7 @@ class _Writer:
         return found
 
     def _model(self) -> onnx.ModelProto:
-        """The header of the source around the new nodes, with the declared dtypes brought up to date."""
+        """Returns a model of the new nodes with the header of the source and updated declarations of dtypes."""
         source = self.source
         model = onnx.ModelProto()
         for name in ("ir_version", "producer_name", "producer_version", "domain", "model_version", "doc_string"):
@@ -235,7 +237,7 @@ class _Writer:
 
 
 def _rename_free(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Give tensors from around ``graph`` their new names inside it."""
+    """Renames the tensors that ``graph`` takes from around it."""
     own = {t.name for t in graph.initializer} | {v.name for v in graph.input}
     for node in graph.node:
         visible = {old: new for old, new in names.items() if old not in own}

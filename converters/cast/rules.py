@@ -1,4 +1,5 @@
-"""What has to stay float32 whatever the data: seen in the graph and its constants, before anything runs."""
+"""Rules for nodes that stay float32 for any data. The rules read the graph and its constants, and don't run the
+model."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from onnx import numpy_helper
 
-from accel.converters.cast_source import FLOAT, Source, largest, to_low
-from accel.converters.onnx_names import nodes_matching
-from accel.sources.onnx_weights import weight_array
+from accel.sources.onnx.weights import weight_array
 
-# Where a constant beyond the format's range is a mask or a bound, which may be clamped: its meaning is "very low".
+from ..graph.names import nodes_matching
+from .source import FLOAT, Source, largest, to_low
+
+# Nodes in which a constant beyond the format's range is a mask or a bound. Such a constant may be clamped,
+# because a mask or a bound only has to be very low or very high.
 MASKING = frozenset(
     {
         "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",
@@ -19,18 +22,18 @@ MASKING = frozenset(
     }
 )  # fmt: skip
 
-# What a mask goes through before it does its work.
+# Nodes that a mask can pass through before it is applied.
 MASK_FLOW = MASKING | frozenset(
     {"Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Squeeze", "Transpose"}
 )
 
-# From the place where an epsilon is added to the division that it keeps from zero.
+# Nodes that may stand between the sum with an epsilon and the division that the epsilon protects from a zero.
 _EPSILON_FLOW = frozenset(
     {"Cast", "Expand", "Identity", "Log", "Pow", "Reciprocal", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 )
 _EPSILON_ENDS = frozenset({"Div", "Mul"})
 
-# Arithmetic on sizes and positions, which has to be exact when it ends in an integer.
+# Arithmetic on sizes and positions. The arithmetic has to be exact if the result becomes an integer.
 _INDEX_FLOW = frozenset(
     {
         "Abs", "Add", "Cast", "Ceil", "Clip", "Concat", "Div", "Expand", "Floor", "Gather", "Identity", "Max", "Min",
@@ -45,13 +48,13 @@ _INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's uint8 .. int6
 
 
 def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
-    """Nodes to keep, by index, and why. ``patterns`` match names of nodes or operators, as a shell would.
+    """Returns the reasons of the nodes that stay float32, by index.
 
-    Raises ``UnknownName`` for a pattern that matches nothing.
+    ``patterns``: shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches nothing.
     """
     kept: dict[int, str] = {}
     for pattern in patterns:
-        kept |= dict.fromkeys(nodes_matching(source.nodes, pattern), f"asked for by {pattern!r}")
+        kept |= dict.fromkeys(nodes_matching(source.nodes, pattern), f"the pattern {pattern!r} names it")
     for rule in (_index_arithmetic, _constants):
         for index, reason in rule(source):
             kept.setdefault(index, reason)
@@ -59,7 +62,8 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """A size rounded to 11 bits is another size: what ends in an integer, or in an input that is always float32."""
+    """Yields the nodes that compute integers, or inputs that are float32 by the schema: a size rounded to 11 bits would
+    be another size."""
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
         if node.op_type == "Cast" and source.is_float(node.input[0]):
@@ -95,7 +99,7 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
         if float(np.abs(finite).max()) > top:
             for index in users:
                 if source.nodes[index].op_type not in MASKING:
-                    yield index, f"its constant {name!r} goes beyond {top:g}"
+                    yield index, f"its constant {name!r} exceeds {top:g}"
         fault = _lost(finite, source.low)
         if not fault:
             continue
@@ -104,15 +108,15 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 continue
             yield index, f"its constant {name!r} is too small for the format"
             for end in _towards_division(source, index):
-                yield end, f"it divides by what the constant {name!r} keeps from zero"
+                yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# How far a scale may be off (relative): int8 itself is coarser.
+# The relative error that a quantization scale may have: int8 itself is coarser.
 _SCALE_ERROR = 2**-6
 
 
 def _lost(finite: np.ndarray, low: int) -> float:
-    """The relative error (l2) of a constant in the format where it loses more than its rounding; else 0."""
+    """Returns the relative error (l2) of a constant in the format; 0 if it loses no more than its rounding."""
     import ml_dtypes
 
     inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
@@ -128,7 +132,7 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """The nodes that carry an epsilon on from ``start`` to the divisions that need it."""
+    """Yields the nodes between ``start``, which adds an epsilon, and the divisions that need it, divisions included."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}
@@ -145,7 +149,7 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Tensors in which "lowest" may stand for a mask: those that a clamped constant flows into."""
+    """Returns the tensors in which the lowest number may be a mask: a clamped constant flows into them."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:
@@ -158,5 +162,5 @@ def masked_tensors(source: Source) -> set[str]:
 
 
 def largest_value(value: np.ndarray) -> float:
-    """The largest absolute value that is a number; 0 where there is none."""
+    """Returns the largest finite absolute value; 0 if there is none."""
     return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))

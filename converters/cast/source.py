@@ -1,8 +1,8 @@
-"""The model before the cast: its float32 tensors, who makes and takes them, and which nodes have a 16-bit form."""
+"""The model before the cast: its float32 tensors, their producers and consumers, and which nodes have a 16-bit form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,16 +11,19 @@ from onnx import AttributeProto, NodeProto, TensorProto, numpy_helper
 
 from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 from accel.signature import numpy_dtype
-from accel.sources.onnx_weights import rounded
+from accel.sources.onnx.weights import rounded
+
+from ..graph.subgraphs import captured
 
 FLOAT = int(TensorProto.FLOAT)
 FORMATS = {"fp16": int(TensorProto.FLOAT16), "bf16": int(TensorProto.BFLOAT16)}
 _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloat16", FLOAT: "float32"}
 
-# Nodes for which the dtype of their float input makes no difference: they take it as it is, without a Cast.
+# Nodes that take float inputs of any dtype. The inputs of such a node need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Nodes whose dtype is an attribute, or follows from one: left alone. (Random numbers would also become others.)
+# Nodes whose dtype is an attribute or follows from an attribute. The cast leaves these nodes in float32. In 16 bits,
+# random nodes would also return other numbers.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -31,18 +34,20 @@ _GENERATORS = frozenset(
 
 @dataclass(frozen=True)
 class Typing:
-    """How a node is typed: for each float32 input and output by position, float32 or the 16-bit format.
+    """The dtypes of a node: float32 or the 16-bit format, for each float32 input and output by position.
 
-    A position that is not in it isn't float32, or doesn't mind. ``reason``: why nothing of it can be 16-bit.
+    A position that is missing is not float32, or takes any dtype. ``reason``: why no part of the node can be 16-bit.
+    ``least_opset``: the opset from which the operator has a 16-bit form, if the model's opset is the reason.
     """
 
     inputs: Mapping[int, int]
     outputs: Mapping[int, int]
     reason: str = ""
+    least_opset: int | None = None
 
 
 class Source:
-    """The model before the cast and what is known about it. ``model`` is left as it is."""
+    """The model before the cast, with the producers, consumers and dtypes of its tensors. Doesn't change ``model``."""
 
     def __init__(self, model: onnx.ModelProto, low: int) -> None:
         self.model = inlined(model)
@@ -72,7 +77,7 @@ class Source:
         return self.nodes[index].op_type == "Constant" and self.nodes[index].output[0] in self.constants
 
     def typing(self, index: int) -> Typing:
-        """How node ``index`` is typed if nothing forbids it."""
+        """Returns the dtypes of node ``index`` after the cast, if no rule keeps the node in float32."""
         return self._typings[index]
 
     def castable(self, index: int) -> bool:
@@ -80,7 +85,7 @@ class Source:
         return self.low in typing.inputs.values() or self.low in typing.outputs.values()
 
     def label(self, index: int) -> str:
-        """What a person calls the node: its name, or what it makes."""
+        """Returns the name of the node for people, or its operator and output if it has no name."""
         node = self.nodes[index]
         return node.name or f"{node.op_type} -> {next(filter(None, node.output), '')}"
 
@@ -91,13 +96,13 @@ class Source:
         if node.op_type == "Constant" or not (floats_in or floats_out):
             return stay
         if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
-            return Typing(stay.inputs, stay.outputs, "it holds a subgraph, which stays float32")
+            return Typing(stay.inputs, stay.outputs, "it has a subgraph, which stays float32")
         if node.domain not in ("", "ai.onnx"):
             return Typing(stay.inputs, stay.outputs, f"{node.domain}.{node.op_type} is not an ONNX operator")
         if any(name and name not in self.types for name in (*node.input, *node.output)):
             return Typing(stay.inputs, stay.outputs, "one of its tensors has no known dtype")
         if node.op_type in _GENERATORS:
-            return Typing(stay.inputs, stay.outputs, f"{node.op_type} says its dtype itself")
+            return Typing(stay.inputs, stay.outputs, f"an attribute of {node.op_type} sets its dtype")
         if node.op_type == "Cast":
             to = next(a.i for a in node.attribute if a.name == "to")
             return Typing({}, {0: self.low} if to == FLOAT else {})
@@ -117,7 +122,7 @@ class Source:
 
         variables = {i: formal(list(schema.inputs), i) for i in floats_in}
         low = {v for v in variables.values() if allowed.get(v)}
-        # The format that DequantizeLinear gives follows its scale, unless an attribute says otherwise.
+        # The output of DequantizeLinear has the dtype of its scale, unless an attribute says otherwise.
         follows = node.op_type == "DequantizeLinear" and not any(a.name == "output_dtype" for a in node.attribute)
         inputs = {i: self.low if v in low else FLOAT for i, v in variables.items()}
         outputs = {}
@@ -127,22 +132,22 @@ class Source:
             outputs[i] = self.low if tied else FLOAT
         if self.low in inputs.values():
             return Typing(inputs, outputs)
-        return Typing(inputs, outputs, self._refusal(node.op_type, floats_in))
+        return Typing(inputs, outputs, *self._refusal(node.op_type, floats_in))
 
-    def _refusal(self, op_type: str, floats_in: list[int]) -> str:
-        """Why the schema at this opset has no 16-bit form, and the opset at which it has one."""
+    def _refusal(self, op_type: str, floats_in: list[int]) -> tuple[str, int | None]:
+        """Returns why the schema at this opset has no 16-bit form, and the first opset that has one (None if none)."""
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")
             formals = list(schema.inputs)
             variables = {formals[min(i, len(formals) - 1)].type_str for i in floats_in}
             if any(c.type_param_str in variables and wanted in c.allowed_type_strs for c in schema.type_constraints):
-                return f"{op_type} takes {name} from opset {opset}, the model has {self.opsets['']}"
-        return f"{op_type} takes no {name}"
+                return f"{op_type} takes {name} from opset {opset}, the model has {self.opsets['']}", opset
+        return f"{op_type} takes no {name}", None
 
 
 def constant_value(node: NodeProto) -> TensorProto | None:
-    """The float32 tensor that a Constant node makes; None for any other node."""
+    """Returns the float32 tensor of a Constant node; None for any other node."""
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
         return None
     attribute = node.attribute[0]
@@ -156,33 +161,13 @@ def constant_value(node: NodeProto) -> TensorProto | None:
     return None
 
 
-def captured(node: NodeProto) -> list[str]:
-    """Names that the subgraphs of ``node`` take from around it."""
-    return list(dict.fromkeys(name for graph in subgraphs(node) for name in _free_names(graph)))
-
-
-def subgraphs(node: NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def _free_names(graph: onnx.GraphProto) -> Iterator[str]:
-    own = {t.name for t in graph.initializer} | {v.name for v in graph.input}
-    for node in graph.node:
-        yield from (n for n in (*node.input, *captured(node)) if n and n not in own)
-        own.update(node.output)
-    yield from (v.name for v in graph.output if v.name not in own)
-
-
 def to_low(value: np.ndarray, low: int) -> np.ndarray:
-    """``value`` rounded to the format. What is finite stays finite: a mask of -1e9 becomes the lowest finite number."""
+    """Returns ``value`` rounded to the format. Finite values stay finite: -1e9 becomes the lowest finite number."""
     return rounded(value, numpy_dtype(_NAMES[low]))
 
 
 def largest(low: int) -> float:
-    """The format's largest finite number."""
+    """Returns the format's largest finite number."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(numpy_dtype(_NAMES[low])).max)

@@ -1,9 +1,8 @@
-"""float32 ONNX to float16 or bfloat16, for runtimes that compute in what the file says."""
+"""float32 ONNX to float16 or bfloat16, for runtimes that compute in the dtypes of the file."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +16,21 @@ from accel.stage import StageConfig
 if TYPE_CHECKING:
     import numpy as np
 
-    from accel.converters.cast_search import Searched
-    from accel.converters.cast_source import Source
+    from .overflow_search import Searched
+    from .source import Source
 
 _DATA_SAMPLES = 8
 
 
 class CastFailed(StageFailed):
-    """No mixture of the format and float32 gives finite outputs, or the result is no valid ONNX."""
+    """No mixture of the format and float32 gives finite outputs, or the result is not valid ONNX."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CastConfig(StageConfig):
-    """``precision``: fp16 or bf16. ``keep_io``: float32 inputs and outputs stay float32. ``keep_fp32``: nodes to leave
-    alone, by name or operator, with * and ?. ``data``: samples on which overflow is looked for, beside random ones."""
+    """``precision``: fp16 or bf16. ``keep_io``: float32 inputs and outputs stay float32. ``keep_fp32``: nodes that stay
+    float32, by name or operator, with * and ?. ``data``: samples on which overflows are searched, besides random
+    inputs."""
 
     precision: str = "fp16"
     keep_io: bool = True
@@ -39,18 +39,21 @@ class CastConfig(StageConfig):
 
 
 def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
-    """Every float32 tensor becomes 16-bit, but for the nodes that can't be: those without such a form at this opset,
-    those that make sizes and positions, those whose constants (an epsilon) would be lost, and those that were seen to
-    overflow when the model ran with real rounding. ``notes["kept_fp32"]`` names them with the reason.
+    """Casts the float32 tensors of ``src`` to 16 bits, except at nodes that need float32.
 
-    Masks stay masks: what is beyond the format's range in a Where, an Add and the like becomes its lowest number.
-    Raises ``CastFailed``; ``UnknownName`` for a precision or a pattern that is none.
+    Such nodes have no 16-bit form at this opset, or compute sizes and positions, or have constants (such as an epsilon)
+    that the format would lose, or overflowed when the model ran with real rounding. ``notes["kept_fp32"]`` lists them
+    with the reasons.
+
+    Masks stay masks: a constant beyond the format's range in a Where, an Add and similar nodes becomes the format's
+    lowest number. Raises ``CastFailed``, and ``UnknownName`` if the precision is unknown or a pattern matches nothing.
     """
-    from accel.converters.cast_rules import fixed_in_float32
-    from accel.converters.cast_search import search
-    from accel.converters.cast_source import FORMATS, Source
-    from accel.converters.onnx_write import onnx_artifact
-    from accel.sources.onnx_weights import read_detached
+    from accel.sources.onnx.weights import read_detached
+
+    from ..graph.write import onnx_artifact
+    from .overflow_search import search
+    from .rules import fixed_in_float32
+    from .source import FORMATS, Source
 
     if config.precision not in FORMATS:
         raise UnknownName(f"unknown precision {config.precision!r}; cast to {' or '.join(FORMATS)}")
@@ -71,8 +74,8 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
 
 
 def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]:
-    """What the search runs on: every case of the signature with a batch of two at most, then the data."""
-    from accel.verify.stream import SampleStream
+    """Yields the inputs of the search: every case of the signature with a batch of at most two, then the data."""
+    from accel.proof.stream import SampleStream
 
     signature = src.signature
     for index, case in enumerate(signature.cases(largest_batch=2)):
@@ -82,7 +85,7 @@ def _feeds(src: Artifact, config: CastConfig) -> Iterator[dict[str, np.ndarray]]
 
 
 def _notes(source: Source, found: Searched, config: CastConfig, feeds: int) -> dict[str, Any]:
-    from accel.converters.cast_source import FLOAT
+    from .source import FLOAT
 
     forbidden: dict[str, int] = {}
     for index in range(len(source.nodes)):
@@ -90,7 +93,7 @@ def _notes(source: Source, found: Searched, config: CastConfig, feeds: int) -> d
         if reason:
             forbidden[reason] = forbidden.get(reason, 0) + 1
     moved = found.retyped.kept - found.kept.keys()
-    reasons = {**found.kept, **dict.fromkeys(moved, "it only moves values between nodes in float32")}
+    reasons = {**found.kept, **dict.fromkeys(moved, "it only moves values between float32 nodes")}
     low = sum(source.castable(i) for i in range(len(source.nodes)) if i not in found.retyped.kept)
     return {
         "precision": config.precision,
@@ -106,24 +109,30 @@ def _notes(source: Source, found: Searched, config: CastConfig, feeds: int) -> d
 
 
 def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
-    """Refuse where most weights belong to nodes that have no such form: the result would be slower than float32."""
+    """Raises ``UnsupportedHere`` if most weights belong to nodes without a 16-bit form, or if nothing can be cast.
+
+    A model with most weights in float32 would be slower than the original.
+    """
     sizes = {name: math.prod(tensor.dims) for name, tensor in source.constants.items()}
-    stuck: dict[str, int] = {}
+    stuck: dict[tuple[str, int | None], int] = {}  # numbers of weights, by reason and least opset
     for name, size in sizes.items():
-        reasons = [source.typing(i).reason for i in source.consumers.get(name, [])]
-        if reasons and all(reasons):
-            stuck[reasons[0]] = stuck.get(reasons[0], 0) + size
+        typings = [source.typing(i) for i in source.consumers.get(name, [])]
+        if typings and all(typing.reason for typing in typings):
+            cause = typings[0].reason, typings[0].least_opset
+            stuck[cause] = stuck.get(cause, 0) + size
     if sum(stuck.values()) > sum(sizes.values()) / 2:
-        reason = max(stuck, key=lambda r: stuck[r])
-        newer = re.search(r"from opset (\d+)", reason)
-        advice = f"export with --opset {newer[1]}" if newer else "keep it in float32"
+        reason, newer = max(stuck, key=lambda cause: stuck[cause])
+        advice = f"export with --opset {newer}" if newer else "keep it in float32"
         raise UnsupportedHere(f"most weights of {src.path} can't become {precision}: {reason}; {advice}")
     if not any(source.castable(index) for index in range(len(source.nodes))):
-        raise UnsupportedHere(f"{src.path} holds no float32 tensor that could become {precision}; it needs no cast")
+        raise UnsupportedHere(f"{src.path} has no float32 tensor that can become {precision}; leave out the cast")
 
 
 def _check_types(model: Any) -> None:
-    """The checker propagates no data; a shape computed from constants can still contradict a declared one."""
+    """Raises ``CastFailed`` if strict shape inference finds contradictions.
+
+    The checker propagates no data, so a shape that is computed from constants may still contradict a declared shape.
+    """
     import onnx
 
     from accel.runtimes.onnx_rounded import without_weights
@@ -133,12 +142,17 @@ def _check_types(model: Any) -> None:
     except onnx.shape_inference.InferenceError as error:
         if "No schema registered" not in str(error):
             raise CastFailed(
-                f"the cast model has contradicting types ({one_line(error)}); leave the node with --cast keep-fp32=NAME"
+                f"the cast model has contradicting types ({one_line(error)}); keep the node in float32 with "
+                "--cast keep-fp32=NAME"
             ) from error
 
 
 def _check_loads(path: Path) -> None:
-    """ONNX Runtime has a float32 form of every float16 node, so what it refuses is wrong (bfloat16 it can't run)."""
+    """Raises ``CastFailed`` if ONNX Runtime can't load the float16 model.
+
+    ONNX Runtime can compute every float16 node in float32, so a model that it refuses is wrong. ONNX Runtime can't run
+    bfloat16.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -148,5 +162,6 @@ def _check_loads(path: Path) -> None:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise CastFailed(
-            f"ONNX Runtime refuses the cast model ({one_line(error)}); leave the node with --cast keep-fp32=NAME"
+            f"ONNX Runtime refuses the cast model ({one_line(error)}); keep the node in float32 with "
+            "--cast keep-fp32=NAME"
         ) from error

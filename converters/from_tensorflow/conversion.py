@@ -1,4 +1,4 @@
-"""One run of tf2onnx in the TensorFlow process, the same for what comes as a graph and as a TFLite file."""
+"""One run of tf2onnx in the TensorFlow process, for TensorFlow graphs and for TFLite files."""
 
 from __future__ import annotations
 
@@ -13,81 +13,84 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.child import resolve
-from accel.converters.onnx_names import Contract, give_names
-from accel.converters.onnx_write import check_file, onnx_artifact, write_onnx
-from accel.converters.tensorflow_layout import LAYOUTS
 from accel.errors import AccelError, ChildCrashed, ExportFailed, StageFailed, UnknownName
-from accel.progress import report, watched_by
-from accel.sources.onnx_file import one_line, opset_of, read_proto
-from accel.sources.tensorflow_process import in_tensorflow, require_tensorflow
-from accel.sources.tensorflow_source import TensorFlowSpec
+from accel.progress import report
+from accel.sources.onnx.file import one_line, opset_of, read_proto
+from accel.sources.tensorflow.process import in_tensorflow, require_tensorflow
+from accel.sources.tensorflow.source import TensorFlowSpec
 from accel.stage import StageConfig
+
+from ..graph.names import Contract, give_names
+from ..graph.write import check_file, onnx_artifact, write_onnx
+from .layout import LAYOUTS
 
 if TYPE_CHECKING:
     import onnx
 
-# The newest opset that tf2onnx writes; onnx's own converter takes the file from there.
+# The newest opset that tf2onnx writes. onnx's version converter raises it further.
 TF2ONNX_OPSET = 18
 
-# The model, how it is laid out, and tensor names of its inputs and outputs by the user's.
+# The model, the notes about its layout, and the tensor names of its inputs and of its outputs, by the user's names.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
-    """``opset``: what the file will have, exactly. ``layout``: of images inside the graph, ``channels_first``,
-    ``channels_last``, or ``auto`` for the one that leaves less to be transposed; at its ends they stay as they are."""
+    """``opset``: the exact opset of the file. ``layout``: the layout of images inside the graph, ``channels_first``,
+    ``channels_last``, or ``auto`` for the layout that leaves fewer transposes. Inputs and outputs keep their layout."""
 
     opset: int = 20
     layout: str = "auto"
 
 
 class OpNotConverted(ExportFailed):
-    """tf2onnx has no ONNX form for an operator of the model; it is named."""
+    """tf2onnx has no ONNX form for an operator of the model; the message names the operator."""
 
 
 def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artifact:
-    """``src`` as ONNX in ``out``, inputs and outputs under the names of its signature. ``read`` (``module:function`` of
-    a ``TensorFlowSpec``, an opset and a layout) is called in the TensorFlow process and gives ``Converted``.
+    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of its signature.
 
-    ``OpNotConverted`` names the operators that have no ONNX form, ``ExportFailed`` any other reason; where the process
-    died, the operator that it was at.
+    ``read`` (``module:function``) is called in the TensorFlow process with a ``TensorFlowSpec``, an opset and a layout,
+    and returns ``Converted``.
+
+    Raises ``OpNotConverted`` with the operators that have no ONNX form, and ``ExportFailed`` for any other reason. If
+    the process died, the message names the last operator that was being converted.
     """
     require_tensorflow("tf2onnx")
     if config.layout not in LAYOUTS:
-        raise UnknownName(f"unknown layout {config.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        raise UnknownName(f"unknown layout {config.layout!r}; use one of {', '.join(LAYOUTS)}")
     report(f"onnx_from_{src.kind}: tf2onnx")
     made = out.with_name(f"{out.stem}.tf2onnx.onnx")
-    last = ""
-
-    def remember(message: str, fraction: float | None) -> None:  # noqa: ARG001 - one of thousands of operators
-        nonlocal last
-        last = message
-
+    operator = made.with_suffix(".operator")
     try:
-        with watched_by(remember):
-            note: dict[str, Any] = in_tensorflow(
-                "accel.converters.tf2onnx_conversion:run_tf2onnx",
-                spec=TensorFlowSpec.of(src),
-                contract=Contract(src.signature.inputs, src.signature.outputs),
-                opset=config.opset,
-                layout=config.layout,
-                read=read,
-                out=made,
-            )
+        note: dict[str, Any] = in_tensorflow(
+            "accel.converters.from_tensorflow.conversion:run_tf2onnx",
+            spec=TensorFlowSpec.of(src),
+            contract=Contract(src.signature.inputs, src.signature.outputs),
+            opset=config.opset,
+            layout=config.layout,
+            read=read,
+            out=made,
+            operator=operator,
+        )
     except ChildCrashed as error:
-        at = f"; it was at {last}, export the part of the model without it" if last else ""
+        last = operator.read_text() if operator.is_file() else ""
+        at = f"; it was at the operator {last}, export the part of the model without it" if last else ""
         raise ExportFailed(f"tf2onnx can't convert {src.source.get('spec', src.path)}: {error}{at}") from error
+    finally:
+        operator.unlink(missing_ok=True)
     model = read_proto(made, weights=True)
     made.unlink()
     return onnx_artifact(src, model, out, note)
 
 
 def run_tf2onnx(
-    spec: TensorFlowSpec, contract: Contract, opset: int, layout: str, read: str, out: Path
+    spec: TensorFlowSpec, contract: Contract, opset: int, layout: str, read: str, out: Path, operator: Path
 ) -> dict[str, Any]:
-    """Convert the model that ``spec`` names into ``out``; what is worth noting. Runs in the TensorFlow process and
-    reports what it is at, operator by operator."""
+    """Converts the model that ``spec`` names into ``out``; returns the notes of the stage.
+
+    Runs in the TensorFlow process. The file ``operator`` holds the operator that is being converted.
+    """
     import tf2onnx
 
     heard = _Heard()
@@ -97,7 +100,7 @@ def run_tf2onnx(
     first = min(opset, TF2ONNX_OPSET)
     reader: Callable[[TensorFlowSpec, int, str], Converted] = resolve(read)
     try:
-        with _operators_reported():
+        with _operators_noted(operator):
             model, turned, inputs, outputs = reader(spec, first, layout)
     except AccelError:
         raise
@@ -113,28 +116,28 @@ def run_tf2onnx(
     model = at_opset(model, opset, spec.path)
     write_onnx(model, out)
     if fault := check_file(out):
-        raise ExportFailed(f"what tf2onnx made of {spec.path} fails the checker: {fault}")
+        raise ExportFailed(f"the file that tf2onnx made of {spec.path} fails the ONNX checker: {fault}")
     nodes = len(model.graph.node)
     return {"tf2onnx": tf2onnx.__version__, "opset_before": first, "nodes": nodes, "transposes": turned}
 
 
 @contextmanager
-def _operators_reported() -> Iterator[None]:
-    """Inside, each operator is reported before tf2onnx converts it: should that end the process, its name is known."""
+def _operators_noted(file: Path) -> Iterator[None]:
+    """Writes each operator to ``file`` before tf2onnx converts it, as the conversion may end the process."""
     from tf2onnx import handler
 
     kept = (handler.tf_op.create_mapping, handler.tfl_op.create_tfl_to_tf_mapping)
 
-    def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def convert_node(graph: Any, node: Any, **words: Any) -> Any:
-            report(f"the operator {node.type} ({node.name})")
+            file.write_text(f"{node.type} ({node.name})")
             return function(graph, node, **words)
 
         return convert_node
 
     def over(mapping: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: {op: (reporting(function), words) for op, (function, words) in mapping(*given).items()}
+        return lambda *given: {op: (noting(function), words) for op, (function, words) in mapping(*given).items()}
 
     handler.tf_op.create_mapping, handler.tfl_op.create_tfl_to_tf_mapping = map(over, kept)
     try:
@@ -144,7 +147,7 @@ def _operators_reported() -> Iterator[None]:
 
 
 class _Heard(logging.Handler):
-    """What tf2onnx logs: it reports operators it can't convert there and goes on."""
+    """Keeps the log lines of tf2onnx, which logs operators that it can't convert and goes on."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -155,13 +158,13 @@ class _Heard(logging.Handler):
 
 
 def _unsupported(lines: Sequence[str]) -> set[str]:
-    """The operators that tf2onnx says it can't write."""
+    """Returns the operators that tf2onnx reports as unsupported in its log."""
     pattern = r"op \[\S+: (\w+)\] is not supported|Op (\w+) is not implemented"
     return {match[1] or match[2] for line in lines for match in re.finditer(pattern, line)}
 
 
 def _is_foreign(node: onnx.NodeProto) -> bool:
-    """Whether ``node`` is no operator of ONNX: of another domain, or one of TensorFlow that was left as it was."""
+    """Tells whether ``node`` has another domain than ONNX, or is a TensorFlow operator that was not converted."""
     import onnx
 
     if node.domain not in ("", "ai.onnx", "ai.onnx.ml"):
@@ -170,8 +173,11 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 
 
 def _as_specified(model: onnx.ModelProto) -> None:
-    """Say nearest neighbours of pixel centres in today's words: tf2onnx writes ``tf_half_pixel_for_nn``, which opset 13
-    took out. The floor of ``v`` is ``v - 0.5`` rounded, halves up."""
+    """Rewrites Resize nodes with ``tf_half_pixel_for_nn``, which tf2onnx writes and opset 13 removed.
+
+    The replacement is ``half_pixel`` with ``round_prefer_ceil``: ``floor(v)`` equals ``v - 0.5`` rounded with halves
+    up.
+    """
     for node in model.graph.node:
         said = {a.name: a for a in node.attribute}
         mode = said.get("coordinate_transformation_mode")
@@ -184,11 +190,11 @@ def _as_specified(model: onnx.ModelProto) -> None:
 
 def _not_converted(where: str, ops: list[str]) -> OpNotConverted:
     what = f"the operator {ops[0]}" if len(ops) == 1 else f"the operators {', '.join(ops)}"
-    cut = "export the part of the model without it" if len(ops) == 1 else "export the part of the model without them"
+    cut = f"export the part of the model without {'it' if len(ops) == 1 else 'them'}"
     if where.endswith(".tflite"):
-        cut = "export the SavedModel or Keras file that it was made of"
+        cut = "export the SavedModel or Keras file that the TFLite file was made from"
     elif any(op.startswith("LookupTable") for op in ops):
-        cut = "tables of strings aren't supported: look them up before the model and export it from the numbers on"
+        cut = "tables of strings aren't supported: look strings up before the model, and export the part behind it"
     return OpNotConverted(f"{where} uses {what}, which tf2onnx can't write as ONNX; {cut}")
 
 
@@ -201,7 +207,7 @@ def _refused(where: str, lines: list[str], error: Exception) -> StageFailed:
 
 
 def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
-    """``model`` at ``opset``, by onnx's version converter; the IR that goes with it."""
+    """Returns ``model`` converted to ``opset`` by onnx's version converter, with an IR version that fits."""
     import onnx
     from onnx import version_converter
 
@@ -213,6 +219,6 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
                 f"{where} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); "
                 f"pass --opset {opset_of(model)}"
             ) from error
-    del model.graph.value_info[:]  # with symbols of the converter's own, which would win over the names of the dims
+    del model.graph.value_info[:]  # the converter's own symbols would replace the names of the dims
     model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)
     return model

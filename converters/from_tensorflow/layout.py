@@ -1,7 +1,8 @@
-"""TensorFlow's images have their channels last, ONNX's convolutions want them first: what that costs in transposes.
+"""The layout of images in models from TensorFlow, and the transposes that it costs.
 
-Written operator by operator, each convolution stands between two Transposes. tf2onnx can sink them through the graph
-until they cancel. What comes in and goes out keeps its layout, so that at most the ends are turned.
+TensorFlow's images have their channels last, and ONNX's convolutions take them first. If each operator is translated by
+itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph until they
+cancel. Inputs and outputs keep their layout, so at best only the ends of the graph are transposed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ LAYOUTS = ("auto", "channels_first", "channels_last")
 
 
 def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """What tf2onnx makes of ``graph`` (None: of the ``tflite_path`` among ``arguments``), and how it is laid out:
-    ``layout``, the transposes of activations ``before`` any was sunk or cancelled, those that are ``left``, and how
-    many of these are ``inside``, neither at an input nor at an output.
+    """Converts ``graph`` (None: the ``tflite_path`` among ``arguments``); returns the model and notes on its layout.
 
-    ``auto`` is channels first. Where that leaves some inside a net with convolutions, both are tried, and the one with
-    fewer left is taken; ``tried`` has the number of each. In the TensorFlow process.
+    The notes: ``layout``; ``before``, the number of transposes of activations before any was moved or canceled;
+    ``left``, their number in the result; ``inside``, how many of those touch neither an input nor an output.
+
+    ``auto`` tries channels first. If a model with convolutions then has transposes inside, channels last is tried too,
+    and the layout with fewer transposes is taken; ``tried`` has both numbers. Runs in the TensorFlow process.
     """
     chosen = "channels_last" if layout == "channels_last" else "channels_first"
     model, found = _tf2onnx(chosen, graph, arguments)
@@ -40,7 +42,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
     counted: list[int] = []
 
     class Count:
-        """Stands among tf2onnx's optimizers, the first of them, and changes nothing."""
+        """Counts transposes as the first of tf2onnx's optimizers; changes nothing."""
 
         graph_been_opt = False
 
@@ -59,8 +61,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
 
 
 def transposes(model: onnx.ModelProto) -> tuple[int, int]:
-    """How many Transposes turn what is computed (not weights), and how many of them neither read an input of the model
-    nor make an output."""
+    """Counts the Transposes of activations, and those of them that touch neither an input nor an output."""
     constants = {tensor.name for tensor in model.graph.initializer}
     constants |= {name for node in model.graph.node if node.op_type == "Constant" for name in node.output}
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}

@@ -1,4 +1,4 @@
-"""TensorFlow to ONNX: frozen and converted by tf2onnx in the TensorFlow process."""
+"""TensorFlow to ONNX: the model is frozen, then converted by tf2onnx, in the TensorFlow process."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.converters.tensorflow_layout import converted
-from accel.converters.tf2onnx_conversion import Converted, Tf2OnnxConfig, convert
 from accel.progress import report
-from accel.sources.tensorflow_source import TensorFlowSpec
+from accel.sources.tensorflow.source import TensorFlowSpec
+
+from .conversion import Converted, Tf2OnnxConfig, convert
+from .layout import converted
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTensorFlowConfig(Tf2OnnxConfig):
-    """``opset`` and ``layout``, as of every conversion by tf2onnx."""
+    """The options of every conversion by tf2onnx: ``opset`` and ``layout``."""
 
 
 def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: Path) -> Artifact:
-    """Convert ``src`` (kind ``tensorflow``) to ``out``, inputs and outputs under the names of its signature.
-    ``OpNotConverted`` names the operators that have no ONNX form, ``ExportFailed`` any other reason.
+    """Converts ``src`` (kind ``tensorflow``) to ``out``. Inputs and outputs get the names of its signature.
+
+    Raises ``OpNotConverted`` with the operators that have no ONNX form, and ``ExportFailed`` for any other reason.
     """
-    return convert(src, config, out, "accel.converters.onnx_from_tensorflow:from_graph")
+    return convert(src, config, out, "accel.converters.from_tensorflow.onnx_from_tensorflow:from_graph")
 
 
 def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
-    """The model frozen, its constants folded, as tf2onnx writes it. Runs in the TensorFlow process."""
+    """Freezes the model, folds its constants, converts it with tf2onnx. Runs in the TensorFlow process."""
     import tensorflow as tf
     from tf2onnx import tf_loader
 
-    from accel.sources.tensorflow_model import load
+    from accel.sources.tensorflow.model import load
 
-    report("freezing its graph")
+    report("freezing the graph")
     frozen = load(spec).freeze()
     taken, given = list(frozen.inputs.values()), list(frozen.outputs.values())
     graph = _without_xla(_as_erf(tf_loader.fix_freezing_errors_part2(frozen.graph)), [*taken, *given])
-    report("folding its constants")
+    report("folding constants")
     with tf.Graph().as_default() as whole, tf.compat.v1.Session(graph=whole):
         tf.import_graph_def(graph, name="")
         graph = tf_loader.tf_optimize(taken, given, graph)
@@ -46,7 +48,7 @@ def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
 
 
 def _as_erf(graph: Any) -> Any:
-    """``graph`` with 1 - erf(x) in place of erfc(x), which ONNX has not and every exact gelu of Keras is made of."""
+    """Returns ``graph`` with 1 - erf(x) in place of erfc(x). ONNX has no erfc, and Keras's exact gelu uses it."""
     import tensorflow as tf
 
     made = tf.compat.v1.GraphDef()
@@ -64,8 +66,10 @@ def _as_erf(graph: Any) -> Any:
 
 
 def _without_xla(graph: Any, ends: list[str]) -> Any:
-    """``graph`` with what XLA was to compile inlined as plain functions: Keras has each convolution in groups compiled,
-    ConvNeXt's and ResNeXt's among them. ``ends``: its inputs and outputs."""
+    """Returns ``graph`` with the functions that are marked for XLA inlined. ``ends``: its inputs and outputs.
+
+    Keras marks each grouped convolution for XLA, for example in ConvNeXt and ResNeXt.
+    """
     import tensorflow as tf
     from tensorflow.python.grappler import tf_optimizer
 

@@ -1,4 +1,4 @@
-"""What is said of a PyTorch model whose ONNX form came out wrong: what in it brings that about, as far as it shows."""
+"""Advice for a PyTorch model whose ONNX form computes something else: the cause inside the model, if found."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.sources.torch_call import flatten, in_training, run_named, to_array, to_tensor
+from accel.proof.compare import difference, holds_floats
+from accel.sources.torch.call import flatten, in_training, run_named, to_array, to_tensor
 from accel.stage import GateResult
-from accel.verify.compare import difference, holds_floats
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from accel.sources.torch_call import NamedModule
+    from accel.sources.torch.call import NamedModule
 
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
-    """Why no exporter can do better, with the fix, as a sentence begun by ``; ``; empty where nothing is found.
+    """Returns why no exporter can do better, with the fix, as a clause that begins with ``; ``; empty if unknown.
 
-    ``off``: for each exporter that wrote a file, the comparisons over the limit; ``module``: that of ``src``, which
-    has run.
+    ``module``: the module of ``src``. ``off``: the comparisons over the limit, for each exporter that wrote a file.
     """
     if training := in_training(module):
         return f"; {training}"
@@ -30,23 +29,23 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
     feeds = src.signature.example_inputs(**sizes)
     try:
         found = run_named(module, src.signature, feeds)
-    except Exception:  # a model raises what it likes, and what went wrong was said
+    except Exception:  # a model may raise anything; the caller already has the reasons of the exporters
         return ""
     outputs = {result.output for results in off for result in results}
     whole = sorted(name for name in outputs if name in found and not holds_floats(found[name]))
     if whole and len(whole) == len(outputs):
         return (
-            f"; only the whole numbers of {', '.join(map(repr, whole))} differ, all floats agree: topk, argmax and "
-            "sort order equal or nearly equal scores as each runtime likes; return the scores themselves, or make "
-            "them differ first by more than rounding (scores - 1e-3 * torch.arange(scores.shape[-1]), say)"
+            f"; only the integers of {', '.join(map(repr, whole))} differ, all floats agree: topk, argmax and sort "
+            "order equal or nearly equal scores differently in each runtime; return the scores themselves, or make "
+            "the scores differ by more than rounding first (e.g. scores - 1e-3 * torch.arange(scores.shape[-1]))"
         )
     apart = _from_float64(src, module, feeds, found)
     limit = min(result.limit or 0.0 for results in off for result in results)
     if apart > limit / 4:
         return (
-            f"; float32 is not enough for this model: PyTorch's own result is off by {apart:.2g} from that in float64, "
-            "as something in it makes rounding larger (a difference of nearly equal numbers, or a BatchNorm over a "
-            "channel that hardly varies: raise its eps, or leave that channel out)"
+            f"; float32 is not enough for this model: PyTorch's own result is off by {apart:.2g} from the result in "
+            "float64, because an operation amplifies rounding errors (a difference of nearly equal numbers, or a "
+            "BatchNorm over a channel that hardly varies: raise its eps, or leave that channel out)"
         )
     return ""
 
@@ -54,8 +53,10 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
 def _from_float64(
     src: Artifact, module: NamedModule, feeds: dict[str, np.ndarray], found: dict[str, np.ndarray]
 ) -> float:
-    """The relative error of the worst float output of ``found`` against the same model in float64; 0 where it can't
-    be run so."""
+    """Returns the largest relative error of a float output of ``found`` against the same model in float64.
+
+    Returns 0 if the model can't run in float64.
+    """
     import copy
 
     import torch
@@ -68,7 +69,7 @@ def _from_float64(
         with torch.no_grad():
             tensors = [wide(to_tensor(feeds[spec.name])) for spec in src.signature.inputs]
             wanted = {name: to_array(value) for name, value in flatten(tuple(double(*tensors))).items()}
-    except Exception:  # float32 written into its code, say
+    except Exception:  # e.g. the model's code names float32
         return 0.0
     names = list(found)
     if len(wanted) != len(names):

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers in a form that can be exported."""
+"""Mixtures of experts of the transformers library, in a form that can be exported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from unittest import mock
 
 @contextlib.contextmanager
 def every_expert() -> Iterator[None]:
-    """Each expert computes every token, and counts for those it was chosen for: how transformers sorts the tokens by
-    their experts has no form in ONNX, and a file that gathers the weights of each token's experts needs them in memory
-    once a token."""
+    """Makes each expert compute every token inside the ``with``; a token uses the results of the experts it chose.
+
+    transformers sorts the tokens by expert, which has no form in ONNX. A file that gathers the weights of each token's
+    experts instead needs a copy of the weights in memory for each token.
+    """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)
     if interface is None:
@@ -28,7 +30,8 @@ def _taken(*_: Any) -> Any:
 
 
 def _forward(experts: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
-    """``hidden`` (tokens, size), ``chosen`` and ``weights`` (tokens, top k) are what such experts get."""
+    """Returns the output of the experts, (tokens, size), for ``hidden`` (tokens, size), ``chosen`` and ``weights``
+    (both (tokens, top k))."""
     import torch
 
     def linear(x: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""PyTorch's two exporters to ONNX, and the names and dims of the contract on what they write."""
+"""PyTorch's two exporters to ONNX. The files that they write get the names and dims of the contract."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.converters import onnx_write
-from accel.converters.onnx_names import rename_values
-from accel.converters.onnx_write import write_onnx
-from accel.converters.torch_experts import every_expert
 from accel.errors import ExportFailed
-from accel.sources.onnx_weights import read_detached
+from accel.sources.onnx.weights import read_detached
+
+from ..graph import write as onnx_write
+from ..graph.names import rename_values
+from ..graph.write import write_onnx
+from .experts import every_expert
 
 
 def example(src: Artifact) -> tuple[Any, ...]:
-    """Tensors to trace with. No dynamic dim is 1 (exporters take 1 for a constant) and no two are equal."""
-    from accel.sources.torch_call import to_tensor
+    """Returns the tensors to trace with.
+
+    No dynamic dim has size 1, which exporters take for a constant. No two have the same size if their ranges allow it.
+    """
+    from accel.sources.torch.call import to_tensor
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # Of a dim that goes in steps the exporter sees how many there are.
+        # If a dim has a step, the exporter sees the number of steps. That number must not be 1 either.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -35,10 +39,10 @@ def example(src: Artifact) -> tuple[Any, ...]:
 
 
 def dynamo(src: Artifact, opset: int, out: Path) -> None:
-    """``torch.export``, then its translation."""
+    """Exports ``src`` with ``torch.export`` and translates the program to ONNX. Raises the errors of torch."""
     import torch
 
-    from accel.converters.torch_dims import export_dim
+    from accel.sources.torch.dims import export_dim
 
     dims = {name: export_dim(name, bounds) for name, bounds in src.signature.dims.items()}
     shapes = tuple(
@@ -61,7 +65,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             custom_translation_table=_translations(),
         )
     if program is None:
-        raise ExportFailed("it gave no program")
+        raise ExportFailed("it returned no program")
     tensors = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
     large = sum(tensor.nbytes for tensor in tensors) > onnx_write.SINGLE_FILE_BYTES
     with _apart(out) as exported:
@@ -72,8 +76,10 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _exact_constants() -> Iterator[None]:
-    """Only what adds 0 or multiplies by 1 is taken out of a graph: onnxscript's rules would take 1e-8 for 0 and 1.00001
-    for 1, and with them the eps that keeps a division from being by zero."""
+    """Makes onnxscript remove additions of exactly 0 and multiplications by exactly 1 only.
+
+    The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and so remove an eps that protects a division from zero.
+    """
     from onnxscript.rewriter._pattern_ir import Constant
     from onnxscript.rewriter.rules.common import _no_op
 
@@ -91,11 +97,13 @@ def _exact_constants() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lengths_of_tensors(module: Any) -> Iterator[None]:
-    """In the code of ``module``'s parts ``len(x)`` of a tensor is ``x.shape[0]``: Python's own has to be a number, and
-    the exporters would write down that of the example."""
+    """Makes ``len(x)`` of a tensor mean ``x.shape[0]`` in the code of ``module`` and its submodules.
+
+    Python's own ``len`` has to return a number, so the exporters would write down the length of the example.
+    """
     import torch
 
-    own = len  # this module's may be one of those that are exchanged
+    own = len  # this module's ``len`` may be replaced too
 
     def length(value: Any) -> Any:
         return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else own(value)
@@ -114,36 +122,40 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(out: Path) -> Iterator[Path]:
-    """Where an exporter writes: in a folder of its own, as it leaves the weights of a large model beside it, in files
-    with names of its own choice."""
+    """Yields a path for an exporter to write to, in a temporary folder beside ``out``.
+
+    An exporter puts the weights of a large model beside the file, under names of its own choice.
+    """
     with tempfile.TemporaryDirectory(prefix="export-", dir=out.parent) as folder:
         yield Path(folder, "exported.onnx")
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """How operators are written where it isn't left to torch: accel's own, where a model can have them (importing their
-    module registers them), and those of ``torch_stable``."""
-    from accel.converters import torch_stable
+    """Returns the translations that replace torch's own: ``stable_operators``, and the table of accel's operators.
+
+    A model can hold accel's operators only if their module is imported, because the import registers them.
+    """
+    from . import stable_operators as torch_stable
 
     table = torch_stable.translation_table()
-    if "accel.kernels.operators" in sys.modules:
-        from accel.kernels import onnx_export
+    if "accel.kernels.torch.operators" in sys.modules:
+        from accel.kernels.onnx import export as onnx_export
 
         table |= onnx_export.translation_table()
     return table
 
 
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
-    """Write ``exported`` to ``out`` with the names and dims of the contract, where the exporter has its own.
+    """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
-    Outputs are exported under names that no value inside can have (a model's ``embedding`` may well be the name of an
-    operator's result) and renamed here; input dims lose the exporter's symbols; an output dim that never changed in
-    PyTorch is written down as fixed. The gate then runs the file at every shape.
+    Outputs are exported under names that no inner value has (a model's output ``embedding`` may also be the name of an
+    operator's result), and get their own names here. Input dims lose the exporter's symbols. An output dim that never
+    changed in PyTorch is declared fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
-    del model.graph.output[len(outputs) :]  # see _with_packed_outputs
+    del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
     if any(node.domain == "accel" for node in model.graph.node):
-        from accel.kernels.onnx_export import add_functions
+        from accel.kernels.onnx.export import add_functions
 
         add_functions(model)
     wanted = {old: spec.name for old, spec in zip(outputs, src.signature.outputs, strict=True)}
@@ -168,7 +180,8 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
 
 
 def legacy(src: Artifact, opset: int, out: Path) -> None:
-    """The older exporter: it runs the example and writes down what happened; TorchScript it takes as it is."""
+    """Exports ``src`` with the older exporter, which records one run on an example. TorchScript
+    keeps its branches and loops."""
     import torch
 
     outputs = _output_names(src)
@@ -180,7 +193,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     module, tensors = named(src), example(src)
     with torch.no_grad(), every_expert(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
-            # The exporter traces no TorchScript inside another module, and takes one as it is, branches and all.
+            # The exporter can't trace TorchScript inside another module, so torch.jit.trace makes one TorchScript
+            # module of both. The inner TorchScript module keeps its branches.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
@@ -202,9 +216,11 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """``module`` with one more output for each RNN that gives a packed sequence: that sequence, padded again. Where a
-    model takes the last hidden state alone the exporter falls over the lengths that nothing reads; what is added here
-    is taken out of the graph again."""
+    """Yields ``module`` with one more output for each RNN that gives a packed sequence: the sequence, padded again.
+
+    If a model uses the last hidden state alone, nothing reads the lengths, and the exporter fails on them.
+    ``_finish_graph`` removes the added outputs from the graph.
+    """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
@@ -238,8 +254,8 @@ def _output_names(src: Artifact) -> list[str]:
 
 
 def named(src: Artifact) -> Any:
-    from accel.sources.torch_call import NamedModule
-    from accel.sources.torch_source import module_of
+    from accel.sources.torch.call import NamedModule
+    from accel.sources.torch.source import module_of
 
     names = [spec.name for spec in src.signature.inputs]
     return NamedModule(module_of(src), names, [spec.name for spec in src.signature.outputs]).eval()
@@ -247,10 +263,10 @@ def named(src: Artifact) -> Any:
 
 @contextlib.contextmanager
 def _native_streams_aside() -> Iterator[None]:
-    """The older exporter writes warnings, and the whole graph where it fails, from C++: past Python's streams."""
+    """Silences file descriptors 1 and 2. The older exporter writes warnings to them, and on failure the graph."""
     kept = {}
     for stream in (1, 2):
-        with contextlib.suppress(OSError):  # there is no such stream
+        with contextlib.suppress(OSError):  # the stream is closed
             kept[stream] = os.dup(stream)
     try:
         with Path(os.devnull).open("wb") as nowhere:

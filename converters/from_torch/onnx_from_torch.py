@@ -1,4 +1,4 @@
-"""PyTorch to ONNX: a ladder of exporters, each rung verified, the first that is right is taken."""
+"""PyTorch to ONNX: exporters are tried in order, and the first file that is proven right is taken."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.converters.export_advice import own_fault
-from accel.converters.torch_exporters import dynamo, example, legacy, named
 from accel.errors import AccelError, BadInputSpec, ExportFailed, no_space, one_line
 from accel.progress import report
-from accel.sources.onnx_file import describe, external_files, read_proto
+from accel.proof.gates import OutputGate, worst_result
+from accel.sources.onnx.file import describe, external_files, read_proto
 from accel.sources.output_specs import farthest
-from accel.stage import GateResult, StageConfig, check_contract
-from accel.stage_table import Stage, get_stage
-from accel.verify.gates import OutputGate, worst_result
+from accel.stage import GateResult, Proof, StageConfig
+from accel.tables.limits import EXPORT_LIMITS
+from accel.tables.stage_table import get_stage
 
-# Rewriting a float32 graph moves the result by a few units in the last place of each sum.
-FP32_LIMIT = 1e-4
-# A tracing exporter writes down the branch that the example took: it has to be right on many others.
+from .advice import own_fault
+from .exporters import dynamo, example, legacy, named
+
+# Number of inputs on which a file is compared. A tracing exporter records the branch that the example took, so its file
+# has to be right on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
-LIMITS = {"fp32": FP32_LIMIT, "fp16": 2e-2, "bf16": 1e-1}
 
-# How the two exporters say that they have no form of an operator, and the colours that one of them prints.
+# The messages of the two exporters about an operator without ONNX form, and the color codes that one of them prints.
 _NO_OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)'|Exporting the operator '([^']+)' to ONNX"
 )
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTorchConfig(StageConfig):
-    """``opset``: what the file will have, exactly. ``ladder``: the exporters, in the order they are tried."""
+    """``opset``: the exact opset of the file. ``ladder``: the exporters, in the order in which they are tried."""
 
     opset: int = 20
     ladder: tuple[str, ...] = ("dynamo", "legacy")
 
 
 class OutputsOff(ExportFailed):
-    """An exporter's file computes something else. ``results``: the comparisons over the limit."""
+    """An exporter's file computes something else than PyTorch. ``results``: the comparisons over the limit."""
 
     def __init__(self, message: str, results: Sequence[GateResult]) -> None:
         super().__init__(message)
@@ -56,31 +56,37 @@ class OpsetNotGiven(ExportFailed):
     """An exporter wrote another opset than the one asked for."""
 
 
-def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Artifact:
-    """Export ``src`` (kind ``torch``) to ``out``.
+def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
+    """Exports ``src`` (kind ``torch``) to ``out``.
 
-    Each rung's file has to pass the checker, keep the contract and agree with eager PyTorch at every case of the
-    signature; the notes say which rung was taken and why the others before it were not. ``ExportFailed`` names the
-    reason of every rung, ``BadInputSpec`` the dim that was declared farther than the model goes.
+    The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
+    the signature. ``proof`` checks contract and agreement with the gates of the run. If ``proof`` is None or has no
+    gate for outputs, the file has to meet the usual limit of the source's precision. The notes name the exporter that
+    was taken, and the reason for which each earlier exporter was refused.
+
+    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim was declared farther than
+    the model goes.
     """
+    proof = proof or Proof(get_stage("onnx_from_torch"), src, config)
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
-    by_values, branches = False, ""  # torch.export found that the model does something else for other values; where
+    by_values = False  # torch.export found that the model's branches depend on values
+    branches = ""  # the lines of these branches in the model's code
     for rung in config.ladder:
         if rung not in _RUNGS:
-            raise ExportFailed(f"unknown exporter {rung!r}; the ladder is made of {', '.join(_RUNGS)}")
+            raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
         report(f"onnx_from_torch: {rung}")
         try:
             with _quiet() as said:
                 _RUNGS[rung](src, config.opset, out)
             if by_values and (branches := _branches(said)):
                 raise ExportFailed(f"it holds one branch of {branches}")
-            made = _verified(src, config, out, SEEDS[rung])
+            made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
             off.append(error.results if isinstance(error, OutputsOff) else ())
-        except Exception as error:  # exporters raise whatever the part that failed raises
+        except Exception as error:  # exporters may raise anything
             if full := no_space(error):
                 raise full from error
             by_values |= "data-dependent" in str(error)
@@ -94,15 +100,14 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
     spec = src.source.get("spec", src.path)
     if _packs(src):
         raise ExportFailed(
-            f"{spec} packs its padded batch (torch.nn.utils.rnn.pack_padded_sequence), and no exporter wrote that as "
-            "it is used here; run the RNN on the padded batch as it is and take its outputs by the lengths or a mask "
-            "(output.gather(1, lengths - 1)), which gives the same numbers in one direction; or undo the packing with "
-            "pad_packed_sequence directly after the RNN"
+            f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; run the RNN on "
+            "the padded batch and select its outputs by the lengths or a mask (output.gather(1, lengths - 1)), which "
+            "gives the same numbers if the RNN has one direction; or call pad_packed_sequence directly after the RNN"
         )
     if branches:
         raise ExportFailed(
-            f"{spec} takes one branch or another by the values that come in, at {branches}, and a traced file would "
-            "hold the one that the example took; write torch.where or torch.cond there"
+            f"{spec} chooses a branch by the values of its inputs, at {branches}, and a traced file would hold only "
+            "the branch that the example took; write torch.where or torch.cond there"
         )
     if len(missing) == len(config.ladder):
         raise ExportFailed(
@@ -117,16 +122,19 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path) -> Ar
 
 
 def _remove(out: Path) -> None:
-    """The file of a rung that was refused, and that of its weights."""
+    """Deletes the file of a refused exporter, and the file of its weights."""
     names: tuple[str, ...] = ()
-    with contextlib.suppress(AccelError):  # there is none, or only half of it
+    with contextlib.suppress(AccelError):  # there is no file, or only half of one
         names = external_files(read_proto(out))
     for left in (out, *map(out.with_name, names)):
         left.unlink(missing_ok=True)
 
 
 def _advice(src: Artifact) -> str:
-    """What often helps: code that computes with sizes as numbers can be traced for one size only."""
+    """Returns the advice to fix the sizes, as a clause; empty if no dim is dynamic.
+
+    Code that computes with sizes as numbers can be traced for one size only.
+    """
     if not src.signature.dims:
         return ""
     sizes = src.signature.sizes()
@@ -135,8 +143,10 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Which dim was declared farther than the model itself goes (to the end of a table of positions, say), and how far
-    that is; empty where PyTorch runs it at both ends of each dim."""
+    """Names the dim that was declared larger than the model takes (e.g. than a table of positions), and its real bound.
+
+    Returns an empty string if PyTorch runs the model at both ends of each dim.
+    """
     usual = src.signature.sizes()
     if _fails(src, usual):
         return ""
@@ -161,19 +171,19 @@ def _too_far(src: Artifact) -> str:
 
 
 def _fails(src: Artifact, sizes: Mapping[str, int]) -> str:
-    """Why eager PyTorch can't run ``src`` at these sizes; empty where it can."""
-    from accel.sources.torch_call import run_named
+    """Returns why eager PyTorch can't run ``src`` with dims of ``sizes``. Returns "" if PyTorch can run ``src``."""
+    from accel.sources.torch.call import run_named
 
     try:
         with _quiet():
             run_named(named(src), src.signature, src.signature.example_inputs(**sizes))
-    except Exception as error:  # a model raises what it likes
+    except Exception as error:  # a model may raise anything
         return one_line(error, 160) or type(error).__name__
     return ""
 
 
 def _packs(src: Artifact) -> bool:
-    """Whether the model calls ``pack_padded_sequence``, found by running it once."""
+    """Tells whether the model calls ``pack_padded_sequence``, by running the model once."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -187,18 +197,23 @@ def _packs(src: Artifact) -> bool:
     try:
         with _quiet(), torch.no_grad(), Watch():
             named(src)(*example(src))
-    except Exception:  # it is only looked at: why it fails is known already
+    except Exception:  # the reason of a failure is known already
         pass
     return any("_pack_padded_sequence" in name for name in seen)
 
 
 def _first_line(error: Exception) -> str:
-    text = _COLOUR.sub("", str(error)).rpartition("## Exception summary")[2]  # general advice comes before it
+    # PyTorch puts general advice before the reason.
+    text = _COLOR.sub("", str(error)).rpartition("## Exception summary")[2]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] if lines else "no reason given"
 
 
-def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int) -> Artifact:
+def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int, proof: Proof) -> Artifact:
+    """Returns the file that an exporter wrote to ``out``, proven on ``seeds`` inputs of the first case.
+
+    Raises ``OpsetNotGiven``, ``OutputsOff`` or ``ExportFailed`` if the file is wrong.
+    """
     import onnx
 
     _, properties = describe(out)
@@ -208,25 +223,29 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int)
         onnx.checker.check_model(str(out), full_check=True)
     except Exception as error:
         raise ExportFailed(f"its file fails the checker: {one_line(error)}") from error
-    stage: Stage = get_stage("onnx_from_torch")
     companions = external_files(read_proto(out))
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
-    made = check_contract(stage, src, config, plain)
-    limit = LIMITS[src.properties.get("precision", "fp32")]
-    results = OutputGate(limit=limit, seeds=seeds).check(src, made)
+    made, given = proof.of(plain)
+    results = list(given)
+    gates = [gate for gate in proof.gates if isinstance(gate, OutputGate)]
+    if gates:
+        results += gates[0].check_seeds(src, made, seeds)
+    else:
+        limit = EXPORT_LIMITS[src.properties.get("precision", "fp32")]
+        results += OutputGate(limit=limit, seeds=seeds).check(src, made)
     worst = worst_result(results)
     failed = [r for r in results if r.passed is False]
     if failed:
         raise OutputsOff(
-            f"its outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} (limit {limit:g}) "
-            f"{failed[0].note}".rstrip(),
+            f"its outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} "
+            f"(limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
             failed,
         )
     return replace(made, notes={"worst_rel_l2": worst.value if worst else None})
 
 
 def _branches(said: Sequence[warnings.WarningMessage]) -> str:
-    """Where the tracer saw a tensor become a condition, outside of PyTorch; empty where it didn't."""
+    """Returns the lines outside PyTorch at which the tracer saw a tensor become a condition; empty if none."""
     import torch
 
     own = str(Path(torch.__file__).parent)
@@ -240,7 +259,7 @@ def _branches(said: Sequence[warnings.WarningMessage]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Exporters print, log and warn; what matters of it is checked on the file itself. The warnings are kept."""
+    """Silences what exporters print and log, and yields the list of their warnings."""
     names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

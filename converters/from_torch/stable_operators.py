@@ -1,4 +1,4 @@
-"""Operators that torch's exporter writes in a form that overflows where PyTorch doesn't."""
+"""Translations of operators for which the form of torch's exporter overflows and PyTorch does not."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from typing import Any
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)`` takes."""
+    """Returns a table for ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)``."""
     import torch
 
     return {torch.ops.aten.log_sigmoid.default: _log_sigmoid, torch.ops.aten.logaddexp.default: _logaddexp}
 
 
 def _log_sigmoid(x: Any) -> Any:
-    """log(1 / (1 + e^-x)) as -softplus(-x): the logarithm of a sigmoid that has become 0 is infinite."""
+    """Computes log(1 / (1 + e^-x)) as -softplus(-x).
+
+    A sigmoid can underflow to 0, and its logarithm is then infinite.
+    """
     from onnxscript import opset18 as op
 
     return op.Neg(op.Softplus(op.Neg(x)))
 
 
 def _logaddexp(x: Any, y: Any) -> Any:
-    """log(e^x + e^y) as max(x, y) + softplus(-|x - y|), which nothing overflows; equal infinities, whose difference is
-    no number, are what they are."""
+    """Computes log(e^x + e^y) as max(x, y) + softplus(-|x - y|), which can't overflow.
+
+    If x and y are the same infinity, their difference is NaN, and the result is x + y.
+    """
     from onnxscript import opset18 as op
 
     apart: Any = op.Sub(x, y)

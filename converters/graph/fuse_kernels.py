@@ -1,5 +1,7 @@
-"""ONNX to ONNX: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``, a convolution likewise one
-``accel::FusedConv2d``, each with a body for any runtime."""
+"""ONNX to ONNX with fused products: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``.
+
+A convolution becomes one ``accel::FusedConv2d`` in the same way. Each has a function body that any runtime can run.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from pathlib import Path
 
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed, one_line
-from accel.sources.onnx_file import read_proto
+from accel.sources.onnx.file import read_proto
 from accel.stage import StageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class FuseKernelsConfig(StageConfig):
-    """``residual``: also take in the sum that follows, where its shape is that of the product."""
+    """``residual``: also fuse the sum that follows, if its shape is the shape of the product."""
 
     residual: bool = True
 
@@ -25,21 +27,21 @@ class FusedGraphInvalid(StageFailed):
 
 
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
-    """Write ``src`` with its products fused to ``out``; the notes count what each function replaced.
+    """Writes ``src`` with fused products to ``out``. The notes count the products by the function that replaced them.
 
-    A model with nothing to fuse comes out as it is. Raises ``UnsupportedHere`` for an opset or IR without functions,
-    ``FusedGraphInvalid`` where the result doesn't pass the checker with full shape inference.
+    A model without such products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR has no functions,
+    and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
     """
     import onnx
 
-    from accel.kernels.onnx_patterns import fuse_products
+    from accel.kernels.onnx.patterns import fuse_products
 
     model = read_proto(src.path, weights=True)
     fused = fuse_products(model, residual=config.residual)
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
-        raise FusedGraphInvalid(f"the fused graph is not valid ({one_line(error)}); leave --kernels out") from error
+        raise FusedGraphInvalid(f"the fused graph is not valid ({one_line(error)}); run without --kernels") from error
     with beside(out) as temporary:
         onnx.save(model, str(temporary))
     counts = dict(sorted(Counter(fused).items()))

@@ -1,4 +1,4 @@
-"""Giving a converted file the names and dims that the model's user knows."""
+"""The names and dims that users know, written into a converted file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Contract:
 
 
 def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contract) -> None:
-    """Rename the inputs and outputs of ``model`` by ``names`` (the file's to the user's), in place, and write down the
-    shapes of ``contract``, inputs and outputs in its order.
+    """Renames the inputs and outputs of ``model`` in place, and declares the order and shapes of ``contract``.
 
-    Values inside that have such a name already are moved out of the way. An input that is given out as it came, and a
-    value that is given out twice, get an Identity. ``SignatureDrift`` where an output is missing.
+    ``names`` maps the file's names to the user's. An inner value that has such a name already gets another one. An
+    input that is also an output, and a value that is an output twice, get an Identity. Raises ``SignatureDrift`` if an
+    output is missing.
     """
     import onnx
 
@@ -37,8 +37,8 @@ def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contr
     used = {value.name for value in (*graph.input, *graph.initializer)} | _names(graph)
     for old, new in names.items():
         if new in ends and old not in used:
-            raise SignatureDrift(f"the output {new!r} is missing in what was converted; export the model again")
-    # Nothing keeps a name that is about to be given.
+            raise SignatureDrift(f"the output {new!r} is missing in the converted model; export the model again")
+    # Every value that has one of the new names gets another name first.
     moved: dict[str, str] = {}
     for name in (*starts, *ends, *names):
         if name in used and name not in moved:
@@ -71,12 +71,12 @@ def _declare(graph: onnx.GraphProto, starts: Mapping[str, TensorSpec], ends: Map
     graph.input.extend(value(spec) for spec in starts.values())
     del graph.output[:]
     graph.output.extend(value(spec) for spec in ends.values())
-    # Shapes noted inside are in the converter's own symbols; shape inference finds them anew.
+    # The shapes of inner values use the converter's own symbols. Shape inference finds them again.
     del graph.value_info[:]
 
 
 def _drop_identities(graph: onnx.GraphProto, outputs: set[str], inputs: set[str]) -> None:
-    """Let the node that makes a value write the output itself, where only the Identity at the end reads that value."""
+    """Removes the Identity in front of an output if nothing else reads its input."""
     constants = {t.name for t in graph.initializer}
     readers: dict[str, int] = {}
     for node in graph.node:
@@ -97,20 +97,20 @@ def _drop_identities(graph: onnx.GraphProto, outputs: set[str], inputs: set[str]
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
-    """Every value that a node of the graph, or of a graph inside it, reads or makes."""
+    """Returns every value that a node of ``graph``, or of a graph inside its nodes, reads or makes."""
     own = {name for node in graph.node for name in (*node.input, *node.output)}
     return own | {n for node in graph.node for a in node.attribute for g in (a.g, *a.graphs) for n in _names(g)}
 
 
 def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Rename values wherever they occur, in subgraphs too."""
+    """Renames values wherever they occur, in subgraphs too."""
     rename_in_nodes(graph.node, names)
     for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
         value.name = names.get(value.name, value.name)
 
 
 def rename_in_nodes(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Rename what nodes read and make, in graphs inside them too; what their graph declares keeps its names."""
+    """Renames the values that ``nodes`` and their subgraphs read and make. The declarations of their graph stay."""
     for node in nodes:
         for field in (node.input, node.output):
             for index, name in enumerate(field):
@@ -121,11 +121,13 @@ def rename_in_nodes(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -
 
 
 def nodes_matching(nodes: Sequence[onnx.NodeProto], pattern: str) -> list[int]:
-    """Indices of the nodes whose name, operator or output ``pattern`` fits, as a shell would; ``UnknownName`` for a
-    pattern that fits none."""
+    """Returns the indices of the nodes whose name, operator or output matches the shell pattern ``pattern``.
+
+    Raises ``UnknownName`` if no node matches.
+    """
     found = [
         i for i, n in enumerate(nodes) if any(fnmatch.fnmatchcase(x, pattern) for x in (n.name, n.op_type, *n.output))
     ]
     if not found:
-        raise UnknownName(f"no node is called {pattern!r} and no operator either; see accel inspect for the names")
+        raise UnknownName(f"no node and no operator is called {pattern!r}; accel inspect lists the names")
     return found

@@ -1,4 +1,4 @@
-"""ONNX from anywhere to ONNX as the other stages want it: its opset, its shapes, its weights where they belong."""
+"""ONNX from any exporter to ONNX as the other stages need it: opset, shapes, weights as initializers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
 from accel.child import run_in_child
-from accel.converters.onnx_write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
 from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, numpy_dtype, shapes_of
-from accel.sources.onnx_file import opset_of
-from accel.sources.onnx_weights import read_detached, weight_array
+from accel.sources.onnx.file import opset_of
+from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
 from accel.stage import StageConfig
+
+from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 
 if TYPE_CHECKING:
     import onnx
 
-# Constants this small are axes and sizes, which shape inference wants to see where they are used.
+# Smaller constants are axes and sizes, which shape inference reads from Constant nodes.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
-# The IR version that each of the newer dtypes came with, by its name in TensorProto.
+# The IR version that introduced each of the newer dtypes, by the dtype's name in TensorProto.
 _DTYPE_IR = {"FLOAT4E2M1": 11, "FLOAT8E8M0": 12, "UINT2": 13, "INT2": 13, "FLOAT6E2M3": 14, "FLOAT6E3M2": 14}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromOnnxConfig(StageConfig):
-    """``opset``: what the file will have (None: what it has). ``inputs``: the right shapes of inputs whose declared
-    ones are wrong or too narrow; those not named stay. ``dims``: ranges of dynamic dims. ``max_ir``: the newest IR
-    version that is read where the file goes (None: it keeps its own)."""
+    """``opset``: the opset of the result (None: unchanged). ``inputs``: new shapes for inputs whose declared shapes are
+    wrong or too narrow; other inputs stay. ``dims``: ranges of dynamic dims. ``max_ir``: the newest IR version that the
+    target reads (None: no limit)."""
 
     opset: int | None = None
     inputs: tuple[TensorSpec, ...] = ()
@@ -41,27 +42,28 @@ class OnnxFromOnnxConfig(StageConfig):
 
 
 class NotBroughtOver(StageFailed):
-    """The opset or the shapes can't be changed to what was asked for."""
+    """The opset or the shapes can't be changed as asked."""
 
 
 def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Artifact:
-    """Bring ``src`` to an opset and to shapes: each repair is in ``notes["repaired"]`` with its reason.
+    """Changes opset and shapes of ``src``. ``notes["repaired"]`` lists each repair with its reason.
 
-    Weights in Constant nodes become initializers, initializers are no longer listed as inputs, shapes of outputs are
-    those that come out when it runs. Quantized models keep each QuantizeLinear and DequantizeLinear.
-    ``NotBroughtOver`` where onnx can't convert an operator, where the model doesn't run with the shapes given, or where
-    its opset or a dtype in it is newer than ``max_ir``.
+    Weights in Constant nodes become initializers, initializers are no longer listed as inputs, and outputs get the
+    shapes that a run gives. Quantized models keep each QuantizeLinear and DequantizeLinear.
+
+    Raises ``NotBroughtOver`` if onnx can't convert an operator, if the model doesn't run with the given shapes, or if
+    its opset or one of its dtypes needs a newer IR than ``max_ir``.
     """
     try:
         notes: dict[str, Any] = run_in_child(
-            "accel.converters.onnx_from_onnx:run_conversion",
+            "accel.converters.graph.onnx_from_onnx:run_conversion",
             path=src.path,
             signature=src.signature,
             config=config,
             out=out,
         )
     except ChildCrashed as error:
-        raise NotBroughtOver(f"onnx can't bring {src.path} over ({error}); export it again from its source") from error
+        raise NotBroughtOver(f"onnx died while converting {src.path} ({error}); export the model again") from error
     model = read_detached(out)
     made = onnx_artifact(src, model, out, notes)
     known = merged_ranges(src.signature.dims, config.dims)
@@ -70,7 +72,7 @@ def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Arti
 
 
 def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig, out: Path) -> dict[str, Any]:
-    """What ``onnx_from_onnx`` does, in a child process: onnx's version converter and ONNX Runtime are native code."""
+    """Does the work of ``onnx_from_onnx``. Runs in a child process, because onnx and ONNX Runtime are native code."""
     import onnx
 
     model = read_detached(path)
@@ -92,17 +94,17 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         least, why = max((least, f"opset {opset}"), *_newer_dtypes(model.graph))
         if least > config.max_ir:
             raise NotBroughtOver(
-                f"{path} needs IR {least} for {why}, where it goes only IR {config.max_ir} is read; export it again "
-                "without it"
+                f"{path} needs IR {least} for {why}, and the target reads IR {config.max_ir} at most; export the model "
+                f"again without {why}"
             )
-        repaired.append(f"it said IR {model.ir_version}, which is not needed and not read everywhere")
+        repaired.append(f"it declared IR {model.ir_version}, which it doesn't need and which not every runtime reads")
         model.ir_version = config.max_ir
     del model.graph.value_info[:]
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
     ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
-    write_onnx(model, out)  # ONNX Runtime reads a file of any size, and a message of up to 2 GB
+    write_onnx(model, out)  # ONNX Runtime reads a file of any size, but a message of at most 2 GB
     _observe_outputs(model, out, Signature(inputs, (), dims), signature.outputs, path, repaired)
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
@@ -134,15 +136,18 @@ def _hide_initializers(model: onnx.ModelProto, repaired: list[str]) -> None:
     for value in listed:
         model.graph.input.remove(value)
     if listed:
-        # Before IR 4 every weight had to be listed, and a runtime that takes it for an input can't fold it.
+        # Before IR 4 every weight had to be listed as an input. A runtime can't fold an input.
         model.ir_version = max(int(model.ir_version), 4)
-        repaired.append(f"{len(listed)} weights were listed as inputs, where the caller could replace them; no longer")
+        repaired.append(f"{len(listed)} weights were listed as inputs, which a caller can replace; they no longer are")
 
 
 def _redeclared(
     model: onnx.ModelProto, declared: Sequence[TensorSpec], given: Sequence[TensorSpec], repaired: list[str]
 ) -> tuple[TensorSpec, ...]:
-    """The inputs with the shapes that were given, written into ``model``."""
+    """Declares the inputs of ``model`` with the given shapes, and returns them.
+
+    Raises ``BadInputSpec`` if a given input is unknown or has another dtype or rank.
+    """
     import onnx
 
     wanted = {spec.name: spec for spec in given}
@@ -153,10 +158,10 @@ def _redeclared(
     for spec in declared:
         new = wanted.get(spec.name, spec)
         if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
-            raise BadInputSpec(f"the model takes {spec}, not {new}; only dims can be declared anew, correct --input")
+            raise BadInputSpec(f"the model takes {spec}, not {new}; only sizes can be changed, correct --input")
         if new.shape != spec.shape:
             repaired.append(
-                f"{spec} was declared, {new} is what it takes: the user said so, and it runs at those sizes"
+                f"the input was declared {spec} and is {new} now: the user said so, and the model runs at those sizes"
             )
         found.append(TensorSpec(spec.name, spec.dtype, new.shape, new.values or spec.values))
     for value, spec in zip(model.graph.input, found, strict=True):
@@ -182,9 +187,11 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 
 
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """One opset after another. Where onnx's converter doesn't know how an operator was written one earlier (it has no
-    adapters for many that only learned new dtypes), it stays as it is: whether it may is for the checker to say, and
-    whether it means the same for the gate."""
+    """Lowers the opset of ``model`` one version at a time, and returns the result.
+
+    onnx's converter has no adapters for many operators that only learned new dtypes. At such a version the operators
+    stay as they are: the checker then decides whether they are valid, and the gate whether they compute the same.
+    """
     from onnx import version_converter
 
     for version in range(opset_of(model) - 1, opset - 1, -1):
@@ -199,7 +206,7 @@ def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def _without_zeros(graph: onnx.GraphProto) -> set[str]:
-    """The initializers of whole numbers none of which is 0."""
+    """Returns the names of the int64 initializers that hold no 0."""
     import onnx
 
     found = (t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64)
@@ -207,8 +214,11 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 
 
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
-    """On the way down onnx's converter leaves attributes that the operator hasn't yet (``noop_with_empty_axes``): those
-    that say the usual go, and ``allowzero`` where no size is 0; any other stays for the checker to refuse."""
+    """Removes attributes that operators don't have yet at ``opset``: onnx's converter leaves them in the nodes.
+
+    Removed are attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
+    Others stay, and the checker refuses them.
+    """
     import onnx
 
     harmless = {("Reshape", "allowzero"): _without_zeros(graph)}
@@ -230,7 +240,7 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
 
 
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
-    """The IR versions that dtypes in ``graph`` need, where one of the newer ones is in it, with its name."""
+    """Returns the IR version and the name of each newer dtype in ``graph``, after a first entry (0, "")."""
     import onnx
 
     kinds = {t.data_type for t in graph.initializer}
@@ -256,7 +266,10 @@ def _observe_outputs(
     path: Path,
     repaired: list[str],
 ) -> None:
-    """Write down the shapes of the outputs that come out of ``written`` at several sizes."""
+    """Declares the shapes of the outputs of ``model`` as ``written`` gives them at several sizes.
+
+    Raises ``NotBroughtOver`` if ONNX Runtime can't load ``written`` or can't run it at one of the sizes.
+    """
     import onnx
     import onnxruntime
 
@@ -266,8 +279,8 @@ def _observe_outputs(
     try:
         session = onnxruntime.InferenceSession(str(written), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise NotBroughtOver(f"ONNX Runtime doesn't take what became of {path}: {one_line(error)}") from error
-    # At the ends of the ranges: many nets take multiples of some number only, and the ranges are what was promised.
+        raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
+    # Only the ends of the ranges are run: many models take only multiples of a number, and the user gave the ends.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

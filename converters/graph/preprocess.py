@@ -1,4 +1,4 @@
-"""What a user has, into the graph: bytes of an image in, a class out."""
+"""Pre- and postprocessing moved into the graph: image bytes go in, classes come out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.converters.onnx_names import rename_in_nodes
-from accel.converters.onnx_write import onnx_artifact
 from accel.errors import BadInputSpec, StageFailed
-from accel.signature import DimRange, Signature, TensorSpec, merged_ranges
-from accel.sources.onnx_file import opset_of, read_proto
+from accel.signature import Dim, DimRange, Signature, TensorSpec, merged_ranges
+from accel.sources.onnx.file import opset_of, read_proto
 from accel.stage import StageConfig
+
+from .names import rename_in_nodes
+from .write import onnx_artifact
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,10 +26,13 @@ _POSTPROCESS = ("softmax", "argmax", "topk")
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessConfig(StageConfig):
-    """``mean``, ``std``: one number or one a channel, of pixels in 0..1 (bytes are divided by 255 first). ``layout``,
-    ``dtype``: of what comes in. ``resize``: the (height, width) the model takes; any size comes in, and is scaled
-    bilinearly between pixel centres, as OpenCV does. ``postprocess``: ``softmax``, ``argmax`` or ``topk:K`` of the one
-    output. ``dims``: ranges of the ``height`` and ``width`` that come in to be resized."""
+    """The steps before and after the model.
+
+    ``mean``, ``std``: one number, or one for each channel, for pixels in 0..1 (bytes are divided by 255 first).
+    ``layout``, ``dtype``: of the images that come in. ``resize``: the (height, width) that the model takes; images of
+    any size come in and are scaled bilinearly between pixel centers, as OpenCV does. ``postprocess``: ``softmax``,
+    ``argmax`` or ``topk:K`` of the only output. ``dims``: ranges of ``height`` and ``width`` before the resize.
+    """
 
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -44,14 +48,14 @@ class PreprocessConfig(StageConfig):
 
 
 class NotPreprocessed(StageFailed):
-    """The model's input or output is not what this can go before or after."""
+    """The model's inputs or outputs don't allow the pre- or postprocessing."""
 
 
 def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
-    """Put ``config`` before and after ``src``. The input keeps its name; so does the output, but ``topk`` gives
-    ``<output>_values`` and ``<output>_indices``.
+    """Adds the steps of ``config`` before and after ``src``, and writes the result to ``out``.
 
-    ``NotPreprocessed`` where the model doesn't take one image or doesn't give one row of scores.
+    The input and the output keep their names, except that ``topk`` gives ``<output>_values`` and ``<output>_indices``.
+    Raises ``NotPreprocessed`` if the model doesn't take exactly one image or doesn't give exactly one output of scores.
     """
     model = read_proto(src.path, weights=True)
     if config.on_the_input:
@@ -79,14 +83,17 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
 
 
 def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
-    """``dims`` of the model as they are before it: images that are resized come in any size."""
+    """Returns the ranges of ``dims`` at the new input. Images that are resized come in any size, without a step."""
     if config.resize is None:
         return dict(dims)
     return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
 
 
 def image_input(signature: Signature) -> tuple[TensorSpec, int]:
-    """The one image that a model takes, and the axis its channels are on (1 or 3)."""
+    """Returns the only image that a model takes, and the axis of its channels (1 or 3).
+
+    Raises ``NotPreprocessed`` if there is no such image, or several, or if the axis is ambiguous.
+    """
     images = [spec for spec in signature.inputs if len(spec.shape) == 4 and spec.dtype in ("float32", "float16")]
     if len(images) != 1:
         given = ", ".join(map(str, signature.inputs))
@@ -94,15 +101,39 @@ def image_input(signature: Signature) -> tuple[TensorSpec, int]:
     axes = [axis for axis in (1, 3) if images[0].shape[axis] in _CHANNELS]
     if len(axes) != 1:
         raise NotPreprocessed(
-            f"can't tell which dim of {images[0]} is the channels; it has to be 1, 3 or 4 on one of them"
+            f"can't tell which dim of {images[0]} is the channels; exactly one of dims 1 and 3 has to be 1, 3 or 4"
         )
     return images[0], axes[0]
+
+
+class _Steps:
+    """The nodes that go between an input called ``name`` and the model, in order."""
+
+    def __init__(self, graph: onnx.GraphProto, name: str) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self._graph, self._name, self._last = graph, name, name
+
+    def add(self, kind: str, *others: str, **attributes: Any) -> None:
+        """Appends a node that reads the last result."""
+        from onnx import helper
+
+        result = f"{self._name}_{kind.lower()}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, [self._last, *others], [result], name=result, **attributes))
+        self._last = result
+
+    def constant(self, name: str, array: np.ndarray) -> str:
+        """Adds an initializer to the graph; returns its full name."""
+        from onnx import numpy_helper
+
+        full = f"{self._name}_{name}"
+        self._graph.initializer.append(numpy_helper.from_array(array, full))
+        return full
 
 
 def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConfig) -> None:
     import numpy as np
     import onnx
-    from onnx import helper, numpy_helper
+    from onnx import helper
 
     spec, axis = image_input(signature)
     channels = int(spec.shape[axis])
@@ -113,78 +144,77 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     if dtype not in ("uint8", "float32", "float16"):
         raise BadInputSpec(f"images come as uint8, float32 or float16, not {dtype!r}; correct --dtype")
     scale, shift = _affine(config, channels, dtype)
-    height, width = (spec.shape[2], spec.shape[3]) if axis == 1 else (spec.shape[1], spec.shape[2])
-    if config.resize is not None:
-        for has, wanted in zip((height, width), config.resize, strict=True):
-            if isinstance(has, int) and has != wanted:
-                raise BadInputSpec(
-                    f"the model takes {height}x{width} pixels, not {config.resize[0]}x{config.resize[1]}"
-                )
-            if isinstance(has, str):
-                signature.known({has: wanted})
-        height, width = "height", "width"
-    inner = f"{spec.name}_prepared"
+    height, width = _incoming_size(spec, axis, signature, config)
+    shape = [spec.shape[0], channels, height, width] if layout == "NCHW" else [spec.shape[0], height, width, channels]
     graph = model.graph
+    inner = f"{spec.name}_prepared"
     while any(inner in (*node.input, *node.output) for node in graph.node):
         inner += "_"
     rename_in_nodes(graph.node, {spec.name: inner})
-    shape = [spec.shape[0], channels, height, width] if layout == "NCHW" else [spec.shape[0], height, width, channels]
-    nodes: list[onnx.NodeProto] = []
-    value = spec.name
-
-    def step(kind: str, *others: str, **attributes: Any) -> None:
-        nonlocal value
-        result = f"{spec.name}_{kind.lower()}_{len(nodes)}"
-        nodes.append(helper.make_node(kind, [value, *others], [result], name=result, **attributes))
-        value = result
-
-    def constant(name: str, array: np.ndarray) -> str:
-        full = f"{spec.name}_{name}"
-        graph.initializer.append(numpy_helper.from_array(array, full))
-        return full
-
+    steps = _Steps(graph, spec.name)
     if dtype != "float32":
-        step("Cast", to=onnx.TensorProto.FLOAT)
+        steps.add("Cast", to=onnx.TensorProto.FLOAT)
     if layout == "NHWC" and (own == "NCHW" or config.resize is not None):
-        step("Transpose", perm=[0, 3, 1, 2])
+        steps.add("Transpose", perm=[0, 3, 1, 2])
         layout = "NCHW"
     if config.resize is not None:  # ONNX Runtime scales images with channels first
-        sizes = constant("resize", np.array(config.resize, dtype=np.int64))
+        sizes = steps.constant("resize", np.array(config.resize, dtype=np.int64))
         if opset_of(model) < 18:
             raise NotPreprocessed(f"--resize needs opset 18, the model has {opset_of(model)}; pass --opset 18")
-        step("Resize", "", "", sizes, mode="linear", coordinate_transformation_mode="half_pixel", axes=[2, 3])
+        steps.add("Resize", "", "", sizes, mode="linear", coordinate_transformation_mode="half_pixel", axes=[2, 3])
     around = (channels, 1, 1) if layout == "NCHW" else (channels,)
     if np.any(scale != 1):
-        step("Mul", constant("scale", scale.reshape(around)))
+        steps.add("Mul", steps.constant("scale", scale.reshape(around)))
     if np.any(shift != 0):
-        step("Add", constant("shift", shift.reshape(around)))
+        steps.add("Add", steps.constant("shift", shift.reshape(around)))
     back = [0, 2, 3, 1] if own == "NHWC" else [0, 3, 1, 2]
     if layout != own and not _spared(graph, inner, back):
-        step("Transpose", perm=back)
+        steps.add("Transpose", perm=back)
     if spec.dtype == "float16":
-        step("Cast", to=onnx.TensorProto.FLOAT16)
-    if not nodes:
-        step("Identity")
-    nodes[-1].output[0] = inner
+        steps.add("Cast", to=onnx.TensorProto.FLOAT16)
+    if not steps.nodes:
+        steps.add("Identity")
+    steps.nodes[-1].output[0] = inner
     rest = list(graph.node)
     del graph.node[:]
-    graph.node.extend([*nodes, *rest])
+    graph.node.extend([*steps.nodes, *rest])
     for index, declared in enumerate(graph.input):
         if declared.name == spec.name:
             kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
             graph.input[index].CopyFrom(helper.make_tensor_value_info(spec.name, kind, shape))
 
 
+def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: PreprocessConfig) -> tuple[Dim, Dim]:
+    """Returns the height and width of the images that come in: the model's own, or dynamic dims if they are resized.
+
+    Raises ``BadInputSpec`` if the model does not take the size that ``config`` resizes to.
+    """
+    height, width = (spec.shape[2], spec.shape[3]) if axis == 1 else (spec.shape[1], spec.shape[2])
+    if config.resize is None:
+        return height, width
+    for has, wanted in zip((height, width), config.resize, strict=True):
+        if isinstance(has, int) and has != wanted:
+            raise BadInputSpec(
+                f"the model takes {height}x{width} pixels, not {config.resize[0]}x{config.resize[1]}; correct --resize"
+            )
+        if isinstance(has, str):
+            signature.known({has: wanted})
+    return "height", "width"
+
+
 def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
-    """Whether everything that reads the value ``name`` turns it back from ``perm`` at once, as nets from TensorFlow do:
-    then neither is needed, and what they made is called ``name``."""
+    """Removes the Transposes that undo ``perm`` if no other node reads the value ``name``; tells whether it did.
+
+    Models from TensorFlow begin with such a Transpose. The readers of the Transpose then read ``name`` directly.
+    """
     readers = [node for node in graph.node if name in node.input]
     ends = {value.name for value in graph.output}
     for node in readers:
         turn = [list(a.ints) for a in node.attribute if a.name == "perm"]
         if node.op_type != "Transpose" or turn != [[perm.index(axis) for axis in range(4)]] or node.output[0] in ends:
             return False
-    if not readers or any(a.HasField("g") for node in graph.node for a in node.attribute):  # a branch may read it
+    # A branch of an If may read the value, too.
+    if not readers or any(a.HasField("g") for node in graph.node for a in node.attribute):
         return False
     gone = {node.output[0]: name for node in readers}
     for node in readers:
@@ -194,14 +224,14 @@ def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
 
 
 def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """``(x / top - mean) / std`` as ``x * scale + shift``, float32, one of each a channel."""
+    """Returns ``scale`` and ``shift`` with ``(x / top - mean) / std == x * scale + shift``, both float32[channels]."""
     import numpy as np
 
     for name, numbers in (("mean", config.mean), ("std", config.std)):
         if len(numbers) not in (0, 1, channels):
-            raise BadInputSpec(f"{len(numbers)} numbers of {name} don't fit {channels} channels; give 1 or {channels}")
+            raise BadInputSpec(f"{len(numbers)} numbers for {name} don't fit {channels} channels; give 1 or {channels}")
         if not np.isfinite(numbers).all() or (name == "std" and not all(numbers)):
-            raise BadInputSpec(f"{name} {numbers} can't be used; give finite numbers, and no std of 0")
+            raise BadInputSpec(f"{name} {numbers} can't be used; give finite numbers, and a std other than 0")
     top = 255.0 if dtype == "uint8" else 1.0
     mean, std = np.array(config.mean or [0.0]), np.array(config.std or [1.0])
     scale = np.broadcast_to(1 / (top * std), (channels,))
@@ -220,7 +250,7 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
     spec = signature.outputs[0]
     classes = spec.shape[-1] if spec.shape else 1
     if isinstance(classes, int) and count > classes:
-        raise BadInputSpec(f"topk:{count} of {classes} classes can't be; give at most {classes}")
+        raise BadInputSpec(f"topk:{count} asks for more than the model's {classes} classes; give at most {classes}")
     graph = model.graph
     inner = f"{spec.name}_scores"
     while any(inner in (*node.input, *node.output) for node in graph.node):
@@ -243,7 +273,10 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
 
 
 def parse_postprocess(text: str) -> tuple[str, int]:
-    """``topk:5`` as its kind and number (0 for the others). ``BadInputSpec`` for anything unknown."""
+    """Returns the kind and the number of a text such as ``topk:5``; the number is 0 for ``softmax`` and ``argmax``.
+
+    Raises ``BadInputSpec`` for any other text.
+    """
     kind, colon, number = text.partition(":")
     if (
         kind not in _POSTPROCESS

@@ -1,11 +1,12 @@
-"""What a file that a stage wrote says of itself: ``accel.stage`` compares that with what went in, and believes no stage
-about its own work.
+"""Readers of the files that stages write: the signature and properties that a file itself shows.
 
-Each function reads one kind: ``path`` and ``known``, the signature of what the file was made of, to the signature and
-the properties that the file shows. ``known`` serves for what a format has no place for, and for nothing else: no format
-but ONNX (and the IR that accel writes) names its dynamic dims, exported programs and ncnn nets know their tensors by
-place alone, and an ncnn net has neither dtypes nor a batch. Engines have no reader: they can't be opened without their
-GPU, and what ``engine_from_onnx`` says of one comes from the network that TensorRT built it of.
+``accel.stage`` compares them with the stage's input, so that no stage vouches for its own work. Each function reads one
+kind of file. A function takes the path, and in ``known`` the signature of the model that the file was made from.
+``known`` supplies only what a format can't hold: dynamic dims have names only in ONNX and in the IR that accel writes,
+exported programs and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
+
+Engines have no reader, because only a machine with their GPU can open them. ``engine_from_onnx`` describes an engine by
+the network that TensorRT built it from.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.converters.openvino_from_onnx import describe as describe_ir
 from accel.signature import Dim, Signature, TensorSpec
-from accel.sources.onnx_file import describe as describe_onnx
+from accel.sources.onnx.file import describe as describe_onnx
+
+from .read_ir import describe as describe_ir
 
 ReadBack = tuple[Signature, dict[str, Any]]
-# An axis as a file has it: its size; a symbol that other axes may share; or None, open with nothing to call it by.
+# An axis in a file: a fixed size; a symbol, which other axes may share; or None for a dynamic axis without a name.
 Size = int | str | None
-# Name, dtype and sizes of a tensor; None where not even its rank is said.
+# Name, dtype and sizes of a tensor; the sizes are None if not even the rank is known.
 Row = tuple[str, str, list[Size] | None]
 
 
 def onnx(path: Path, known: Signature) -> ReadBack:  # noqa: ARG001
-    """An ONNX file says all of it."""
+    """Reads an ONNX file, which holds everything."""
     return describe_onnx(path)
 
 
 def openvino(path: Path, known: Signature) -> ReadBack:  # noqa: ARG001
-    """An IR does, too: ``openvino_from_onnx`` writes the names of the dims into it."""
+    """Reads an IR, which holds everything: ``openvino_from_onnx`` writes the names of the dims into it."""
     return describe_ir(path)
 
 
 def torch(path: Path, known: Signature) -> ReadBack:
-    """An exported program (``.pt2``): dtypes, sizes and which axes are open; tensors by place."""
+    """Reads an exported program (``.pt2``): dtypes, sizes and dynamic axes. Tensors are identified by position."""
     from torch.export import load
 
     program = load(path)
@@ -47,7 +49,7 @@ def torch(path: Path, known: Signature) -> ReadBack:
         found: list[Row] = []
         for index, place in enumerate(places):
             value = values.get(place)
-            if value is None or not hasattr(value, "dtype"):  # a number or nothing, where a tensor was to be
+            if value is None or not hasattr(value, "dtype"):  # a number or None instead of a tensor
                 continue
             name = like[index].name if index < len(like) else f"{role}_{index}"
             sizes: list[Size] = [size if isinstance(size, int) else str(size.node.expr) for size in value.shape]
@@ -61,26 +63,26 @@ def torch(path: Path, known: Signature) -> ReadBack:
 
 
 def tensorflow(path: Path, known: Signature) -> ReadBack:
-    """A SavedModel, from the signature that a runtime looks for in it: names, dtypes, sizes."""
+    """Reads the serving signature of a SavedModel: names, dtypes, sizes."""
     return _by_tensorflow("saved_model", path.absolute().parent, known)
 
 
 def tflite(path: Path, known: Signature) -> ReadBack:
-    """A TFLite file, the same."""
+    """Reads the signature of a TFLite file: names, dtypes, sizes."""
     return _by_tensorflow("tflite", path.absolute(), known)
 
 
 def _by_tensorflow(form: str, path: Path, known: Signature) -> ReadBack:
-    from accel.sources.tensorflow_process import in_tensorflow
-    from accel.sources.tensorflow_source import TensorFlowSpec
+    from accel.sources.tensorflow.process import in_tensorflow
+    from accel.sources.tensorflow.source import TensorFlowSpec
 
     spec = TensorFlowSpec(form=form, path=str(path))
-    inputs, outputs = in_tensorflow("accel.sources.tensorflow_model:declared", spec=spec)
+    inputs, outputs = in_tensorflow("accel.sources.tensorflow.model:declared", spec=spec)
     return _named(inputs, outputs, known), {}
 
 
 def ncnn(path: Path, known: Signature) -> ReadBack:
-    """A ``.param``: that each input and output is there (``in0``, ``out0``...), and the sizes of inputs where noted."""
+    """Reads a ``.param`` file: which inputs and outputs exist (``in0``, ``out0``...), and sizes of inputs if noted."""
     from accel.graph.ncnn_param import read_layers
 
     layers = read_layers(path)
@@ -107,7 +109,7 @@ def _named(
     outputs: Sequence[Row],
     known: Signature,
 ) -> Signature:
-    """Rows as a signature, its open axes called what ``known`` calls them."""
+    """Returns the rows as a signature. Dynamic axes get their names from ``known``."""
     symbols: dict[str, str] = {}
 
     def specs(rows: Sequence[Row], role: str) -> tuple[TensorSpec, ...]:
@@ -134,7 +136,7 @@ def _shape(
     *,
     output: bool = False,
 ) -> tuple[Dim, ...]:
-    """``sizes`` with the dim names of ``like``. ``symbols``: what each symbol of the file was found to stand for."""
+    """Returns ``sizes`` with the dim names of ``like``. ``symbols``: the dim behind each symbol of the file."""
     declared: Sequence[Dim | None] = [None] * len(sizes)
     if like is not None and len(like.shape) == len(sizes):
         declared = like.shape
@@ -144,7 +146,7 @@ def _shape(
         if isinstance(size, int):
             dims.append(wanted if isinstance(wanted, str) and _may_be(size, wanted, known, output) else size)
         elif output:
-            # What is computed of open sizes may be open to the file although it always comes out the same.
+            # A size that is computed from dynamic sizes may be dynamic in the file and still always be the same.
             dims.append(own if wanted is None else wanted)
         elif not isinstance(wanted, str):
             dims.append(own)
@@ -154,14 +156,18 @@ def _shape(
 
 
 def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
-    """Whether a fixed ``size`` is no loss where ``dim`` was open: that dim may have this size alone, or it is of an
-    output and follows no input, so that it was only unknown."""
+    """Tells whether the file may fix ``dim`` to ``size``: the dim allows this size alone, or it is the dim of an output
+    and belongs to no input, so that its size was merely unknown."""
     allowed = known.dims.get(dim)
     return output if allowed is None else allowed.min == allowed.max == size
 
 
 def _dim_of(symbol: str | None, dim: str, own: str, symbols: dict[str, str]) -> str:
-    """The dim that ``symbol`` stands for: ``dim``, unless it stands for another one, or ``dim`` has another symbol."""
+    """Returns the dim that ``symbol`` stands for, ``dim`` by default.
+
+    If an earlier axis gave ``symbol`` a dim, returns that dim. If another symbol already stands for ``dim``, returns
+    ``own``.
+    """
     if symbol is None:
         return dim
     if symbol not in symbols:

@@ -1,4 +1,4 @@
-"""ONNX to a simpler ONNX of the same meaning: constants folded, batch norms merged, dead nodes gone."""
+"""ONNX to a simpler ONNX model that computes the same: constants folded, batch norms merged, dead nodes removed."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
 from accel.child import run_in_child
-from accel.converters import onnx_write
-from accel.converters.onnx_write import as_inputs, as_weights, check_file, onnx_artifact, weight_bytes, write_onnx
 from accel.errors import AccelError, StageFailed, one_line
 from accel.progress import report
-from accel.sources.onnx_file import describe_model, read_proto
-from accel.sources.onnx_weights import detached_bytes, read_detached
+from accel.sources.onnx.file import describe_model, read_proto
+from accel.sources.onnx.weights import detached_bytes, read_detached
 from accel.stage import StageConfig
+
+from . import write as onnx_write
+from .write import as_inputs, as_weights, check_file, onnx_artifact, weight_bytes, write_onnx
 
 if TYPE_CHECKING:
     import onnx
 
-# Makes a Gemm between two Reshapes, with the shape computed at run time, of every MatMul and Add on three dims: more
-# nodes, and runtimes no longer see the Linear layer (MiniLM: 288 nodes become 339 with it, 279 without).
+# The pass replaces every MatMul and Add on three dims by a Gemm between two Reshapes with computed shapes. The graph
+# gets more nodes, and runtimes no longer recognize the Linear layer. MiniLM has 288 nodes before the simplification,
+# 339 after a simplification with the pass, and 279 without the pass.
 _SKIPPED = ("fuse_matmul_add_bias_into_gemm_batched",)
 
 
 class SimplifyFailed(StageFailed):
-    """Not even the model as it came could be written."""
+    """The model could not be written, not even unsimplified."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimplifyConfig(StageConfig):
-    """``skip``: further passes of onnxsim to leave out. ``timeout``: seconds until the model is taken as it is."""
+    """``skip``: further passes of onnxsim to leave out. ``timeout``: seconds until the model is left unsimplified."""
 
     skip: tuple[str, ...] = ()
     timeout: float = 600.0
 
 
 def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
-    """onnxsim in a child process: it is native code. Where it fails, crashes, or makes something that isn't the same
-    model, the model stays as it is and ``notes["kept"]`` says why. Names, dtypes, dynamic dims, opset and IR stay.
+    """Simplifies ``src`` with onnxsim, native code that runs in a child process. Opset, IR and signature stay.
 
-    Raises ``SimplifyFailed`` where the model itself doesn't pass the checker.
+    If onnxsim fails, crashes or changes the contract, the model stays unsimplified and ``notes["kept"]`` says why.
+    Raises ``SimplifyFailed`` if the model itself fails the checker.
     """
     before = read_detached(src.path)
     light = detached_bytes(before) > onnx_write.SINGLE_FILE_BYTES
@@ -51,7 +53,7 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
         made = Path(folder) / "simplified.onnx"
         try:
             run_in_child(
-                "accel.converters.simplify:run_onnxsim",
+                "accel.converters.graph.simplify:run_onnxsim",
                 timeout=config.timeout,
                 path=src.path,
                 out=made,
@@ -73,10 +75,10 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
 
 
 def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> None:
-    """Simplify ``path`` into ``out``, its header as it was. Runs in a child process.
+    """Simplifies ``path`` into ``out`` and restores its header. Runs in a child process.
 
-    ``light``: the large weights stay in their file, in ``out`` too, and are inputs to onnxsim, which then can't fold
-    them: a protobuf message, and with it onnxsim, ends at 2 GB.
+    ``light``: the large weights stay in their file, and onnxsim sees them as inputs, so it can't fold them. Models over
+    2 GB need this, because a protobuf message can't be larger.
     """
     import onnxsim
 
@@ -97,8 +99,10 @@ def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> 
 
 
 def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Give the dims of ``after`` the names they had: onnxsim calls a dim that a Reshape finds anew ``unk__0``, and
-    where that is the batch, the batch as well."""
+    """Gives the dims of ``after`` their names from ``before``.
+
+    onnxsim names a dim ``unk__0`` if a Reshape computes the dim. If that dim is the batch, the batch loses its name.
+    """
     had = {value.name: value for value in before.graph.input}
     names: dict[str, str] = {}
     for value in after.graph.input:
@@ -112,19 +116,19 @@ def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 
 
 def _drift(before: onnx.ModelProto, after: onnx.ModelProto) -> str | None:
-    """What ``after`` lost of the contract of ``before``."""
+    """Returns how ``after`` breaks the contract of ``before``, or None."""
     (was, _), (now, _) = describe_model(before), describe_model(after)
     for old, new in zip((*was.inputs, *was.outputs), (*now.inputs, *now.outputs), strict=False):
-        # An output's dims may be called otherwise, and a shape that was unknown may have become known.
+        # The dims of an output may be renamed, and an unknown shape may have become known.
         same = (old.name, old.dtype, len(old.shape)) == (new.name, new.dtype, len(new.shape))
         if not same or any(isinstance(a, str) != isinstance(b, str) for a, b in zip(old.shape, new.shape, strict=True)):
-            return f"onnxsim made {new} of {old}"
+            return f"onnxsim changed {old} to {new}"
     if (len(was.inputs), len(was.outputs)) != (len(now.inputs), len(now.outputs)):
         return "onnxsim changed the number of inputs or outputs"
     versions = {entry.domain: entry.version for entry in before.opset_import}
     for entry in after.opset_import:
         if versions.get(entry.domain) != entry.version:
-            return f"onnxsim moved the opset {entry.domain or 'ai.onnx'} to {entry.version}"
+            return f"onnxsim changed the opset of {entry.domain or 'ai.onnx'} to {entry.version}"
     if weight_bytes(after) > 2 * weight_bytes(before) + (1 << 20):
-        return "onnxsim folded constants into twice the size"
+        return "folding constants more than doubled the size of the model"
     return None

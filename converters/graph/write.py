@@ -1,4 +1,4 @@
-"""How the stages that make ONNX write it: checked, and with its weights apart where one file can't hold them."""
+"""Writing of ONNX files: checked, and with the weights in a second file if one file can't hold them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed, one_line
-from accel.sources.onnx_file import NAME_SCOPES, describe_model, read_proto
-from accel.sources.onnx_weights import attach, detached_bytes, is_detached, raw_pieces
+from accel.sources.onnx.file import NAME_SCOPES, describe_model, read_proto
+from accel.sources.onnx.weights import attach, detached_bytes, is_detached, raw_pieces
 
 if TYPE_CHECKING:
     import onnx
 
-# A protobuf message ends at 2 GB; shape inference adds to it what it finds.
+# A protobuf message can't exceed 2 GB, and shape inference adds its results to the message.
 SINGLE_FILE_BYTES = 1_800_000_000
 
-# Detached weights that are written into one message are held four times: in it, and while it grows.
+# Detached weights that are written into one message take four times their size in memory while the message grows.
 _ATTACHED_BYTES = 1 << 29
 
 # Smaller tensors stay in the model: shape inference reads some of them.
@@ -28,14 +28,14 @@ _APART_BYTES = 1024
 
 
 def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[str, Any]) -> Artifact:
-    """Write ``model`` to ``out`` and hand back the artifact. ``StageFailed`` where it doesn't pass the checker."""
+    """Writes ``model`` to ``out`` and returns the artifact. Raises ``StageFailed`` if the file fails the checker."""
     signature, properties = describe_model(model)
     if src.kind == "onnx":
         keep_scopes(read_proto(src.path), model)
     companions = write_onnx(model, out)
     fault = check_file(out)
     if fault:
-        raise StageFailed(f"the ONNX that was made doesn't pass the checker ({fault}); export with another --opset")
+        raise StageFailed(f"the resulting ONNX file doesn't pass the checker ({fault}); export with another --opset")
     dims = {dim: sizes for dim, sizes in src.signature.dims.items() if dim in signature.dynamic_dims}
     return Artifact(
         path=out,
@@ -48,8 +48,10 @@ def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[
 
 
 def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Nodes of ``after`` that have lost it get back what the exporter noted about where in the torch model they come
-    from: by name, else by what they compute. Its stack traces stay behind: they name files of the exporting machine."""
+    """Copies the torch scopes, which the exporter noted, from the nodes of ``before`` to the nodes of ``after``.
+
+    Nodes are matched by name, else by output. Stack traces are dropped: they name files of the exporting machine.
+    """
     known = [
         (node, prop.value) for node in before.graph.node for prop in node.metadata_props if prop.key == NAME_SCOPES
     ]
@@ -65,10 +67,11 @@ def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 
 
 def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -> tuple[str, ...]:
-    """Write ``model``; names of the files beside ``out`` that hold its weights. ``model`` is spent afterwards.
+    """Writes ``model`` to ``out``; returns the names of the files beside ``out`` that hold its weights.
 
-    Over ``limit`` bytes (``SINGLE_FILE_BYTES``), or where more are detached than had better be copied, the weights go
-    into one file named by its content, so that two models of one name never mix their weights.
+    The weights go into a second file if the model exceeds ``limit`` bytes (default: ``SINGLE_FILE_BYTES``), or if too
+    many weights are detached to copy them. That file is named by its content, so that two models of one name never mix
+    their weights. ``model`` must not be used afterwards.
     """
     import onnx
 
@@ -97,7 +100,7 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
 
 
 def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Make inputs of the detached weights, for a library that takes the model as one message; what they were."""
+    """Turns detached weights into inputs, for a library that takes the model as one message; returns them."""
     from onnx import helper
 
     apart = [tensor for tensor in model.graph.initializer if is_detached(tensor)]
@@ -112,8 +115,8 @@ def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
 
 
 def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
-    """The reverse, of those that are still used."""
-    from accel.converters.cast_source import captured
+    """Turns the inputs that ``as_inputs`` made back into weights; leaves out those that nothing uses any more."""
+    from .subgraphs import captured
 
     used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
     used |= {value.name for value in model.graph.output}
@@ -125,13 +128,13 @@ def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
-    """About the size of the file: nearly all of it is constants."""
+    """Returns the approximate size of the file: nearly all of it is constants."""
     inside = sum(int(part.ByteSize()) for part in (*model.graph.initializer, *model.graph.node))
     return inside + detached_bytes(model)
 
 
 def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
-    """Move the bytes of the larger initializers to ``path``; their sha256."""
+    """Moves the bytes of the larger initializers to ``path``; returns the sha256 of that file."""
     import onnx
     from onnx import numpy_helper
 
@@ -148,7 +151,7 @@ def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
                 if not tensor.raw_data:
                     tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
                 pieces = [tensor.raw_data]
-            padding = -offset % 4096  # so that the file can be mapped into memory
+            padding = -offset % 4096  # each tensor starts at a page, so that the file can be mapped into memory
             length = -padding
             for part in itertools.chain([b"\0" * padding], pieces):
                 stream.write(part)
@@ -164,17 +167,23 @@ def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_unknown_operator(error: Exception) -> bool:
+    """Tells whether ``onnx.checker`` refused an operator without a schema. Only the text of the
+    error tells this case from other refusals."""
+    return "No Op registered" in str(error) or "No opset import" in str(error)
+
+
 def check_file(path: Path) -> str | None:
-    """What ``onnx.checker`` has against the file (types and shapes included), in one line; None where it is right."""
+    """Returns the fault that ``onnx.checker`` finds in the file, types and shapes included, in one line; or None."""
     import onnx
 
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The checker knows no schema of another vendor's operators: those are for the runtime to judge.
+        # The checker has no schemas of other vendors' operators. The runtime decides about them.
         nodes = onnx.load(str(path), load_external_data=False).graph.node
         foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in nodes)
-        if foreign and ("No Op registered" in str(error) or "No opset import" in str(error)):
+        if foreign and is_unknown_operator(error):
             return None
         return one_line(error)
     return None

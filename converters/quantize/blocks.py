@@ -1,5 +1,8 @@
-"""8 or 4 bits for the weights of large products alone, in standard ONNX as TensorRT takes it: a DequantizeLinear with a
-scale for each block of a column. Runs in a child process: see ``quantize``."""
+"""8-bit or 4-bit weights of large products, in the standard ONNX that TensorRT takes. Activations stay float.
+
+A DequantizeLinear with a scale for each block of a column restores the weights. Runs in a child process: see
+``quantize``.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,22 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from accel.converters.onnx_write import write_onnx
-from accel.converters.products import channel_axis, drop_unread
-from accel.converters.quantize import Task
-from accel.converters.quantize_weights import product_weights
 from accel.signature import numpy_dtype
-from accel.sources.onnx_weights import read_detached, weight_array
+from accel.sources.onnx.weights import read_detached, weight_array
 
-# The largest step of each, so that zero stays zero and both signs reach as far.
+from ..graph.write import write_onnx
+from .products import channel_axis, drop_unread, product_weights
+from .stage import Task
+
+# The dtype and the largest step. Steps are symmetric, so that 0 stays 0 and both signs have the same range.
 _STEPS = {"int4-weights": ("int4", 7), "int8-weights": ("int8", 127)}
 
 
 def run_blocks(task: Task) -> dict[str, Any]:
-    """Symmetric, without zero points, ``block_size`` weights of a column a scale; products whose depth is no multiple
-    of that are left alone."""
+    """Quantizes symmetrically, with one scale for ``block_size`` weights of a column; returns the notes.
+
+    Products whose depth is not a multiple of ``block_size`` stay float.
+    """
     model = read_detached(task.path)
     size = task.config.block_size
     large = {name for name, count in product_weights(model) if count >= task.config.smallest}
@@ -46,7 +51,7 @@ def run_blocks(task: Task) -> dict[str, Any]:
 
 
 def _dequantized(model: onnx.ModelProto, tensor: onnx.TensorProto, axis: int, size: int, mode: str) -> onnx.NodeProto:
-    """The node that makes the weights again; what it reads is added to ``model``."""
+    """Returns the node that restores the weights. Adds its inputs to ``model``."""
     dtype, top = _STEPS[mode]
     value = np.moveaxis(weight_array(tensor), axis, 0)
     blocks = value.reshape(-1, size, value.shape[1])

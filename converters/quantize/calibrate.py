@@ -1,6 +1,6 @@
-"""What values the tensors of a model take on real data, batch by batch, in memory that doesn't grow with the samples.
+"""Statistics of the tensors of a model on real data, batch by batch. Memory does not grow with the number of samples.
 
-What has been seen is written down from time to time, so that a calibration that was killed goes on where it was.
+The statistics are saved from time to time, so that a killed calibration can continue.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import numpy as np
 import onnx
 
 from accel.artifact import beside
-from accel.converters.histogram import BINS, Histogram
 from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
+
+from .histogram import BINS, Histogram
 
 if TYPE_CHECKING:
     Feeds = Mapping[str, np.ndarray]
 
-# ``feeds(skip)``: the batches, without the first ``skip``.
+# ``batches(skip)`` yields the batches after the first ``skip``.
 Batches = Callable[[int], Iterator["Feeds"]]
 
 _SAVE_SECONDS = 10.0
 
-# How many bytes of activations are fetched in one run of the model.
+# Number of bytes of activations that one run of the model returns.
 _CHUNK_BYTES = 1 << 29
 
 
 class Collector(Protocol):
-    """Something that is learned batch by batch. ``state`` and ``restore``: all of it, as arrays."""
+    """Statistics that are updated batch by batch. ``state`` returns all of them as arrays, for ``restore``."""
 
     def add(self, feeds: Feeds) -> None: ...
 
@@ -41,8 +42,11 @@ class Collector(Protocol):
 
 
 def collect(collector: Collector, batches: Batches, unfinished: Path | None = None) -> None:
-    """Give ``collector`` every batch. With ``unfinished``, a file, what it knows is kept there every ten seconds, and a
-    run that finds the file goes on after the batch it was written at."""
+    """Gives ``collector`` every batch.
+
+    ``unfinished``: a file that gets the state of ``collector`` every ten seconds. If the file exists, the collection
+    continues after the last batch in it.
+    """
     done = _resume(collector, unfinished)
     saved = time.monotonic()
     for feeds in batches(done):
@@ -60,7 +64,10 @@ def _save(collector: Collector, done: int, path: Path) -> None:
 
 
 def _resume(collector: Collector, path: Path | None) -> int:
-    """How many batches ``collector`` now knows. A file that can't be read whole (zip sums are checked) is ignored."""
+    """Restores ``collector`` from ``path``; returns the number of batches that it knows.
+
+    Ignores a damaged file: the checksums of the zip archive are verified.
+    """
     if path is None or not path.is_file():
         return 0
     try:
@@ -74,7 +81,7 @@ def _resume(collector: Collector, path: Path | None) -> int:
 
 
 class Histograms:
-    """A histogram of each named tensor of ``model``: inputs, and what its nodes make."""
+    """A histogram of each named tensor of ``model``: inputs and outputs of nodes."""
 
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
         self._model = model
@@ -104,6 +111,6 @@ class Histograms:
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         counts, rows = state["counts"], state["rows"]
         if list(state["names"]) != list(self.found) or counts.shape != (len(self.found), BINS):
-            raise ValueError("it belongs to another model")
+            raise ValueError("the state belongs to another model")
         for index, name in enumerate(self.found):
             self.found[name] = Histogram.from_row(counts[index], rows[index])

@@ -1,8 +1,8 @@
-"""8-bit floats (E4M3) in front of weight products, as TensorRT takes them. Runs in a child process: see ``quantize``.
+"""8-bit floats (E4M3) before products with weights, as TensorRT takes them. Runs in a child process: see ``quantize``.
 
-E4M3 has 4 bits of exponent and 3 of mantissa and reaches 448 (Micikevicius et al., "FP8 formats for deep learning",
-arXiv 2209.05433): where int8 has equal steps up to the largest value, its steps grow with the value, so that outliers
-cost the small ones nothing.
+E4M3 has 4 bits of exponent and 3 of mantissa, and its largest number is 448 (Micikevicius et al., "FP8 formats for deep
+learning", arXiv 2209.05433). The steps of int8 are equal, while those of E4M3 grow with the value, so that outliers
+don't make small values coarser.
 """
 
 from __future__ import annotations
@@ -14,25 +14,30 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from accel.converters.calibrate import Histograms, collect
-from accel.converters.histogram import value_range
-from accel.converters.onnx_write import write_onnx
-from accel.converters.products import channel_axis, drop_unread, layers_to_quantize
-from accel.converters.quantize import Task, calibration_feeds
 from accel.signature import numpy_dtype
-from accel.sources.onnx_weights import read_detached, weight_array
+from accel.sources.onnx.weights import read_detached, weight_array
+
+from ..graph.write import write_onnx
+from .calibrate import Histograms, collect
+from .histogram import value_range
+from .products import channel_axis, drop_unread, layers_to_quantize
+from .stage import Task, calibration_feeds
 
 _BATCH = 4
 
-# GPUs multiply matrices in fp8; a convolution's kernels for it are few, and requantize apart.
+# Only matrix products are quantized. TensorRT has few fp8 kernels for convolutions, and fp8 convolutions need a
+# separate requantization.
 _PRODUCTS = ("Gemm", "MatMul")
 
 _LARGEST = 448.0
 
 
 def run_fp8(task: Task) -> dict[str, Any]:
-    """Q and DQ without zero points in front of products, one scale for the activations and one a channel for the
-    weights; biases and outputs as they were."""
+    """Puts QuantizeLinear and DequantizeLinear before matrix products. Returns the notes of the stage.
+
+    An activation has a single scale, and a weight has one scale for each channel. Zero points are 0. Biases and outputs
+    stay float.
+    """
     config = task.config
     model = read_detached(task.path)
     layers = layers_to_quantize(model, task.excluded, config.ops or _PRODUCTS)
@@ -43,7 +48,7 @@ def run_fp8(task: Task) -> dict[str, Any]:
     collect(histograms, partial(calibration_feeds, task, _BATCH), task.unfinished and task.unfinished / "ranges.npz")
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     written = _Written(model)
-    before: dict[str, list[onnx.NodeProto]] = {}  # by the name of the node that they come in front of
+    before: dict[str, list[onnx.NodeProto]] = {}  # new nodes, by the name of the node that follows
     done: dict[tuple[str, int], str] = {}
     for node in layers:
         own = before.setdefault(node.name, [])
@@ -67,13 +72,14 @@ def run_fp8(task: Task) -> dict[str, Any]:
 
 
 class _Written:
-    """What is added to a model."""
+    """Adds quantized tensors and their nodes to a model."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._model = model
 
     def activation(self, name: str, top: float, nodes: list[onnx.NodeProto]) -> str:
-        """Nodes that round ``name``, whose values reach ``top``; the name of the rounded tensor."""
+        """Appends nodes that round ``name`` to ``nodes``, and returns the rounded tensor's name. ``top``: the largest
+        absolute value."""
         scale = np.array(_scale(np.array(top)), np.float32)
         of = [self._constant(f"{name}/scale", scale), self._zero(f"{name}/zero", [])]
         nodes.append(helper.make_node("QuantizeLinear", [name, *of], [f"{name}/fp8"], name=f"{name}/quantize"))
@@ -85,7 +91,7 @@ class _Written:
         return f"{name}/dequantized"
 
     def weight(self, tensor: onnx.TensorProto, axis: int | None, nodes: list[onnx.NodeProto]) -> str:
-        """``tensor`` in fp8 with a scale for each entry of ``axis``, and the node that reads it."""
+        """Adds ``tensor`` in fp8, with a scale for each entry of ``axis``; returns the name of the restored tensor."""
         value = weight_array(tensor)
         others = tuple(i for i in range(value.ndim) if i != axis) if axis is not None else None
         scales = _scale(np.abs(value).max(axis=others))
@@ -108,7 +114,7 @@ class _Written:
         return name
 
     def _zero(self, name: str, shape: list[int]) -> str:
-        """A zero point, which says the type: of fp8 there is none but 0."""
+        """Adds a zero point, whose dtype sets the type of the quantized tensor. In fp8 it is always 0."""
         self._model.graph.initializer.append(
             helper.make_tensor(name, TensorProto.FLOAT8E4M3FN, shape, b"\0" * int(np.prod(shape)), raw=True)
         )
@@ -116,5 +122,5 @@ class _Written:
 
 
 def _scale(top: np.ndarray) -> np.ndarray:
-    """What 1 stands for so that 448 stands for ``top``; 1 where all is 0."""
+    """Returns the scale that maps 448 to ``top``; 1 if ``top`` is 0."""
     return np.where(top > 0, np.maximum(top / _LARGEST, np.finfo(np.float32).tiny), 1.0).astype(np.float32)

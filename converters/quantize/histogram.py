@@ -1,10 +1,9 @@
-"""Histograms of a fixed size that never have to know the range beforehand, and the ranges calibration takes of them.
+"""Histograms of a fixed size that need no range beforehand, and the ranges that calibration takes from them.
 
-A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). Where a value lies outside, e grows
-and neighbouring bins are merged; as every edge is a multiple of a power of two, the counts are then exactly those that
-the final range would have given from the start. So the order of the batches makes no difference, and neither does it
-whether all values are there at once: minmax is exact, and the other methods are off by less than one bin, at most
-1/2048 of the largest absolute value.
+A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside, e grows and
+neighboring bins are merged. Every edge is a multiple of a power of two, so the counts are exactly those that the final
+range would have given from the start. The order and the size of the batches therefore make no difference. ``minmax`` is
+exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 BINS = 8192
 _HALF = BINS // 2
 
-# Values are counted in pieces of this many, so that the copies that counting makes stay small.
+# Values are counted in pieces of this size, because counting makes copies of a piece.
 _PIECE = 1 << 18
 
 _INT8_STEPS = 255  # between the lowest and the highest of 8 bits
@@ -26,8 +25,8 @@ _ENTROPY_LEVELS = 128
 
 @dataclass
 class Histogram:
-    """What is known of one tensor's values. ``exponent``: None until there is a value other than 0. ``zeros``: how many
-    are exactly 0. ``nonfinite``: how many infinities and NaN there were; they are counted nowhere else."""
+    """The counts of one tensor's values. ``exponent``: None until a value other than 0 comes. ``zeros``: the number of
+    values that are exactly 0. ``nonfinite``: the number of infinities and NaN, which the bins don't count."""
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
     exponent: int | None = None
@@ -37,7 +36,7 @@ class Histogram:
     nonfinite: int = 0
 
     def add(self, values: np.ndarray) -> None:
-        """Count ``values`` (any shape)."""
+        """Counts ``values`` (any shape)."""
         flat = values.reshape(-1)
         for start in range(0, flat.size, _PIECE):
             self._add(flat[start : start + _PIECE])
@@ -56,12 +55,12 @@ class Histogram:
         if not largest:
             self.counts[_HALF] += piece.size
             return
-        exponent = math.frexp(largest)[1]  # the largest is below 2**exponent
+        exponent = math.frexp(largest)[1]  # largest < 2**exponent
         if self.exponent is None:
             self.exponent = exponent
         elif exponent > self.exponent:
             self._widen(exponent)
-        # In float64 the product is exact, however small the value: a power of two.
+        # The factor is a power of two, so the product is exact in float64, even for the smallest values.
         scaled = piece.astype(np.float64) * math.ldexp(_HALF, -self.exponent)
         index = np.floor(scaled, out=scaled).astype(np.int32) + _HALF
         self.counts += np.bincount(index, minlength=BINS)
@@ -76,11 +75,11 @@ class Histogram:
 
     @property
     def edges(self) -> np.ndarray:
-        """The BINS + 1 edges, float64."""
+        """Returns the edges of the bins, float64[BINS + 1]."""
         return (np.arange(BINS + 1) - _HALF) * math.ldexp(1 / _HALF, self.exponent or 0)
 
     def to_row(self) -> np.ndarray:
-        """Everything but the counts, as float64."""
+        """Returns everything but the counts, as float64[5]."""
         exponent = math.nan if self.exponent is None else self.exponent
         return np.array([exponent, self.low, self.high, self.zeros, self.nonfinite], np.float64)
 
@@ -94,14 +93,15 @@ class Histogram:
 def value_range(
     found: Histogram, method: str, *, percentile: float = 99.999, symmetric: bool = False
 ) -> tuple[float, float]:
-    """The lowest and highest value to represent in 8 bits. ``symmetric``: they are each other's negative.
+    """Returns the lowest and the highest value to represent in 8 bits. ``symmetric``: lowest = -highest.
 
-    ``minmax``: all values. ``percentile``: that many percent of them, the rest cut off in equal shares on both sides.
-    ``entropy``: [-t, t] whose 128 levels keep most of the distribution of the absolute values, by Kullback-Leibler
-    divergence (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``: the range with the least squared error, of
-    rounding (a step squared, a twelfth of it, a value inside) and of cutting off together.
+    ``minmax``: the range of all values. ``percentile``: the range of that percentage of the values; the rest is cut off
+    in equal shares on both sides. ``entropy``: the range [-t, t] whose 128 levels keep the distribution of the absolute
+    values best, by Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``: the range
+    with the least squared error. The error is the sum of the rounding errors (step**2 / 12 for each value inside) and
+    of the squared distances of the values outside.
     """
-    if found.exponent is None:  # nothing but zeros, or nothing at all
+    if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
     if method == "minmax":
         low, high = found.low, found.high
@@ -128,19 +128,19 @@ def _percentile(found: Histogram, percentile: float, symmetric: bool) -> tuple[f
 
 
 def _quantile(counts: np.ndarray, edges: np.ndarray, share: float) -> float:
-    """Where ``share`` of the values lie below, those of a bin taken as spread evenly over it."""
+    """Returns the number below which ``share`` of the values lie, assuming that values spread evenly within a bin."""
     below = np.concatenate([[0], np.cumsum(counts)]) / counts.sum()
     return float(np.interp(share, below, edges))
 
 
 def _absolute(found: Histogram) -> np.ndarray:
-    """The counts of the absolute values, over the upper half of the edges."""
+    """Returns the counts of the absolute values, over the upper half of the edges."""
     return np.asarray(found.counts[_HALF:] + found.counts[:_HALF][::-1])
 
 
 def _entropy(found: Histogram) -> float:
     counts = _absolute(found)
-    counts[0] -= found.zeros  # zero stays zero at every range: it says nothing about which is best
+    counts[0] -= found.zeros  # every range represents 0 exactly
     counts = counts.reshape(-1, 2).sum(axis=1).astype(np.float64)
     width = 2 * float(found.edges[_HALF + 1])
     last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0
@@ -153,7 +153,10 @@ def _entropy(found: Histogram) -> float:
 
 
 def _divergence(inside: np.ndarray, outside: float) -> float:
-    """Between the counts with what is cut off at their end, and the same counts in ``_ENTROPY_LEVELS`` levels."""
+    """Returns the divergence between the counts ``inside`` and the same counts in ``_ENTROPY_LEVELS`` levels.
+
+    ``outside``: the number of values beyond the last bin, which are cut off and so count for the last bin.
+    """
     wanted = inside.copy()
     wanted[-1] += outside
     starts = np.arange(_ENTROPY_LEVELS) * (inside.size // _ENTROPY_LEVELS)
@@ -168,7 +171,10 @@ def _divergence(inside: np.ndarray, outside: float) -> float:
 
 
 def _smoothed(counts: np.ndarray) -> np.ndarray | None:
-    """As shares, with a little in the empty places, so that the divergence stays finite."""
+    """Returns the counts as shares, with a small share in each empty bin, so that the divergence is finite.
+
+    Returns None if there are no counts, or too few to take the small shares from.
+    """
     empty = counts == 0
     filled = counts.size - int(empty.sum())
     if not filled:
@@ -181,7 +187,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # eleven octaves: below that a range is a single bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # eleven octaves: smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]
@@ -194,20 +200,20 @@ def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
 
 
 def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.ndarray:
-    """The sum over all values, for every pair of a low and a high end [lows, highs]."""
+    """Returns the sum of squared errors of all values for each pair of ends, as an array [lows, highs]."""
     edges = found.edges
-    centres = (edges[:-1] + edges[1:]) / 2
+    centers = (edges[:-1] + edges[1:]) / 2
     counts = found.counts.astype(np.float64)
 
     def beyond(ends: np.ndarray, upwards: bool) -> tuple[np.ndarray, np.ndarray]:
-        """How many values lie beyond each end, and the sum of their squared distances to it."""
-        outside = centres > ends[:, None] if upwards else centres < ends[:, None]
-        distances = np.square(centres - ends[:, None])
+        """Returns the number of values beyond each end, and the sum of their squared distances to the end."""
+        outside = centers > ends[:, None] if upwards else centers < ends[:, None]
+        distances = np.square(centers - ends[:, None])
         return outside @ counts, (outside * distances) @ counts
 
     below, cut_low = beyond(lows, upwards=False)
     above, cut_high = beyond(highs, upwards=True)
-    # Zero is one of the steps: it is represented exactly.
+    # Zero is one of the steps, so zeros have no error.
     inside = np.maximum(counts.sum() - found.zeros - below[:, None] - above[None, :], 0)
     steps = (highs[None, :] - lows[:, None]) / _INT8_STEPS
     return np.asarray(inside * np.square(steps) / 12 + cut_low[:, None] + cut_high[None, :])

@@ -1,4 +1,4 @@
-"""int8 by NNCF, as OpenVINO runs it fastest. Runs in a child process: see ``quantize``."""
+"""int8 by NNCF, in the form that OpenVINO runs fastest. Runs in a child process: see ``quantize``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import nncf
 import numpy as np
 import onnx
 
-from accel.converters.onnx_write import write_onnx
-from accel.converters.quantize import Task, calibration_batches, calibration_feeds
-from accel.sources.onnx_file import external_files, read_proto
+from accel.sources.onnx.file import external_files, read_proto
+
+from ..graph.write import write_onnx
+from .stage import Task, calibration_batches, calibration_feeds
 
 
 def run_nncf(task: Task) -> dict[str, Any]:
-    """QDQ where NNCF's rules for OpenVINO put it: uint8 or int8 activations, int8 weights per channel."""
+    """Quantizes by NNCF's rules for OpenVINO: uint8 or int8 activations, int8 weights. Returns the notes."""
     nncf.set_log_level(logging.ERROR)
     config = task.config
     model = read_proto(task.path)
@@ -42,7 +43,7 @@ def run_nncf(task: Task) -> dict[str, Any]:
 
 
 def weights_folder(task: Task, model: onnx.ModelProto) -> dict[str, Any]:
-    """NNCF's parameter for the weights of a model that is too large for one message: it reads them one by one."""
+    """Returns NNCF's parameter with the folder of external weights; empty if the model has none."""
     from nncf.onnx.quantization.backend_parameters import BackendParameters
 
     return {BackendParameters.EXTERNAL_DATA_DIR: str(task.path.parent)} if external_files(model) else {}
@@ -52,9 +53,12 @@ _POOLS = ("MaxPool", "AveragePool")
 
 
 def unsigned_where_pooled(model: onnx.ModelProto) -> int:
-    """Quantize the activations of ``model`` to uint8 with a zero point 128 higher instead of int8, which gives the same
-    numbers; how many tensors. Only where int8 is read by a pooling and by something else, as the skip connections of a
-    U-Net are, which NNCF makes int8 where they meet what has no ReLU: OpenVINO (2026.4) computes both wrongly then."""
+    """Turns int8 activations of ``model`` into uint8 with a zero point higher by 128, which gives the same numbers.
+
+    Does so only if a pooling and another node read the same int8 tensor: OpenVINO (2026.4) then computes both wrongly.
+    NNCF makes such tensors of the skip connections of a U-Net, if they are joined with a tensor without ReLU. Returns
+    the number of tensors that were changed.
+    """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []
     for node in model.graph.node:
@@ -64,14 +68,14 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     quantized = {node.output[0] for node in signed}
     restored = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in quantized]
     source = {node.output[0]: node.input[0] for node in restored}
-    readers: dict[str, list[str]] = {}  # of each quantized tensor, the operators
+    readers: dict[str, list[str]] = {}  # the operators that read each quantized tensor
     for node in model.graph.node:
         for name in node.input:
             if name in source:
                 readers.setdefault(source[name], []).append(node.op_type)
     if not any(len(ops) > 1 and set(ops) & set(_POOLS) for ops in readers.values()):
         return 0
-    unsigned: dict[str, str] = {}  # zero points, which several may share
+    unsigned: dict[str, str] = {}  # the new zero points by the old name: several nodes may share a zero point
     for node in (*signed, *restored):
         name = node.input[2]
         if name not in unsigned:
@@ -80,7 +84,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
             model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.uint8), unsigned[name]))
         node.input[2] = unsigned[name]
     used = {name for node in model.graph.node for name in node.input}
-    spent = (set(unsigned) - used) | quantized  # zero points, and the types that shape inference noted
+    spent = (set(unsigned) - used) | quantized  # zero points, and the types that shape inference declared
     for field in (model.graph.initializer, model.graph.value_info):
         for index in reversed(range(len(field))):
             if field[index].name in spent:
@@ -89,7 +93,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
 
 
 class _Feeds:
-    """The samples, one at a time, read anew each time NNCF goes over them."""
+    """The samples, one at a time. Each iteration of NNCF reads them again."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -99,7 +103,7 @@ class _Feeds:
 
 
 def _advanced(task: Task, backend: dict[str, Any]) -> Any:
-    """The choice of range estimator and of per-channel weights, in NNCF's words. ``backend``: where the weights are."""
+    """Returns NNCF's parameters for the range estimator, for per-channel weights, and for ``weights_folder``."""
     from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, QuantizationParameters
     from nncf.quantization.range_estimator import (
         AggregatorType,

@@ -16,19 +16,20 @@ from onnxruntime.quantization import onnx_quantizer
 from onnxruntime.quantization.calibrate import TensorsData, save_tensors_data
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from accel.converters.calibrate import Histograms, collect
-from accel.converters.histogram import value_range
-from accel.converters.quantize import QuantizeFailed, Task, calibration_feeds
 from accel.runtimes.onnx_rounded import elem_types, tensor_types
-from accel.sources.onnx_file import read_proto
-from accel.sources.onnx_weights import read_detached
+from accel.sources.onnx.file import read_proto
+from accel.sources.onnx.weights import read_detached
+
+from .calibrate import Histograms, collect
+from .histogram import value_range
+from .products import PRODUCTS
+from .stage import QuantizeFailed, Task, calibration_feeds
 
 _BATCH = 4
 
-_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-
-# What lies between two convolutions: quantized as well, so that values stay int8 from one to the next. Softmax,
-# normalisations and Where (whose masks would take the whole range) are not in it.
+# Operators that may stand between two convolutions. The operators in this list are quantized, too, so that values stay
+# int8 from one convolution to the next. Softmax, normalizations and Where are left out: the masks of a Where would take
+# the whole range.
 _BETWEEN = (
     "Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Pad",
     "Relu", "Reshape", "Resize", "Sigmoid", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",
@@ -36,24 +37,27 @@ _BETWEEN = (
 
 
 def run_static(task: Task) -> dict[str, Any]:
-    """QDQ for ONNX Runtime on CPUs: uint8 activations with a zero point, int8 weights."""
+    """Quantizes for ONNX Runtime on CPUs: QDQ, uint8 activations with a zero point, int8 weights. Returns the notes."""
     if task.transformer:
-        # Only the products: quantizing what is between them costs more than it saves.
-        return _static(task, task.config.ops or _PRODUCTS, ort.QuantType.QUInt8, inputs_only=True)
-    return _static(task, task.config.ops or (*_PRODUCTS, *_BETWEEN), ort.QuantType.QUInt8)
+        # In a transformer, only products are quantized: other quantized operators cost more time than they save.
+        return _static(task, task.config.ops or PRODUCTS, ort.QuantType.QUInt8, inputs_only=True)
+    return _static(task, task.config.ops or (*PRODUCTS, *_BETWEEN), ort.QuantType.QUInt8)
 
 
 def run_symmetric(task: Task) -> dict[str, Any]:
-    """QDQ for TensorRT: int8 without zero points in front of weight products, outputs and biases as they were."""
-    return _static(task, task.config.ops or _PRODUCTS, ort.QuantType.QInt8, inputs_only=True, symmetric=True)
+    """Quantizes for TensorRT: QDQ in int8 without zero points before products with weights. Returns the notes.
+
+    Outputs and biases stay float.
+    """
+    return _static(task, task.config.ops or PRODUCTS, ort.QuantType.QInt8, inputs_only=True, symmetric=True)
 
 
 def run_dynamic(task: Task) -> dict[str, Any]:
-    """int8 weights; activations are quantized as they come. Only products with weights gain by it on CPUs."""
+    """Quantizes weights to int8, and activations at run time. On CPUs this speeds up products with weights only."""
     config = task.config
-    # The quantizer turns a Gemm into a MatMul of this name before it looks at what to leave alone.
+    # The quantizer turns a Gemm into a MatMul of this name before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # the library would hold the weights three times here as well
+    if _is_large(task.path):  # the library would hold the weights in memory three times
         onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),
@@ -72,7 +76,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
 def _static(
     task: Task, ops: tuple[str, ...], activations: Any, *, inputs_only: bool = False, symmetric: bool = False
 ) -> dict[str, Any]:
-    """``inputs_only``: quantize what goes into products with constant weights, and nothing else."""
+    """Runs ONNX Runtime's static quantization. ``inputs_only``: quantize only the inputs of products with weights."""
     config = task.config
     found = smoothed(task, ops) if inputs_only and task.transformer and config.smooth else {}
     path = _preprocessed(task)
@@ -98,7 +102,7 @@ def _static(
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,
-        calibrate_method=ort.CalibrationMethod.MinMax,  # whatever they come from, ranges are what is handed over
+        calibrate_method=ort.CalibrationMethod.MinMax,  # unused: the file holds ranges
         use_external_data_format=_is_large(task.path),
         extra_options=options,
     )
@@ -113,9 +117,9 @@ def _static(
 
 
 def smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
-    """Smooth the model of ``task`` in its file."""
-    from accel.converters.onnx_write import write_onnx
-    from accel.converters.quantize_smooth import smooth
+    """Smooths the model in the file of ``task``; returns the notes."""
+    from ..graph.write import write_onnx
+    from .smooth import smooth
 
     model = read_detached(task.path)
     excluded = {*task.excluded, *_without_weights(task.path, ops)}
@@ -126,37 +130,47 @@ def smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _without_weights(path: Path, ops: tuple[str, ...]) -> list[str]:
-    """Products of two activations: the two of attention."""
+    """Returns the names of the products of two activations, such as the two of attention."""
     graph = onnx.load(str(path), load_external_data=False).graph
     constants = {tensor.name for tensor in graph.initializer}
     return [n.name for n in graph.node if n.op_type in ops and len(n.input) > 1 and n.input[1] not in constants]
 
 
 def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
-    """What makes the input of a product that stays float, and what reads its result: it would be rounded there."""
+    """Returns the names of the nodes that make the input of a product in float, or read its result.
+
+    If these nodes were quantized, they would round the input or the result.
+    """
     nodes = onnx.load(str(path), load_external_data=False).graph.node
-    read = {node.input[0] for node in nodes if node.name in excluded and node.op_type in _PRODUCTS}
+    read = {node.input[0] for node in nodes if node.name in excluded and node.op_type in PRODUCTS}
     made = {name for node in nodes if node.name in excluded for name in node.output}
-    between = (node for node in nodes if node.op_type in ops and node.op_type not in _PRODUCTS)
+    between = (node for node in nodes if node.op_type in ops and node.op_type not in PRODUCTS)
     return [n.name for n in between if not (made.isdisjoint(n.input) and read.isdisjoint(n.output))]
 
 
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
-    """A residual beside a product reads the original again, as it would otherwise carry the rounding of every layer
-    on."""
+    """Makes nodes other than products read the original tensors again.
+
+    A residual connection beside a product would otherwise carry on the rounding of every layer. Raises
+    ``QuantizeFailed`` if an output of the model would be quantized.
+    """
     model = onnx.load(str(path), load_external_data=False)
     originals = _read_originals(model, lambda node: node.op_type not in ops or node.name in excluded)
     for value in model.graph.output:
         if value.name in originals:
             raise QuantizeFailed(
-                f"the output {value.name!r} would be quantized; leave the node that makes it with --quantize keep=NAME"
+                f"the output {value.name!r} would be quantized; keep the node that makes it in float with "
+                "--quantize keep=NAME"
             )
     onnx.save(model, str(path))
 
 
 def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], bool]) -> dict[str, str]:
-    """The quantizer gives a quantized tensor to everyone who reads it. The ``spared`` nodes read what it was made of
-    again; which that is by the name of the dequantized tensor."""
+    """Makes the ``spared`` nodes read original tensors in place of dequantized ones.
+
+    The quantizer makes all readers of a quantized tensor read the dequantized one. Returns the names of the original
+    tensors by the names of the dequantized ones.
+    """
     quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     originals = {
         n.output[0]: quantized[n.input[0]]
@@ -171,7 +185,7 @@ def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], b
 
 
 def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, symmetric: bool) -> None:
-    """The range of every tensor around a node to quantize, as ONNX Runtime's quantizer reads them."""
+    """Writes the ranges of the tensors around nodes to quantize to ``ranges``, for ONNX Runtime's quantizer."""
     config = task.config
     model = read_detached(path)
     histograms = Histograms(model, _tensors(model, ops))
@@ -185,7 +199,7 @@ def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, sy
 
 
 def _tensors(model: onnx.ModelProto, ops: tuple[str, ...]) -> list[str]:
-    """The float32 activations that nodes of these operators read and make."""
+    """Returns the names of the float32 activations that nodes of these operators read and make."""
     types = elem_types(tensor_types(model).graph)
     constants = {tensor.name for tensor in model.graph.initializer}
     around = (name for node in model.graph.node if node.op_type in ops for name in (*node.input, *node.output))
@@ -194,10 +208,10 @@ def _tensors(model: onnx.ModelProto, ops: tuple[str, ...]) -> list[str]:
 
 
 def _preprocessed(task: Task) -> Path:
-    """Shapes and types inferred, with ONNX Runtime's symbolic inference where it can; nothing else changed."""
+    """Returns the path of the model with shapes inferred by ONNX Runtime, or of the model itself if that fails."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
-    if _is_large(task.path):  # the library would hold the weights three times
+    if _is_large(task.path):  # ONNX Runtime would hold the weights in memory three times
         inferred.write_bytes(_with_shapes(read_proto(task.path)).SerializeToString())
         return inferred
     with contextlib.suppress(Exception):
@@ -211,7 +225,7 @@ def _preprocessed(task: Task) -> Path:
 
 
 def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model, the shapes of its tensors inferred anew."""
+    """Infers the shapes of the tensors of ``model`` again, in place; returns ``model``."""
     known = tensor_types(model).graph.value_info
     del model.graph.value_info[:]
     model.graph.value_info.extend(known)
@@ -219,6 +233,6 @@ def _with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _is_large(path: Path) -> bool:
-    from accel.converters.onnx_write import SINGLE_FILE_BYTES
+    from ..graph.write import SINGLE_FILE_BYTES
 
     return sum(file.stat().st_size for file in path.parent.glob("*.weights")) > SINGLE_FILE_BYTES // 2

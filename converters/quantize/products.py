@@ -1,7 +1,8 @@
-"""Products with constant weights: which of them a graph has, and how their weights lie."""
+"""Products with constant weights: finding them in a graph, and the layout of their weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ _FLOAT = 1  # TensorProto.FLOAT
 
 
 def layers_to_quantize(model: onnx.ModelProto, excluded: Collection[str], ops: tuple[str, ...]) -> list[onnx.NodeProto]:
-    """The products among ``ops`` with constant float32 weights that aren't ``excluded`` by name."""
+    """Returns the products among ``ops`` that have constant float32 weights and are not ``excluded`` by name."""
     weights = {tensor.name for tensor in model.graph.initializer if tensor.data_type == _FLOAT}
     return [
         node
@@ -24,7 +25,7 @@ def layers_to_quantize(model: onnx.ModelProto, excluded: Collection[str], ops: t
 
 
 def channel_axis(node: onnx.NodeProto) -> int:
-    """The axis of the weights that has one entry for each output channel."""
+    """Returns the axis of the weights that has one entry for each output channel."""
     if node.op_type == "Conv":
         return 0
     if node.op_type == "Gemm":
@@ -33,15 +34,21 @@ def channel_axis(node: onnx.NodeProto) -> int:
 
 
 def drop_unread(model: onnx.ModelProto) -> None:
-    """Leave out the weights that nothing reads any more."""
-    read = _read(model.graph) | {value.name for value in model.graph.output}
+    """Removes the initializers that nothing reads any more."""
+    from ..graph.subgraphs import reads
+
+    read = {name for node in model.graph.node for name in reads(node)} | {value.name for value in model.graph.output}
     left = [tensor for tensor in model.graph.initializer if tensor.name in read]
     del model.graph.initializer[:]
     model.graph.initializer.extend(left)
 
 
-def _read(graph: onnx.GraphProto) -> set[str]:
-    """What nodes read, in graphs inside them too."""
-    inner = (g for node in graph.node for a in node.attribute for g in (a.g, *a.graphs))
-    found = {name for node in graph.node for name in node.input}
-    return found.union(*(_read(g) | {value.name for value in g.output} for g in inner))
+def product_weights(model: onnx.ModelProto) -> list[tuple[str, int]]:
+    """Returns the name of each MatMul and Gemm with a constant float32 matrix, and the number of its weights."""
+    weights = {t.name: t for t in model.graph.initializer if t.data_type == _FLOAT and len(t.dims) == 2}
+    found = []
+    for node in model.graph.node:
+        turned = any(a.name == "transA" and a.i for a in node.attribute)
+        if node.op_type in ("MatMul", "Gemm") and not turned and node.input[1] in weights:
+            found.append((node.name, math.prod(weights[node.input[1]].dims)))
+    return found

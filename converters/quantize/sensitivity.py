@@ -1,7 +1,7 @@
-"""How much each layer of a model loses in int8 and in 16 bits, alone, measured at the model's outputs; and its work.
+"""The sensitivity of each layer: the error of the model's outputs if this layer alone is int8 or 16-bit, and its work.
 
-One model holds every layer in all forms, behind an If that a flag of its own decides, so that each run changes one
-layer and nothing is loaded anew.
+One model holds every layer in all forms. A flag for each layer and form selects the branch of an If, so that each run
+changes one layer without loading another model.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact
-from accel.converters.products import PRODUCTS, channel_axis, layers_to_quantize
-from accel.converters.quantize import QuantizeConfig, Task, calibration_feeds, check_source, make_task, run_task
 from accel.progress import report
-from accel.verify.compare import rel_l2
+from accel.proof.compare import rel_l2
+
+from .products import PRODUCTS, channel_axis, layers_to_quantize
+from .stage import QuantizeConfig, Task, calibration_feeds, check_source, make_task, run_task
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx
 
-# Batches of how many samples the outputs are compared on.
+# The outputs are compared on this many batches of this many samples.
 _BATCH = 4
 _BATCHES = 8
 
-# Weights are read from memory at every run; on CPUs and GPUs alike that takes about as long as this many products with
-# each of them.
+# Weights are read from memory at every run. On CPUs and GPUs alike, reading a weight takes about as long as this many
+# multiplications with the weight.
 _ROWS_A_READ = 16
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """``error``: relative l2 of the worst output when only this node is quantized, as far off as on any batch;
-    ``error_in_base`` when it computes in fp16 or bf16 instead. ``work``: its multiply-adds on a sample, or what reading
-    its weights takes if that is more."""
+    """``error``: the largest relative l2 of an output on any batch, if only this node is int8. ``error_in_base``: the
+    same if only this node is fp16 or bf16. ``work``: the multiply-adds of the node for a sample, or the equivalent of
+    reading its weights if that is more."""
 
     node: str
     op: str
@@ -47,29 +48,30 @@ class Sensitivity:
 
 
 def sensitivities(src: Artifact, config: QuantizeConfig, base: str = "fp32") -> list[Sensitivity]:
-    """Every product with constant weights that ``config`` would quantize, the most sensitive first. Its ranges and, for
-    transformers, its smoothing are those of ``config``; the names are those that ``config.keep`` takes. ``base``: what
-    the layers compute in that aren't int8.
+    """Returns the sensitivity of every product that ``config`` would quantize, the most sensitive first.
 
-    Raises what ``quantize`` raises for the source, the data and ``config``.
+    Ranges, and smoothing for transformers, follow ``config``. ``config.keep`` takes the names of the result. ``base``:
+    the precision of the layers that aren't int8. Raises the errors of ``quantize`` for the source, the data and
+    ``config``.
     """
-    from accel.sources.onnx_weights import read_detached
+    from accel.sources.onnx.weights import read_detached
 
     model = read_detached(src.path)
     check_source(src, model, config)
     report("measuring what each layer loses in int8")
     with tempfile.TemporaryDirectory(prefix="sensitivity-") as folder:
         task = replace(make_task(src, config, model, Path(folder)), base=base)
-        found: list[Sensitivity] = run_task("accel.converters.quantize_sensitivity:measure", task, model)
+        found: list[Sensitivity] = run_task("accel.converters.quantize.sensitivity:measure", task, model)
     return sorted(found, key=lambda one: -one.error)
 
 
 def measure(task: Task) -> list[Sensitivity]:
-    """In a child process."""
-    from accel.converters.calibrate import Histograms, collect
-    from accel.converters.quantize_ort import smoothed
+    """Measures the sensitivity of each layer of the model of ``task``. Runs in a child process."""
     from accel.runtimes.onnx_rounded import RoundedModel
-    from accel.sources.onnx_weights import read_detached
+    from accel.sources.onnx.weights import read_detached
+
+    from .calibrate import Histograms, collect
+    from .ort import smoothed
 
     config = task.config
     if task.transformer and config.smooth:
@@ -100,7 +102,8 @@ def measure(task: Task) -> list[Sensitivity]:
 
 
 def _work(node: onnx.NodeProto, model: onnx.ModelProto, histograms: Any, samples: int) -> float:
-    """Multiply-adds on a sample: every position of the input meets every weight. (A stride leaves positions out.)"""
+    """Returns the multiply-adds of ``node`` for a sample: every position of the input meets every weight, except the
+    positions that a stride skips."""
     dims = next(tensor.dims for tensor in model.graph.initializer if tensor.name == node.input[1])
     weights = math.prod(dims)
     if node.op_type in ("Conv", "Gemm"):
@@ -134,11 +137,14 @@ def _relative(wanted: np.ndarray, found: np.ndarray) -> float:
 def _with_all_forms(
     model: onnx.ModelProto, layers: list[onnx.NodeProto], histograms: Any, task: Task
 ) -> dict[tuple[str, str], str]:
-    """Replace each layer, in place, by an If between int8 and float32, and another one inside where the base of
-    ``task`` has 16 bits; the name of each flag by the names of its node and its form."""
+    """Replaces each layer, in place, by an If between int8 and float32.
+
+    If the base of ``task`` has 16 bits, the float32 branch holds a second If between that base and float32. Returns the
+    name of each flag by the name of its node and its form.
+    """
     import onnx
 
-    from accel.converters.histogram import value_range
+    from .histogram import value_range
 
     config = task.config
     symmetric = config.form == "tensorrt"
@@ -178,7 +184,7 @@ def _choice(
     otherwise: list[onnx.NodeProto],
     result: str,
 ) -> onnx.NodeProto:
-    """An If for ``node``; its flag becomes an input of ``model``."""
+    """Returns an If in place of ``node``, and makes its flag an input of ``model``."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -192,7 +198,8 @@ def _choice(
 
 
 def _in_16_bits(node: onnx.NodeProto, base: str) -> list[onnx.NodeProto]:
-    """The same product with its inputs and its result rounded to ``base``, summed in float32 as the hardware does."""
+    """Returns the product with inputs and result rounded to ``base``. The product sums in float32, as the hardware
+    does."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -223,12 +230,12 @@ def _quantized(
     config: QuantizeConfig,
     symmetric: bool,
 ) -> list[onnx.NodeProto]:
-    """The nodes of the int8 form; what they need is added to the initializers of ``model``."""
+    """Returns the nodes of the int8 form. Adds their constants to the initializers of ``model``."""
     import numpy as np
     import onnx
     from onnx import helper, numpy_helper
 
-    from accel.sources.onnx_weights import weight_array
+    from accel.sources.onnx.weights import weight_array
 
     def constant(what: str, value: np.ndarray) -> str:
         name = f"{node.name}/{what}"

@@ -1,9 +1,9 @@
-"""Outliers moved from activations into weights before both are quantized.
+"""Smoothing: outliers move from activations into weights before both are quantized.
 
-The activations of a transformer have a few channels that are many times larger than the others; one scale for all of
-them leaves the others a handful of steps. Dividing channel j of what goes into a product by s_j, and multiplying row j
-of the weights with it, changes nothing in float32 and evens the ranges out (SmoothQuant, arXiv 2211.10438, eq. 4):
-s_j = max|X_j|^alpha / max|W_j|^(1-alpha).
+The activations of a transformer have a few channels that are many times larger than the others. One scale for all
+channels leaves the others a handful of steps. Smoothing divides channel j of a product's input by s_j, and multiplies
+row j of the weights by s_j. The result is the same in exact arithmetic, and the ranges become more even (SmoothQuant,
+arXiv 2211.10438, eq. 4): s_j = max|X_j|^alpha / max|W_j|^(1-alpha).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from accel.converters.calibrate import Batches, collect
 from accel.runtimes.onnx_rounded import RoundedModel
-from accel.sources.onnx_weights import weight_array
+from accel.sources.onnx.weights import weight_array
+
+from .calibrate import Batches, collect
 
 _SMALLEST = 1e-5
 
@@ -30,9 +31,12 @@ def smooth(
     alpha: float,
     unfinished: Path | None = None,
 ) -> int:
-    """Rewrite ``model`` in place; how many activations were smoothed. ``batches``, ``unfinished``: see ``collect``.
-    One factor serves all products that read the same activation; it is folded into the layer normalisation before them
-    where nothing else reads that."""
+    """Smooths ``model`` in place; returns the number of smoothed activations. ``batches``, ``unfinished``: see
+    ``collect``.
+
+    All products that read the same activation share its factors. The factors are folded into the layer normalization
+    before the products if nothing else reads its output.
+    """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[NodeProto]] = {}
     users: dict[str, int] = {}
@@ -62,7 +66,10 @@ def smooth(
 
 
 def _rows_axis(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int | None:
-    """The axis of the weights that meets the last axis of the activation."""
+    """Returns the axis of the weights that is summed with the last axis of the activation.
+
+    Returns None if ``node`` is not a product with a constant matrix, or transposes the activation.
+    """
     if node.op_type not in ("MatMul", "Gemm") or node.input[1] not in weights:
         return None
     if len(weights[node.input[1]].dims) != 2:
@@ -72,13 +79,13 @@ def _rows_axis(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int 
 
 
 def _rows(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> np.ndarray:
-    """max|W_j| of each row j."""
+    """Returns max|W_j| of each row j."""
     axis = _rows_axis(node, weights)
     return np.asarray(np.abs(weight_array(weights[node.input[1]])).max(axis=1 - (axis or 0)))
 
 
 class _Channels:
-    """max|X_j| over all batches of each tensor, by channel j of its last axis."""
+    """max|X_j| of each tensor over all batches, for each channel j of its last axis."""
 
     def __init__(self, model: onnx.ModelProto, names: list[str]) -> None:
         self._plain = RoundedModel(model)
@@ -116,7 +123,7 @@ def _scale_rows(
     if not shared:
         old.CopyFrom(numpy_helper.from_array(scaled, old.name))
         return
-    new = model.graph.initializer.add()  # tied weights: the other reader keeps them as they are
+    new = model.graph.initializer.add()  # tied weights: the other reader keeps the unscaled ones
     new.CopyFrom(numpy_helper.from_array(scaled, f"{old.name}/{node.name}"))
     weights[new.name] = new
     node.input[1] = new.name
@@ -125,7 +132,11 @@ def _scale_rows(
 def _fold(
     model: onnx.ModelProto, norm: NodeProto, weights: Mapping[str, onnx.TensorProto], factors: np.ndarray
 ) -> bool:
-    """Divide the scale and bias of a layer normalisation, if they are its own and run along the last axis."""
+    """Divides scale and bias of a layer normalization by ``factors``. Returns False if the normalization can't be
+    divided.
+
+    Does nothing if another node reads the scale or bias, or if the normalization is not along the last axis.
+    """
     own = [name for name in norm.input[1:] if name]
     axis = next((a.i for a in norm.attribute if a.name == "axis"), -1)
     if axis != -1 or any(name not in weights or list(weights[name].dims) != [factors.size] for name in own):
@@ -138,7 +149,7 @@ def _fold(
 
 
 def _insert(model: onnx.ModelProto, name: str, products: list[NodeProto], factors: np.ndarray) -> None:
-    """A multiplication in front of the products."""
+    """Inserts a multiplication by 1 / ``factors`` before the products."""
     constant, smoothed = f"{name}/smoothing", f"{name}/smoothed"
     model.graph.initializer.append(numpy_helper.from_array(1 / factors, constant))
     place = min(index for index, node in enumerate(model.graph.node) if any(node is p for p in products))

@@ -1,4 +1,4 @@
-"""float32 ONNX to 8 bits, in the form that the target runs fastest."""
+"""float32 ONNX to 8 or 4 bits, in the form that the target runs fastest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.cache import unfinished
 from accel.child import Child
-from accel.cpu import int8_saturates
 from accel.errors import AccelError, CannotWrite, ChildCrashed, MissingExtra, StageFailed, UnknownName, UnsupportedHere
+from accel.machine import int8_saturates
 from accel.progress import report
 from accel.signature import Signature
 from accel.stage import StageConfig
+from accel.tables.precision import PRECISIONS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,18 +24,12 @@ if TYPE_CHECKING:
 
 CALIBRATIONS = ("minmax", "entropy", "percentile", "mse")
 
-# Before opset 13 QuantizeLinear knows no axis, which per-channel scales need; before 19 no 8-bit floats; before 21 no
-# blocks.
-_MIN_OPSET = 13
-FP8_OPSET = 19
-BLOCK_OPSET = 21
-
-# Of the values in fp8 the steps grow with the value: what entropy and mse weigh is something else.
+# The steps of fp8 grow with the value, while entropy and mse assume equal steps.
 FP8_CALIBRATIONS = ("minmax", "percentile")
 
 _CHECKED_AT_ONCE = 16
 
-# Random calibration: this many feeds at each shape of the signature.
+# Random calibration runs this many inputs at each shape of the signature.
 _RANDOM_FEEDS = 4
 
 
@@ -44,8 +39,9 @@ class QuantizeFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One way of writing int8. ``runs``: by mode, the function that does it, in a child process. ``calibrations``: the
-    ways it has of finding a range."""
+    """The form of quantized models for a target. ``runs``: the function of each mode, called in a child process.
+    ``calibrations``: the supported ways to find a range. ``module``: the Python module that it needs, from ``extra``.
+    """
 
     runs: dict[str, str]
     calibrations: tuple[str, ...] = CALIBRATIONS
@@ -53,27 +49,27 @@ class Form:
     module: str = "onnxruntime"
 
 
-# What each target wants (measured; the wrong one costs up to four times):
-# ort-cpu: uint8 activations with a zero point, int8 weights, QDQ around everything between two convolutions; or
-#     dynamic: activations are quantized as they come, without calibration.
-# openvino: NNCF's choice of where to quantize, which is made for OpenVINO's kernels.
-# tensorrt: int8 on both sides without zero points, before weight products only: the products of attention have to stay
-#     as they are to be fused, and a bias or an output in int32 or int8 is refused or never fused. Cast to fp16 after
-#     this stage, not before: the cast gives the scales the type that the engine's layers have.
+# The forms of the targets (measured; a form of another target is up to four times slower):
+# ort-cpu: uint8 activations with a zero point, int8 weights, QDQ around everything between two convolutions. Dynamic:
+#     activations are quantized at run time, without calibration.
+# openvino: NNCF decides where to quantize, by rules made for OpenVINO's kernels.
+# tensorrt: int8 activations and weights without zero points, before products with weights only. The products of
+#     attention are fused only if they stay float. TensorRT refuses or never fuses a bias or output in int32 or int8.
+#     Cast to fp16 after this stage, not before: the cast gives the scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
-            "static": "accel.converters.quantize_ort:run_static",
-            "dynamic": "accel.converters.quantize_ort:run_dynamic",
-            "int8-weights": "accel.converters.quantize_weights:run_nbits",
-            "int4-weights": "accel.converters.quantize_weights:run_nbits",
+            "static": "accel.converters.quantize.ort:run_static",
+            "dynamic": "accel.converters.quantize.ort:run_dynamic",
+            "int8-weights": "accel.converters.quantize.weights:run_nbits",
+            "int4-weights": "accel.converters.quantize.weights:run_nbits",
         }
     ),
     "openvino": Form(
         runs={
-            "static": "accel.converters.quantize_nncf:run_nncf",
-            "int8-weights": "accel.converters.quantize_weights:run_compressed",
-            "int4-weights": "accel.converters.quantize_weights:run_compressed",
+            "static": "accel.converters.quantize.nncf:run_nncf",
+            "int8-weights": "accel.converters.quantize.weights:run_compressed",
+            "int4-weights": "accel.converters.quantize.weights:run_compressed",
         },
         calibrations=("minmax", "percentile"),
         extra="openvino",
@@ -81,10 +77,10 @@ FORMS = {
     ),
     "tensorrt": Form(
         runs={
-            "static": "accel.converters.quantize_ort:run_symmetric",
-            "fp8": "accel.converters.quantize_fp8:run_fp8",
-            "int8-weights": "accel.converters.quantize_blocks:run_blocks",
-            "int4-weights": "accel.converters.quantize_blocks:run_blocks",
+            "static": "accel.converters.quantize.ort:run_symmetric",
+            "fp8": "accel.converters.quantize.fp8:run_fp8",
+            "int8-weights": "accel.converters.quantize.blocks:run_blocks",
+            "int4-weights": "accel.converters.quantize.blocks:run_blocks",
         }
     ),
 }
@@ -92,14 +88,18 @@ FORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(StageConfig):
-    """``form``: ort-cpu, openvino or tensorrt. ``mode``: static; dynamic (ort-cpu); fp8 (tensorrt: 8-bit floats, E4M3,
-    calibrated by minmax or percentile); or int8-weights or int4-weights, where only the weights of large products
-    change: those of ``smallest`` numbers and more, with one scale for ``block_size`` of them (8 bits in the openvino
-    form: one a channel). ``data``: what to calibrate on, ``samples`` of it at most. ``calibration``:
-    minmax, percentile (``percentile`` of the values are inside), entropy or mse, see ``histogram.value_range`` (the
-    openvino form has the first two). ``smooth``: how much of the activations' outliers moves into the weights of a
-    transformer (0 none, 1 all; the openvino form has its own, fp8 needs none). ``ops``: quantize these operators only.
-    ``keep``: nodes to leave in float32, by name or operator, with * and ?."""
+    """The options of a quantization.
+
+    ``form``: ort-cpu, openvino or tensorrt. ``mode``: static; dynamic (ort-cpu only); fp8 (tensorrt only: 8-bit floats,
+    E4M3, calibrated by minmax or percentile); int8-weights or int4-weights, which quantize only the weights of products
+    with at least ``smallest`` weights, with one scale for ``block_size`` weights (8 bits in the openvino form: one
+    scale for each channel). ``data``: calibration data; at most ``samples`` samples are used. ``calibration``: minmax,
+    percentile (``percentile`` percent of the values are inside the range), entropy or mse, see
+    ``histogram.value_range``; the openvino form has minmax and percentile. ``smooth``: the share of the activations'
+    outliers that moves into the weights of a transformer, from 0 (none) to 1 (all); the openvino form smooths by
+    itself, and fp8 needs no smoothing. ``ops``: quantize these operators only. ``keep``: nodes that stay float32, by
+    name or operator, with * and ?.
+    """
 
     form: str = "ort-cpu"
     mode: str = "static"
@@ -108,23 +108,25 @@ class QuantizeConfig(StageConfig):
     calibration: str = "minmax"
     percentile: float = 99.999
     per_channel: bool = True
-    smooth: float = 0.85  # MiniLM's error by it: 0 0.18, 0.5 0.37, 0.7 0.10, 0.85 0.07, tensorrt form
+    smooth: float = 0.85  # error of MiniLM, tensorrt form: 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     block_size: int = 32
     smallest: int = 1 << 16
-    # The ort-cpu form, weights in 7 bits: for CPUs whose sums of 8-bit products saturate. None: if this CPU is one.
+    # ort-cpu form: weights in 7 bits, for CPUs whose sums of 8-bit products saturate. None: decide by this CPU.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.reduce_range is None:  # settled here: it is an option of the result, recorded and keyed like any other
+        if (
+            self.reduce_range is None
+        ):  # decided here, because the manifest and the cache key record it like any other option
             products = self.form == "ort-cpu" and self.mode in ("static", "dynamic")
             object.__setattr__(self, "reduce_range", products and int8_saturates())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the child process gets: files, the choices of the config, and what was seen in the graph."""
+    """The input of the child process: files, the config, and facts about the graph."""
 
     path: Path
     out: Path
@@ -132,20 +134,23 @@ class Task:
     config: QuantizeConfig
     excluded: tuple[str, ...]
     transformer: bool
-    unfinished: Path | None = None  # a folder for what a killed calibration has found, see ``collect``
-    base: str = "fp32"  # what the layers compute in that aren't int8, for ``measure``
+    unfinished: Path | None = None  # a folder for the state of a killed calibration, see ``collect``
+    base: str = "fp32"  # the precision of layers that aren't int8, for ``sensitivity.measure``
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
-    """8 bits as ``config.form`` writes them. Names, dtypes, dynamic dims, opset and IR stay. Without ``data`` a static
-    form is calibrated on random inputs, and ``notes["warning"]`` says so.
+    """Quantizes ``src`` in the form ``config.form``. Names, dtypes, dynamic dims, opset and IR stay.
 
-    Raises ``QuantizeFailed``; ``UnknownName`` for a form, mode, calibration or pattern that is none;
-    ``UnsupportedHere`` for a model that is not float32 or older than opset 13 (fp8: 19); ``MissingExtra``; ``BadData``.
+    Without ``data`` a static form is calibrated on random inputs, and ``notes["warning"]`` says so.
+
+    Raises ``QuantizeFailed``; ``UnknownName`` for an unknown form, mode or calibration, or a pattern that matches
+    nothing; ``UnsupportedHere`` if the model is not float32 or its opset is below 13 (fp8: 19, blocks: 21);
+    ``MissingExtra``; ``BadData``.
     """
-    from accel.converters.onnx_write import onnx_artifact
-    from accel.sources.onnx_file import read_proto
-    from accel.sources.onnx_weights import read_detached
+    from accel.sources.onnx.file import read_proto
+    from accel.sources.onnx.weights import read_detached
+
+    from ..graph.write import onnx_artifact
 
     form = _form(config)
     model = read_detached(src.path)
@@ -191,8 +196,8 @@ def _form(config: QuantizeConfig) -> Form:
 
 
 def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, folder: Path) -> Task:
-    """What the child process needs to work on ``model`` in ``folder``. Names the nodes of ``model`` that have none."""
-    inside = folder.absolute()  # the child stands elsewhere
+    """Returns the task of a child process that works on ``model`` in ``folder``. Names unnamed nodes of ``model``."""
+    inside = folder.absolute()  # the child has another working folder
     return Task(
         path=inside / "prepared.onnx",
         out=inside / "quantized.onnx",
@@ -205,46 +210,49 @@ def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, fol
 
 
 def least_opset(config: QuantizeConfig) -> int:
-    """The opset that what ``config`` writes needs."""
+    """Returns the least opset of a model that is quantized by ``config``."""
     if config.mode == "fp8":
-        return FP8_OPSET
-    return BLOCK_OPSET if config.form == "tensorrt" and config.mode.endswith("-weights") else _MIN_OPSET
+        return PRECISIONS["fp8"].min_opset
+    in_blocks = config.form == "tensorrt" and config.mode.endswith("-weights")
+    return PRECISIONS["int4" if in_blocks else "int8"].min_opset
 
 
 def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) -> None:
-    """``UnsupportedHere`` where ``src`` can't be quantized."""
-    from accel.sources.onnx_file import describe_model, opset_of
+    """Raises ``UnsupportedHere`` if ``src`` can't be quantized: wrong precision, or too low an opset."""
+    from accel.sources.onnx.file import describe_model, opset_of
 
     precision = describe_model(model)[1]["precision"]
-    if precision in ("int8", "int4", "fp8"):
+    if precision in PRECISIONS and PRECISIONS[precision].quantized:
         raise UnsupportedHere(f"{src.path} is quantized already; start from its float32 form")
     if precision != "fp32":
-        raise UnsupportedHere(f"{src.path} is {precision}; quantize the float32 model, then cast that to {precision}")
+        raise UnsupportedHere(
+            f"{src.path} is {precision}; quantize the float32 model, then cast the result to {precision}"
+        )
     least = least_opset(config)
     if opset_of(model) < least:
-        what = "int8" if least == _MIN_OPSET else config.mode
+        what = "int8" if least == PRECISIONS["int8"].min_opset else config.mode
         have = opset_of(model)
         raise UnsupportedHere(f"{what} needs opset >= {least}, {src.path} has {have}; pass --opset {max(20, least)}")
 
 
 def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
-    from accel.verify.stream import SampleStream
+    from accel.proof.stream import SampleStream
 
     found: dict[str, Any] = {"calibration": config.calibration}
     if config.data is None:
         found["warning"] = "calibrated on random inputs: the ranges are not those of real data; pass --data"
         return found
     stream = SampleStream(config.data, src.signature)
-    for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # what doesn't fit is found before any work
+    for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # finds samples that don't fit before any other work
         pass
     return found | {"samples": min(len(stream), config.samples)}
 
 
 def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
-    """Give every node a name, make initializers of constant nodes; the names of the nodes to leave alone."""
+    """Names every node and turns Constant nodes into initializers; returns the names of the nodes to leave in float."""
     from onnx import AttributeProto
 
-    from accel.converters.onnx_names import nodes_matching
+    from ..graph.names import nodes_matching
 
     taken = {node.name for node in model.graph.node}
     kept: list[str] = []
@@ -268,34 +276,36 @@ def _prepare(model: onnx.ModelProto, config: QuantizeConfig) -> tuple[str, ...]:
 
 
 def is_transformer(model: onnx.ModelProto) -> bool:
-    """Whether products of two activations feed a softmax, or come out of one."""
+    """Tells whether ``model`` has an Attention node, or a Softmax and a product of two activations."""
     constants = {t.name for t in model.graph.initializer}
     ops = {node.op_type for node in model.graph.node}
     products = (n for n in model.graph.node if n.op_type == "MatMul" and not constants & set(n.input))
     return "Attention" in ops or ("Softmax" in ops and any(True for _ in products))
 
 
-# How NNCF says that the ends of a range are not equal to themselves, that is NaN.
+# NNCF's message if the ends of a range are NaN, and so not equal to themselves.
 _NO_RANGE = "only support input_high == output_high"
 
 
 def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
-    """Call ``function`` in a child process whose temporary files all go into the folder of the task. ``model`` is
-    written there, and spent."""
-    from accel.converters.onnx_write import write_onnx
+    """Writes ``model`` to the folder of ``task``, calls ``function`` in a child process, and returns its result.
+
+    The temporary files of the child go into the same folder. ``model`` must not be used afterwards.
+    """
+    from ..graph.write import write_onnx
 
     write_onnx(model, task.path)
     environment = {"TMPDIR": str(task.path.parent), "NNCF_CI": "1"}  # NNCF_CI: no telemetry
     try:
-        # ONNX Runtime's shape inference leaves files where it stands.
+        # ONNX Runtime's shape inference leaves files in the working folder.
         with Child(env=environment, folder=task.path.parent) as child:
             return child.call(function, task=task)
     except ChildCrashed as error:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
-                f"a tensor inside the model is NaN on the data that calibrates the form {task.config.form}: no "
-                "range to quantize it in; mend what makes it in the model, leave such samples out, or keep the nodes "
-                "behind it in float with --quantize keep=NODE"
+                f"a tensor inside the model is NaN on the calibration data of the form {task.config.form}, so it has "
+                "no range; correct the operation that makes the NaN, leave such samples out, or keep the nodes that "
+                "read the tensor in float with --quantize keep=NODE"
             ) from error
         raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error
     except OSError as error:
@@ -303,7 +313,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """What the libraries change in passing: the IR, unused operator sets, metadata, the producer."""
+    """Restores the fields that quantization libraries change: IR, unused operator sets, metadata, producer."""
     after.ir_version = before.ir_version
     after.producer_name, after.producer_version = before.producer_name, before.producer_version
     used = {node.domain for node in after.graph.node} | {entry.domain for entry in before.opset_import}
@@ -332,9 +342,11 @@ def _counts(model: onnx.ModelProto) -> dict[str, Any]:
 
 
 def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """What to calibrate on, ``size`` samples at a time, without the first ``skip`` batches: the data, read as it goes,
-    else random inputs at each shape of the signature."""
-    from accel.verify.stream import SampleStream
+    """Yields the calibration inputs, ``size`` samples at a time, after the first ``skip`` batches.
+
+    The inputs are the data of the config, read step by step, or random inputs at each shape of the signature.
+    """
+    from accel.proof.stream import SampleStream
 
     config, signature = task.config, task.signature
     total = calibration_batches(task, size)
@@ -346,15 +358,15 @@ def calibration_feeds(task: Task, size: int, skip: int = 0) -> Iterator[dict[str
             signature.example_inputs(seed=number, **cases[number // _RANDOM_FEEDS]) for number in range(skip, total)
         )
     if not total:
-        raise AccelError(f"{config.data} holds less than one batch of this model's fixed size; add samples")
+        raise AccelError(f"{config.data} has fewer samples than one batch of this model's fixed size; add samples")
     for done, feeds in enumerate(batches, skip):
         report(f"calibrating, batch {done + 1} of {total}", done / total)
         yield feeds
 
 
 def calibration_batches(task: Task, size: int) -> int:
-    """How many batches of ``size`` samples there are to calibrate on."""
-    from accel.verify.stream import SampleStream
+    """Returns the number of calibration batches of ``size`` samples."""
+    from accel.proof.stream import SampleStream
 
     if task.config.data is None:
         return len(task.signature.cases(largest_batch=size)) * _RANDOM_FEEDS

@@ -1,6 +1,6 @@
-"""8 or 4 bits for the weights of large products alone: what a model gains whose speed is that of reading its weights.
+"""8-bit or 4-bit weights of large products, for models whose speed depends on reading their weights.
 
-Activations stay float32 in the file, so nothing has to be calibrated. Runs in a child process: see ``quantize``.
+Activations stay float32 in the file, so no calibration is needed. Runs in a child process: see ``quantize``.
 """
 
 from __future__ import annotations
@@ -8,25 +8,27 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import onnx
-from onnx import TensorProto
 
-from accel.converters.onnx_write import write_onnx
-from accel.converters.quantize import Task
-from accel.sources.onnx_file import read_proto
+from accel.sources.onnx.file import read_proto
+
+from ..graph.write import write_onnx
+from .products import product_weights
+from .stage import Task
 
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 
-# What MatMulNBits may round the activations to inside, block by block: 4 is int8, for which CPUs have instructions.
+# MatMulNBits may round activations to this level, block by block. Level 4 is int8, for which CPUs have instructions.
 _ACCURACY_LEVEL = 4
 
 
 def run_nbits(task: Task) -> dict[str, Any]:
-    """ONNX Runtime's MatMulNBits: one float32 scale for ``block_size`` weights of a column, without zero points."""
+    """Quantizes weights for ONNX Runtime's MatMulNBits: one float32 scale for ``block_size`` weights of a column.
+
+    There are no zero points. Returns the notes.
+    """
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
     from onnxruntime.quantization.onnx_model import ONNXModel
 
@@ -52,10 +54,13 @@ def run_nbits(task: Task) -> dict[str, Any]:
 
 
 def run_compressed(task: Task) -> dict[str, Any]:
-    """NNCF's compress_weights, as OpenVINO runs it: 8 bits with a scale a channel, or 4 with one a block."""
+    """Quantizes weights for OpenVINO with NNCF's compress_weights; returns the notes.
+
+    8-bit weights have a scale for each channel, 4-bit weights one for each block.
+    """
     import nncf
 
-    from accel.converters.quantize_nncf import weights_folder
+    from .nncf import weights_folder
 
     nncf.set_log_level(logging.ERROR)
     model = read_proto(task.path)
@@ -75,19 +80,6 @@ def run_compressed(task: Task) -> dict[str, Any]:
 
 
 def _large_products(model: onnx.ModelProto, task: Task) -> list[str]:
-    """Names of the products whose weights are worth it."""
+    """Returns the names of the products that have at least ``smallest`` weights and are not excluded."""
     found = product_weights(model)
     return [name for name, size in found if size >= task.config.smallest and name not in task.excluded]
-
-
-def product_weights(model: onnx.ModelProto) -> list[tuple[str, int]]:
-    """Each MatMul and Gemm with a float32 matrix of constants behind it, and how many weights that has."""
-    return list(_products(model))
-
-
-def _products(model: onnx.ModelProto) -> Iterator[tuple[str, int]]:
-    weights = {t.name: t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT and len(t.dims) == 2}
-    for node in model.graph.node:
-        turned = any(a.name == "transA" and a.i for a in node.attribute)
-        if node.op_type in ("MatMul", "Gemm") and not turned and node.input[1] in weights:
-            yield node.name, math.prod(weights[node.input[1]].dims)

@@ -1,4 +1,4 @@
-"""Reductions in front of quantized activations, as OpenVINO computes them rightly."""
+"""A rewrite of reductions before quantized activations, which OpenVINO computes wrongly if they drop dims."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ _REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "
 
 
 def keep_reduced_dims(model: Any) -> int:
-    """Let the reductions of a quantized ``ov.Model`` keep the dims that they reduce, and take these out behind them,
-    which is the same; how many were rewritten.
+    """Makes the reductions of a quantized ``ov.Model`` keep their dims, and squeezes those dims behind them.
 
-    The CPU plugin (2026.4) appends to a reduction what follows it element by element. Behind one that drops dims
-    (tokens averaged for a sentence) it takes the factors of a multiplication in front of a FakeQuantize, which NNCF's
-    SmoothQuant puts there, for those of another axis: errors of 40% to 75%.
+    Returns the number of rewritten reductions. The result is the same in exact arithmetic.
+
+    The CPU plugin (2026.4) fuses the elementwise operations after a reduction into it. If the reduction drops dims
+    (e.g. the mean over the tokens of a sentence), the plugin applies the factors of a following multiplication along
+    the wrong axis. NNCF's SmoothQuant puts such a multiplication before a FakeQuantize. The errors are 40% to 75%.
     """
     import openvino.opset13 as opset
 
@@ -26,7 +27,7 @@ def keep_reduced_dims(model: Any) -> int:
             continue
         value, axes = op.input_value(0), op.input_value(1)
         constant = axes.get_node()
-        if constant.get_type_name() != "Constant" or not constant.data.size:  # to squeeze no axis is to squeeze all
+        if constant.get_type_name() != "Constant" or not constant.data.size:  # an empty list of axes squeezes all
             continue
         kept = getattr(opset, _snake(op.get_type_name()))(value, axes, True)
         dropped = opset.squeeze(kept, axes)
@@ -37,5 +38,5 @@ def keep_reduced_dims(model: Any) -> int:
 
 
 def _snake(name: str) -> str:
-    """ReduceMean as OpenVINO's functions are called: reduce_mean."""
+    """Returns the name of OpenVINO's function for an operator: ``reduce_mean`` for ``ReduceMean``."""
     return name.replace("Reduce", "reduce_").lower()

@@ -1,10 +1,10 @@
-"""The guard behind torch's safe softmax, taken out of an OpenVINO model where it can never act."""
+"""The removal of the guards behind torch's safe softmax from an OpenVINO model, if they can never act."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What neither makes an infinite number of finite ones nor a NaN of them, short of an overflow of the scores themselves.
+# Operators that make neither infinities nor NaN from finite numbers, unless the scores themselves overflow.
 _ARITHMETIC = frozenset({"Add", "Subtract", "Multiply", "MatMul"})
 _MOVEMENT = frozenset(
     {
@@ -16,12 +16,14 @@ _FRACTIONS = frozenset({"f16", "bf16", "f32", "f64"})
 
 
 def remove_softmax_guards(model: Any) -> int:
-    """Replace ``Select(IsNaN(s), 0, s)`` by ``s`` for every softmax ``s`` whose input can't be infinite; how many.
+    """Replaces ``Select(IsNaN(s), 0, s)`` by ``s`` for every softmax ``s`` whose input can't be infinite.
 
-    torch's exporter puts the guard behind each softmax, since a row that is masked with -inf everywhere is NaN. With a
-    finite mask (transformers adds the dtype's lowest number) no row is. OpenVINO fuses an attention into one kernel
-    only without the guard. The mask becomes the lowest number that bfloat16 has too, so that it stays finite there:
-    added to any score below 1e30 it gives the same float32 row as before, up to a constant.
+    Returns the number of removed guards. torch's exporter puts a guard behind each softmax, because a row that is -inf
+    everywhere gives NaN. With a finite mask (transformers adds the dtype's lowest number) no row gives NaN. OpenVINO
+    fuses an attention into one kernel only without the guard.
+
+    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. Added to scores below
+    1e30 it gives the same float32 row as before, up to a constant.
     """
     count = 0
     for guard in model.get_ordered_ops():
@@ -39,7 +41,7 @@ def remove_softmax_guards(model: Any) -> int:
 
 
 def _guarded(op: Any) -> Any | None:
-    """The softmax whose NaN ``op`` turns into zeros; None where it is something else."""
+    """Returns the softmax whose NaN ``op`` turns into zeros; None if ``op`` is not such a guard."""
     if op.get_type_name() != "Select":
         return None
     condition, replacement, value = (op.input_value(i).get_node() for i in range(3))
@@ -51,7 +53,7 @@ def _guarded(op: Any) -> Any | None:
 
 
 def _finite(output: Any, masks: list[Any]) -> bool:
-    """Whether the tensor is finite for finite activations. ``masks`` collects the constants beyond bfloat16's range."""
+    """Tells whether the tensor is finite for finite activations. Adds constants beyond bfloat16 to ``masks``."""
     import numpy as np
 
     seen: set[str] = set()
@@ -69,7 +71,7 @@ def _finite(output: Any, masks: list[Any]) -> bool:
             if np.abs(node.data).max(initial=0) > _BF16_MAX:
                 masks.append(node)
         elif kind == "MatMul":
-            continue  # the scores: infinite only where the model has overflowed already
+            continue  # the scores: infinite only if the model has overflowed already
         elif kind in _ARITHMETIC:
             open_ends += inputs
         elif kind in _MOVEMENT or kind == "FakeQuantize":
@@ -77,7 +79,7 @@ def _finite(output: Any, masks: list[Any]) -> bool:
         elif kind == "Select":
             open_ends += inputs[1:]
         else:
-            return False  # an input of the model may hold -inf, Log or Divide may make it
+            return False  # an input of the model may hold -inf; Log and Divide may make it
     return True
 
 

@@ -1,4 +1,4 @@
-"""The process in which ONNX becomes TensorFlow again."""
+"""The child process in which models are converted to TensorFlow, with Keras 2."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ from typing import Any
 
 from accel.child import Child
 from accel.errors import BuildFailed, ChildCrashed
-from accel.sources.onnx_file import one_line
+from accel.sources.onnx.file import one_line
 
-# onnx2tf builds with Keras 2, which tf_keras is.
+# onnx2tf needs Keras 2, which the package tf_keras provides.
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "TF_USE_LEGACY_KERAS": "1"}
 
 
 class NotTensorFlow(BuildFailed):
-    """onnx2tf or the TFLite converter can't write the model; the operator is named where they name it."""
+    """onnx2tf or the TFLite converter can't write the model.
+
+    ``operator``: the operator and the name of the node that was being written; empty if that is not known.
+    """
+
+    operator: str = ""
+
+    def at(self, operator: str) -> NotTensorFlow:
+        """Returns this error with ``operator``."""
+        self.operator = operator
+        return self
 
 
 def run_with_keras2(target: str, what: str, timeout: float, **arguments: Any) -> None:
-    """``target(**arguments)`` in a TensorFlow process of its own. ``NotTensorFlow`` says that ``what`` failed where it
-    died, or took longer than ``timeout`` seconds."""
+    """Calls ``target(**arguments)`` in a new process with TensorFlow and Keras 2.
+
+    Raises ``NotTensorFlow`` with the text ``what`` if the process dies or takes longer than ``timeout`` seconds.
+    """
     try:
-        # A process of its own, not the one of the sources: it runs with another Keras.
+        # The process that reads TensorFlow sources has another Keras, so it can't be used here.
         with Child(env=_ENV) as child:
             child.call(target, timeout=timeout, **arguments)
     except ChildCrashed as error:

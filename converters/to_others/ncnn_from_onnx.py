@@ -1,43 +1,43 @@
-"""ONNX to ncnn's .param and .bin, by pnnx."""
+"""ONNX to ncnn's ``.param`` and ``.bin`` files, by pnnx."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accel.artifact import Artifact
 from accel.child import run_in_child, run_program
 from accel.errors import BuildFailed, ChildCrashed, MissingExtra, shortened
 from accel.progress import report
 from accel.signature import Signature
-from accel.sources.onnx_file import read_proto
+from accel.sources.onnx.file import read_proto
 from accel.stage import StageConfig
 
-# ncnn counts its dims without the batch.
+# ncnn tensors have at most 4 dims, the batch not counted.
 _MAX_RANK = 5
 _DTYPES = {"float32": "f32", "int32": "i32", "int64": "i64"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NcnnFromOnnxConfig(StageConfig):
-    """``timeout``: seconds until pnnx is given up."""
+    """``timeout``: seconds until pnnx is stopped."""
 
     timeout: float = 600.0
 
 
 class NcnnFailed(BuildFailed):
-    """pnnx or ncnn can't take the model; the operator is named where they name it."""
+    """pnnx or ncnn can't take the model. The message names the operator if they report it."""
 
 
 def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Artifact:
-    """Convert ``src`` to ``out`` (``.ncnn.param``) with its ``.ncnn.bin`` beside it, float32, one sample at a time.
+    """Converts ``src`` to ``out`` (``.ncnn.param``) with its ``.ncnn.bin`` beside it, in float32, for one sample a run.
 
-    ``NcnnFailed`` where the model's inputs don't share a batch dim, where pnnx leaves an operator that ncnn hasn't, or
-    where ncnn can't run what came out.
+    Raises ``NcnnFailed`` if the model's inputs and outputs don't share a batch dim, if an operator has no ncnn layer,
+    or if ncnn can't run the result.
     """
     for module in ("pnnx", "ncnn"):
         if importlib.util.find_spec(module) is None:
@@ -60,22 +60,27 @@ def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Arti
         shutil.copyfile(weights, companion)
     try:
         run_in_child(
-            "accel.converters.ncnn_from_onnx:try_net", timeout=config.timeout, path=out, signature=src.signature
+            "accel.converters.to_others.ncnn_from_onnx:try_net",
+            timeout=config.timeout,
+            path=out,
+            signature=src.signature,
         )
     except ChildCrashed as error:
-        raise NcnnFailed(f"ncnn can't run what pnnx made of {src.path.name} ({error}); use another target") from error
+        raise NcnnFailed(
+            f"ncnn can't run the net that pnnx made of {src.path.name} ({error}); use another target"
+        ) from error
     return Artifact(
         path=out,
         kind="ncnn",
         signature=src.signature,
         properties={"precision": "fp32"},
-        notes={"pnnx": _version()},
+        notes={"pnnx": importlib.metadata.version("pnnx")},
         companions=(companion.name,),
     )
 
 
 def try_net(path: Path, signature: Signature) -> None:
-    """Load the net and run it once. In a child process: what pnnx wrote can end it."""
+    """Loads the net and runs it once. Runs in a child process, because a net from pnnx can crash ncnn."""
     from accel.runtimes.ncnn import Net
 
     Net(path, signature).run(signature.example_inputs())
@@ -84,7 +89,7 @@ def try_net(path: Path, signature: Signature) -> None:
 def _check_signature(signature: Signature) -> None:
     for spec in signature.inputs:
         if spec.dtype not in _DTYPES:
-            raise NcnnFailed(f"ncnn takes no {spec.dtype} like the input {spec.name!r}; cast it inside the model")
+            raise NcnnFailed(f"ncnn can't take the {spec.dtype} input {spec.name!r}; cast it inside the model")
         if not 2 <= len(spec.shape) <= _MAX_RANK:
             raise NcnnFailed(f"ncnn needs a batch dim and 1 to 4 others, the input is {spec}; use another target")
     firsts = {spec.shape[0] for spec in (*signature.inputs, *signature.outputs) if spec.shape}
@@ -106,7 +111,7 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
         shapes = [f"[{','.join(map(str, spec.resolve(one)))}]{_DTYPES[spec.dtype]}" for spec in signature.inputs]
         words.append(f"{option}={','.join(shapes)}")
         if set(signature.dims) <= {batch}:
-            break  # nothing but the batch is open: one shape says it all
+            break  # only the batch is dynamic: one shape is enough
     try:
         return run_program(words, folder=folder, timeout=timeout)
     except TimeoutError as error:
@@ -115,12 +120,14 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
 
 def _last(said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
-    return shortened(lines[-1]) if lines else "it said nothing"
+    return shortened(lines[-1]) if lines else "it gave no reason"
 
 
 def _advice(src: Artifact) -> str:
-    """What remains of a model that pnnx failed on: what holds an operator with a graph inside (a loop of Keras'
-    masked recurrent layers) gets no simpler."""
+    """Returns the advice for a model that pnnx can't convert.
+
+    Simplifying does not help a model with a Loop, Scan or If, such as the masked recurrent layers of Keras.
+    """
     kinds = {node.op_type for node in read_proto(src.path).graph.node}
     if loops := sorted(kinds & {"Loop", "Scan", "If"}):
         named = ", ".join(loops)
@@ -129,16 +136,10 @@ def _advice(src: Artifact) -> str:
 
 
 def _left_over(param: Path) -> list[str]:
-    """Layer types that are no layers of ncnn: pnnx writes what it couldn't translate under its own name."""
+    """Returns the layer types that ncnn lacks: pnnx writes an operator that it can't translate under its own name."""
     found: dict[str, None] = {}
     for line in param.read_text(encoding="utf-8", errors="replace").splitlines()[2:]:
         kind = line.split()[0] if line.split() else ""
         if "." in kind or "::" in kind or kind.startswith("pnnx"):
             found[kind] = None
     return list(found)
-
-
-def _version() -> Any:
-    from importlib.metadata import version
-
-    return version("pnnx")

@@ -1,7 +1,8 @@
-"""ONNX back to TensorFlow: a SavedModel by onnx2tf."""
+"""ONNX to a TensorFlow SavedModel, by onnx2tf."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 import tempfile
@@ -10,42 +11,46 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact
-from accel.converters.keras2_process import NotTensorFlow, run_with_keras2
 from accel.errors import UnsupportedHere, one_line
 from accel.progress import report
 from accel.signature import Signature
-from accel.sources.tensorflow_process import require_tensorflow
+from accel.sources.tensorflow.process import require_tensorflow
 from accel.stage import StageConfig
+from accel.tables.limits import AXES_LIMIT
 
-# The pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) exclude every other part of accel, and it runs
-# with newer ones all the same: so it can't be an extra, and is installed without its dependencies.
+from .keras2_process import NotTensorFlow, run_with_keras2
+
+# onnx2tf can't be an extra: the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) exclude every other
+# part of accel. onnx2tf runs with newer versions, too, so onnx2tf is installed without its dependencies.
 ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
 )
-# How the inputs keep the layout they have in ONNX: channels first outside and last inside, which convolutions in
-# TensorFlow need; or nothing is turned at all, which suits what came from TensorFlow and has its own transposes.
+# The options of onnx2tf that keep the ONNX layout of the inputs. The first converts to channels last inside, which
+# convolutions in TensorFlow need. The second transposes nothing: models that came from TensorFlow have their own
+# transposes.
 _RUNGS = {
     "channels last inside": "keep_ncw_or_nchw_or_ncdhw_input_names",
     "as it is": "keep_shape_absolutely_input_names",
 }
-# A rung whose numbers are further off than this has turned something wrongly.
-_RIGHT = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModelFromOnnxConfig(StageConfig):
-    """``timeout``: seconds until onnx2tf is given up."""
+    """``timeout``: seconds until onnx2tf is stopped."""
 
     timeout: float = 1800.0
 
 
 def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: Path) -> Artifact:
-    """Write ``src`` as a SavedModel into the folder of ``out``: one signature, ``serving_default``, with the names,
-    the shapes and the layout of ``src``. ``NotTensorFlow`` where onnx2tf can't, ``UnsupportedHere`` without it."""
+    """Writes ``src`` as a SavedModel into the folder of ``out``.
+
+    The SavedModel has one signature, ``serving_default``, with the names, shapes and layout of ``src``. Raises
+    ``NotTensorFlow`` if onnx2tf can't convert the model, and ``UnsupportedHere`` if onnx2tf isn't installed.
+    """
     _require_onnx2tf()
     report("saved_model_from_onnx: onnx2tf")
-    refused: dict[str, str] = {}
+    refused: dict[str, NotTensorFlow] = {}
     for rung in _RUNGS:
         with tempfile.TemporaryDirectory(prefix="onnx2tf-", dir=out.parent) as text:
             folder = Path(text)
@@ -53,7 +58,7 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
                 shutil.copyfile(src.path.parent / name, folder / name)
             try:
                 run_with_keras2(
-                    "accel.converters.saved_model_from_onnx:run_onnx2tf",
+                    "accel.converters.to_others.saved_model_from_onnx:run_onnx2tf",
                     f"onnx2tf can't write {src.path.name} as a SavedModel",
                     config.timeout,
                     path=folder / src.path.name,
@@ -62,14 +67,14 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
                     out=folder / "made",
                 )
             except NotTensorFlow as error:
-                refused[rung] = str(error)
+                refused[rung] = error
                 continue
             for part in sorted((folder / "made").iterdir()):
                 part.rename(out.parent / part.name)
             break
     else:
-        # The reason that names an operator says more than one that doesn't.
-        raise NotTensorFlow(max(refused.values(), key=lambda reason: "the operator " in reason))
+        # An error with an operator says more than an error without.
+        raise max(refused.values(), key=lambda error: bool(error.operator))
     main = out.parent / "saved_model.pb"
     rest = sorted(f for top in ("variables", "assets") for f in (out.parent / top).rglob("*") if f.is_file())
     rest += [f for f in (out.parent / "fingerprint.pb",) if f.is_file()]
@@ -78,7 +83,11 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
         kind="tensorflow",
         signature=src.signature,
         properties={"form": "saved_model", "precision": src.properties.get("precision", "fp32")},
-        notes={"onnx2tf": _version("onnx2tf"), "rung": rung, "refused": refused},
+        notes={
+            "onnx2tf": importlib.metadata.version("onnx2tf"),
+            "rung": rung,
+            "refused": {rung: str(error) for rung, error in refused.items()},
+        },
         companions=tuple(str(f.relative_to(out.parent)) for f in rest),
     )
 
@@ -87,11 +96,16 @@ def _require_onnx2tf() -> None:
     require_tensorflow()
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
-            raise UnsupportedHere(f"{name} is not installed, and its pins exclude accel's libraries; run: {ONNX2TF}")
+            raise UnsupportedHere(
+                f"{name} is not installed, and is no extra because its pins exclude accel's libraries; run: {ONNX2TF}"
+            )
 
 
 def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
-    """onnx2tf, then its model with the names, the order and the layout of ``signature``. In a child process."""
+    """Converts ``path`` with onnx2tf, and saves the model with the names, order and layout of ``signature``.
+
+    Runs in a child process.
+    """
     import numpy as np
     import onnx2tf
     import tensorflow as tf
@@ -106,17 +120,15 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
             not_use_onnxsim=True,
             non_verbose=True,
         )
-    except SystemExit as error:  # how onnx2tf ends where it can't go on
-        raise NotTensorFlow(
-            f"onnx2tf gave up on {_operator_of(error) or 'an operator'}; choose another --to"
-        ) from error
-    except Exception as error:  # whatever the part of onnx2tf or TensorFlow that failed raises
+    except SystemExit as error:  # onnx2tf calls sys.exit if it gives up
+        place = _operator_of(error)
+        raise NotTensorFlow(f"onnx2tf gave up on {place or 'an operator'}; choose another --to").at(place) from error
+    except Exception as error:  # onnx2tf and TensorFlow may raise anything
         place = _operator_of(error)
         at = f" (it was at {place})" if place else ""
         reason = one_line(f"{type(error).__name__}: {error}", 240)
-        raise NotTensorFlow(
-            f"onnx2tf can't write {path.name} as a SavedModel{at}: {reason}; choose another --to"
-        ) from error
+        message = f"onnx2tf can't write {path.name} as a SavedModel{at}: {reason}; choose another --to"
+        raise NotTensorFlow(message).at(place) from error
     loaded = tf.saved_model.load(str(first))
     function = loaded.signatures["serving_default"]
     taken = list(function.structured_input_signature[1])
@@ -144,14 +156,16 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
 
 
 def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
-    """What ``rung`` says to onnx2tf. It keeps channels first for inputs of 3 to 5 dims only, and refuses others there:
-    those have no channels that it would move."""
+    """Returns the arguments of onnx2tf for ``rung``.
+
+    The option to keep channels first takes only inputs of rank 3 to 5. onnx2tf doesn't move channels of other inputs.
+    """
     names = [s.name for s in signature.inputs if rung != "channels last inside" or len(s.shape) in (3, 4, 5)]
     return {_RUNGS[rung]: names} if names else {}
 
 
 def _operator_of(error: BaseException) -> str:
-    """The ONNX node that onnx2tf was at when it raised, as the operator and its name; empty where it was at none."""
+    """Returns the operator and name of the ONNX node at which onnx2tf raised ``error``; empty if there is none."""
     found, trace = "", error.__traceback__
     while trace is not None:
         node = trace.tb_frame.f_locals.get("graph_node")
@@ -162,7 +176,7 @@ def _operator_of(error: BaseException) -> str:
 
 
 def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
-    """Names of the file by the names that were asked for: onnx2tf replaces what Python can't spell."""
+    """Returns the file's names by the wanted names: onnx2tf replaces characters that Python identifiers can't have."""
 
     def plain(name: str) -> str:
         return "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()
@@ -181,8 +195,11 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
 def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
-    """For each output the transposition that puts it back into the layout of the ONNX file (onnx2tf prefers channels
-    last); empty where it is right. Found by running both: shapes alone can't tell a square from its transpose."""
+    """Returns for each output the transposition into the layout of the ONNX file; empty if the layout is the same.
+
+    onnx2tf prefers channels last. Both models are run, because shapes can't tell a square from its transpose. Raises
+    ``NotTensorFlow`` if no transposition gives the right values.
+    """
     import itertools
 
     import onnxruntime
@@ -206,17 +223,11 @@ def _turned(
                 fits.append((float(np.abs(moved.astype(np.float64) - wanted[name]).max(initial=0.0)), list(axes)))
         if not fits:
             raise NotTensorFlow(
-                f"onnx2tf made {list(value.shape)} of the output {name!r}, which is {list(wanted[name].shape)}; "
-                "choose another --to"
+                f"onnx2tf changed the shape of the output {name!r} from {list(wanted[name].shape)} to "
+                f"{list(value.shape)}; choose another --to"
             )
         off, best = min(fits)
-        if off > _RIGHT * max(1.0, float(np.abs(wanted[name]).max(initial=0.0))):
-            raise NotTensorFlow(f"what onnx2tf made computes another {name!r}, off by {off:.2g}; choose another --to")
+        if off > AXES_LIMIT * max(1.0, float(np.abs(wanted[name]).max(initial=0.0))):
+            raise NotTensorFlow(f"onnx2tf changed the values of the output {name!r}, by {off:.2g}; choose another --to")
         turned[name] = [] if best == sorted(best) else best
     return turned
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import version
-
-    return version(name)

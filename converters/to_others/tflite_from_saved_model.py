@@ -1,4 +1,4 @@
-"""A SavedModel to TFLite, by TensorFlow's own converter."""
+"""SavedModel to TFLite, by TensorFlow's own converter."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel.artifact import Artifact
-from accel.converters.keras2_process import run_with_keras2
 from accel.progress import report
-from accel.sources.tensorflow_process import require_tensorflow
+from accel.sources.tensorflow.process import require_tensorflow
 from accel.stage import StageConfig
+
+from .keras2_process import run_with_keras2
 
 
 @dataclass(frozen=True, kw_only=True)
 class TfliteFromSavedModelConfig(StageConfig):
-    """``timeout``: seconds until the converter is given up."""
+    """``timeout``: seconds until the conversion is stopped."""
 
     timeout: float = 1800.0
 
 
 def tflite_from_saved_model(src: Artifact, config: TfliteFromSavedModelConfig, out: Path) -> Artifact:
-    """Convert the SavedModel ``src`` to ``out``, float32, its names in the file's signature."""
+    """Converts the SavedModel ``src`` to ``out`` in float32, with its names in the file's signature.
+
+    Raises ``NotTensorFlow`` if the converter fails or takes too long.
+    """
     require_tensorflow()
     report("tflite_from_saved_model")
     run_with_keras2(
-        "accel.converters.tflite_from_saved_model:run_tflite",
+        "accel.converters.to_others.tflite_from_saved_model:run_tflite",
         f"TFLite can't hold {src.source.get('spec', src.path)}",
         config.timeout,
         folder=src.path.parent,
@@ -35,7 +39,7 @@ def tflite_from_saved_model(src: Artifact, config: TfliteFromSavedModelConfig, o
 
 
 def run_tflite(folder: Path, out: Path) -> None:
-    """The TFLite converter on a SavedModel. In a child process."""
+    """Runs the TFLite converter on a SavedModel. Runs in a child process."""
     import tensorflow as tf
 
     out.write_bytes(tf.lite.TFLiteConverter.from_saved_model(str(folder)).convert())

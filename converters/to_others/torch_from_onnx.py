@@ -1,4 +1,4 @@
-"""ONNX to PyTorch again, to train it further: an exported program (.pt2) whose weights are parameters."""
+"""ONNX to PyTorch for further training: an exported program (``.pt2``) whose weights are parameters."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.artifact import Artifact
-from accel.converters.torch_dims import export_dim
-from accel.converters.torch_operators import OPERATORS, OperatorNotThere, tensor
 from accel.errors import BuildFailed, StageFailed, one_line
 from accel.progress import report
-from accel.sources.onnx_file import opset_of, read_proto
+from accel.sources.onnx.file import opset_of, read_proto
+from accel.sources.torch.dims import export_dim
 from accel.stage import StageConfig
+
+from .torch_operators import OPERATORS, OperatorNotThere, tensor
 
 if TYPE_CHECKING:
     import onnx
 
-# Below it, some operators mean something else (Softmax flattens) that the table doesn't know.
+# Below this opset, some operators have other semantics than the table (Softmax flattens).
 _OPSET = 13
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFromOnnxConfig(StageConfig):
-    """Nothing to choose."""
+    """No options."""
 
 
 class NotTorch(BuildFailed):
@@ -35,11 +36,16 @@ class NotTorch(BuildFailed):
 
 
 def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
-    """Write ``src`` to ``out`` (``.pt2``): ``torch.export.load(out).module()`` is a module whose float weights are
-    parameters. ``OperatorNotThere`` names the operators that have no translation, ``NotTorch`` any other reason."""
+    """Writes ``src`` to ``out`` (``.pt2``): ``torch.export.load(out).module()`` is a module whose float weights are
+    parameters.
+
+    Raises ``OperatorNotThere`` with the operators that have no translation, and ``NotTorch`` for any other reason.
+    """
     model = read_proto(src.path, weights=True)
     if opset_of(model) < _OPSET:
-        raise NotTorch(f"{src.path.name} has opset {opset_of(model)}; bring it up first: accel export FILE --opset 17")
+        raise NotTorch(
+            f"{src.path.name} has opset {opset_of(model)} and needs {_OPSET}; run accel export FILE --opset 17 first"
+        )
     missing = sorted({n.op_type for n in model.graph.node if n.op_type not in (*OPERATORS, "Constant")})
     if missing:
         raise OperatorNotThere(
@@ -51,7 +57,8 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     feeds = src.signature.example_inputs(**sizes)
     args = tuple(torch.from_numpy(feeds[spec.name]) for spec in src.signature.inputs)
     program: torch.export.ExportedProgram | None = None
-    for bounded in (False, True):  # a program refuses what is over its largest size, and some nets need one
+    # Without upper bounds first: a bounded program refuses larger sizes. Some models can only be exported with bounds.
+    for bounded in (False, True):
         try:
             program = torch.export.export(module, args, dynamic_shapes=(_dynamic(src, bounded),))
             break
@@ -60,8 +67,10 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
         except Exception as error:
             problem = error
     if program is None:
-        raise NotTorch(f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)})") from problem
-    written = io.BytesIO()  # torch's own writer ends the process where a disk is full
+        raise NotTorch(
+            f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)}); choose another --to"
+        ) from problem
+    written = io.BytesIO()  # torch's own writer ends the process if the disk is full
     torch.export.save(program, written)
     out.write_bytes(written.getbuffer())
     return Artifact(
@@ -74,7 +83,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
 
 
 def _dynamic(src: Artifact, bounded: bool) -> tuple[dict[int, torch.export.Dim], ...]:
-    """The open axes of each input."""
+    """Returns the dynamic axes of each input. ``bounded``: with upper bounds."""
     dims = {
         name: export_dim(_symbol(name, i), r, open_end=not bounded)
         for i, (name, r) in enumerate(src.signature.dims.items())
@@ -91,7 +100,7 @@ def _symbol(name: str, index: int) -> str:
 
 
 class OnnxModule(torch.nn.Module):
-    """An ONNX graph, node by node. Float weights are parameters, what else is constant is a buffer or a list."""
+    """An ONNX graph, run node by node. Float weights are parameters, other constants are buffers or lists."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__()
@@ -106,7 +115,7 @@ class OnnxModule(torch.nn.Module):
             attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
             if node.op_type == "Constant":
                 if "value" not in attributes:
-                    raise OperatorNotThere(f"the Constant {node.output[0]!r} is no tensor; simplify the model first")
+                    raise OperatorNotThere(f"the Constant {node.output[0]!r} is not a tensor; simplify the model first")
                 tensors[node.output[0]] = attributes["value"]
                 continue
             attributes = {k: numpy_helper.to_array(v) if hasattr(v, "raw_data") else v for k, v in attributes.items()}
@@ -127,7 +136,7 @@ class OnnxModule(torch.nn.Module):
         self.outputs = [v.name for v in graph.output]
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Inputs in the graph's order, outputs in the graph's order."""
+        """Runs the graph. Inputs and outputs are in the graph's order."""
         values: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
         for kind, attributes, inputs, outputs in self.nodes:
             among_sizes = any(isinstance(values.get(name), list | int | torch.SymInt) for name in inputs)
@@ -143,7 +152,7 @@ class OnnxModule(torch.nn.Module):
         return tuple(tensor(self._value(values, name, False)) for name in self.outputs)
 
     def _value(self, values: Mapping[str, Any], name: str, as_size: bool) -> Any:
-        """The value called ``name``; a constant of axes or sizes as numbers with ``as_size``, else as a tensor."""
+        """Returns the value called ``name``. ``as_size``: a constant of axes or sizes as numbers, not as a tensor."""
         if not name:
             return None
         if name in values:

@@ -1,7 +1,7 @@
-"""ONNX operators in torch: what each node of a graph computes, as a differentiable function.
+"""ONNX operators as differentiable torch functions.
 
-Values are tensors; shapes that are computed in the graph are lists of integers (which may be symbols while a program is
-exported), so that dynamic dims stay dynamic.
+Values are tensors. Shapes that the graph computes are lists of integers, which are symbols while a program is exported.
+So dynamic dims stay dynamic.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _DTYPES = {
 
 
 class OperatorNotThere(StageFailed):
-    """An ONNX operator, or an option of one, that has no translation to torch here."""
+    """An ONNX operator, or one of its options, has no translation to torch."""
 
 
 def listed(value: Any) -> list[Any]:
-    """A shape, axes or sizes as a list, whether they are one already or a constant tensor."""
+    """Returns a shape, axes or sizes as a list, from a list, a number or a constant tensor."""
     if isinstance(value, list):
         return value
     if not isinstance(value, torch.Tensor):
@@ -37,17 +37,20 @@ def listed(value: Any) -> list[Any]:
 
 
 def tensor(value: Any) -> torch.Tensor:
-    """A list of sizes as a tensor, where it meets tensors."""
+    """Returns ``value`` as a tensor. A list of sizes becomes a tensor, because a graph may compute with both."""
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def _filled(given: Sequence[Any], count: int) -> list[Any]:
-    """Optional inputs, with None for those that were left out at the end."""
+    """Returns ``count`` inputs: those given, then None for the optional inputs that were left out."""
     return [*given, *[None] * (count - len(given))]
 
 
 def _pads(a: Attributes, x: torch.Tensor, spatial: int) -> tuple[torch.Tensor, list[int]]:
-    """The input, padded where the padding isn't the same on both sides, and the symmetric rest."""
+    """Returns the padded input and the padding that the caller has to apply.
+
+    Applies asymmetric padding to the input, and leaves symmetric padding to the caller.
+    """
     if a.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
         raise OperatorNotThere(f"auto_pad {a['auto_pad'].decode()} has no translation; simplify the model first")
     pads = list(a.get("pads", [0] * 2 * spatial))
@@ -70,7 +73,9 @@ def _conv_transpose(a: Attributes, x: torch.Tensor, w: torch.Tensor, b: torch.Te
     spatial = w.ndim - 2
     pads = list(a.get("pads", [0] * 2 * spatial))
     if pads[:spatial] != pads[spatial:] or "output_shape" in a:
-        raise OperatorNotThere("ConvTranspose with uneven pads or an output_shape has no translation")
+        raise OperatorNotThere(
+            "ConvTranspose with uneven pads or an output_shape has no translation; export the part without it"
+        )
     kind = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[spatial]
     extra, strides = a.get("output_padding", [0] * spatial), a.get("strides", [1] * spatial)
     dilations = a.get("dilations", [1] * spatial)
@@ -96,7 +101,7 @@ def _average_pool(a: Attributes, x: torch.Tensor) -> torch.Tensor:
     inside = bool(a.get("count_include_pad", 0))
     pads = list(a.get("pads", [0] * 2 * spatial))
     if pads[:spatial] != pads[spatial:]:
-        raise OperatorNotThere("AveragePool with uneven pads has no translation")
+        raise OperatorNotThere("AveragePool with uneven pads has no translation; export the part without it")
     kind = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}[spatial]
     found: torch.Tensor = kind(
         x,
@@ -162,13 +167,13 @@ def _gather(a: Attributes, x: Any, index: Any) -> Any:
 def _gather_elements(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     axis = a.get("axis", 0) % x.ndim
     index = torch.where(index < 0, index + x.shape[axis], index)
-    # ONNX wants equal sizes on the other dims, torch takes smaller ones.
+    # ONNX requires equal sizes on the other dims, and torch takes smaller ones.
     return torch.gather(x, axis, index)
 
 
 def _gather_nd(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if a.get("batch_dims", 0):
-        raise OperatorNotThere("GatherND with batch_dims has no translation")
+        raise OperatorNotThere("GatherND with batch_dims has no translation; export the part without it")
     return x[tuple(index.unbind(-1))]
 
 
@@ -188,7 +193,9 @@ def _slice(a: Attributes, x: Any, *given: Any) -> Any:
     for start, end, axis, step in zip(first, last, where, by, strict=True):
         if step < 0:
             if start != -1 or end > -x.shape[axis]:
-                raise OperatorNotThere("Slice backwards over a part of a dim has no translation")
+                raise OperatorNotThere(
+                    "Slice backwards over a part of a dim has no translation; export the part without it"
+                )
             x = x.flip(axis)[(slice(None),) * (axis % x.ndim) + (slice(None, None, -step),)]
             continue
         x = x[(slice(None),) * (axis % x.ndim) + (slice(start, None if end >= 2**31 - 1 else end, step),)]
@@ -252,7 +259,9 @@ def _resize(a: Attributes, x: torch.Tensor, *given: Any) -> torch.Tensor:
     linear = mode == b"linear" and where in (b"half_pixel", b"pytorch_half_pixel", b"align_corners")
     nearest = mode == b"nearest" and where == b"asymmetric" and a.get("nearest_mode", b"floor") == b"floor"
     if not (linear or nearest) or x.ndim != 4 or "axes" in a:
-        raise OperatorNotThere(f"Resize {mode.decode()} with {where.decode()} has no translation")
+        raise OperatorNotThere(
+            f"Resize {mode.decode()} with {where.decode()} has no translation; export the part without it"
+        )
     if sizes is not None:
         size = [int(n) for n in listed(sizes)[2:]]
     else:
@@ -269,7 +278,7 @@ def _cast(a: Attributes, x: Any) -> Any:
 
 
 def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """On tensors, or on sizes element by element."""
+    """Returns an operator that works on tensors, and element by element on sizes."""
 
     def compute(a: Attributes, x: Any, y: Any) -> Any:  # noqa: ARG001
         if not isinstance(x, torch.Tensor) and not isinstance(y, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What builds and checks engines, in a child process: native code here can crash, and is given files from outside."""
+"""Building and checking engines, in a child process: native code reads files from outside here, and can crash."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.converters.build_progress import BuildProgress
-from accel.converters.engine_from_onnx import EngineNotBuilt
-from accel.converters.kernel_table import parse_layers, summary
-from accel.converters.onnx_for_tensorrt import check_onnx
-from accel.converters.preflight import known_operators
-from accel.converters.tensorrt_plugins import (
-    PluginChoice,
-    bodies_note,
-    choose_plugins,
-    take_fp8_bodies,
-    with_plugins,
-)
-from accel.converters.timing_cache import keep_timing_cache, timing_file, use_timing_cache
 from accel.errors import MissingExtra, UnsupportedHere
 from accel.progress import report
 from accel.runtimes.cuda_memory import device_capability
@@ -36,13 +23,21 @@ from accel.runtimes.tensorrt_toolkit import (
     make_logger,
     offered_capabilities,
 )
-from accel.sources.onnx_file import one_line, read_proto
+from accel.sources.onnx.file import one_line, read_proto
 
-# The parser walks the graph by recursion: some 3500 nodes in a row overflow the usual 8 MB. Only pages that are used
-# take memory; the smaller sizes are for machines that limit address space.
+from .build_progress import BuildProgress
+from .engine_from_onnx import EngineNotBuilt
+from .kernel_table import parse_layers, summary
+from .plugins import PluginChoice, bodies_note, choose_plugins, take_fp8_bodies, with_plugins
+from .preflight import empty_network, known_operators
+from .requirements import check_onnx
+from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
+
+# The parser walks the graph by recursion: a chain of some 3500 nodes overflows the usual stack of 8 MB. Only used pages
+# take memory. The smaller sizes are for machines that limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# What the parser's reason means for the user, by a piece of its text; the first that fits.
+# The fix for a text that TensorRT's parser gives as its reason. The first text that occurs in the reason counts.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
@@ -67,9 +62,12 @@ def build(
     kept: Path | None = None,
     kernels: Path | None = None,
 ) -> dict[str, Any]:
-    """Build ``model`` into ``out``; what the network has and what became of it, as plain values. ``kept``: the folder
-    of the timing cache, of a toolkit that has one. ``kernels``: accel's operators become plugins where they can,
-    and weights that these want transposed are written to this folder."""
+    """Builds ``model`` into ``out``; returns the network's inputs, outputs and kernels as plain values.
+
+    ``kept``: the folder of the timing cache, for a toolkit that has one. ``kernels``: None, or a folder: accel's
+    operators then become plugins if possible, and weights that plugins need transposed are written to the folder.
+    Raises ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
+    """
 
     def body() -> dict[str, Any]:
         trt = load_toolkit(toolkit)
@@ -125,8 +123,11 @@ def build(
 
 
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
-    """What the toolkit finds wrong with an engine file, without the name of the file; None where nothing. ``plugins``:
-    it calls accel's plugin library, which then has to load: raises what ``load_plugin_library`` does."""
+    """Returns the fault that the toolkit finds in an engine file, without the file's name; None if there is none.
+
+    ``plugins``: the engine calls accel's plugin library. The library then has to load: raises the errors of
+    ``load_plugin_library``.
+    """
     trt = load_toolkit(toolkit)
     log = Log()
     runtime = trt.Runtime(make_logger(trt, log))
@@ -136,20 +137,20 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     if problem := engine_problem(trt, log, runtime, data):
         return problem
     capability = _capability() if plugins else None
-    # Without a GPU nothing says which library it is; that there is none is for the one who runs it.
+    # Without a GPU the right library is unknown. Whoever runs the engine learns that the library is missing.
     if plugins and (capability is None or load_plugin_library(trt, capability) is None):
         return None
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # Header and layout are read before the first call to CUDA: without a GPU a good file fails there and not earlier.
+    # Header and layout are read before the first call to CUDA. Without a GPU a good file fails only at that call.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"it is corrupt or truncated ({_first_reason(log.errors)})"
 
 
 def _capability() -> str | None:
-    """The compute capability of the GPU that is here; None without one, or without what asks it."""
+    """Returns the compute capability of this machine's GPU; None without a GPU, or without a library to query it."""
     try:
         return device_capability()
     except (UnsupportedHere, MissingExtra):
@@ -157,7 +158,7 @@ def _capability() -> str | None:
 
 
 def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """``body()`` on a thread with the largest stack this machine gives."""
+    """Runs ``body()`` on a thread with the largest stack that this machine allows; returns its result."""
     answer: list[dict[str, Any]] = []
     failed: list[BaseException] = []
 
@@ -167,16 +168,16 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except BaseException as error:
             failed.append(error)
 
-    context = contextvars.copy_context()  # the progress watcher
+    context = contextvars.copy_context()  # holds the progress watcher
     before = threading.stack_size()
     for megabytes in STACK_MEGABYTES:
         threading.stack_size(megabytes << 20)
         thread = threading.Thread(target=context.run, args=(run,), name="build")
-        with contextlib.suppress(RuntimeError):  # no room for it: try the next smaller one
+        with contextlib.suppress(RuntimeError):  # not enough memory: try the next smaller stack
             thread.start()
             break
     else:
-        raise EngineNotBuilt("no memory for the stack of the builder; free some or raise ulimit -v")
+        raise EngineNotBuilt("not enough memory for the stack of the builder; free some or raise ulimit -v")
     threading.stack_size(before)
     thread.join()
     if failed:
@@ -187,7 +188,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
     try:
         builder = trt.Builder(logger)
-    except (TypeError, RuntimeError) as error:  # pybind's words for a factory that gave nothing
+    except (TypeError, RuntimeError) as error:  # pybind raises these if a factory returns nothing
         raise UnsupportedHere(
             f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or with "
             "--target tensorrt-rtx"
@@ -196,9 +197,11 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """The network of ``model``. ``content``: what stands for the file, whose weights may lie beside it."""
-    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    network = builder.create_network(0 if flag is None else 1 << int(flag))
+    """Returns the network of ``model``. ``content``: bytes to parse in place of the file; weights lie beside the file.
+
+    Raises ``EngineNotBuilt`` if the parser refuses a node.
+    """
+    network = empty_network(trt, builder)
     parser = trt.OnnxParser(network, logger)
     if not (parser.parse_from_file(str(model)) if content is None else parser.parse(content, str(model))):
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
@@ -228,13 +231,13 @@ def _config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:
         config.builder_optimization_level = builder_level
-        if config.builder_optimization_level != builder_level:  # out of range is an error in the log only
+        if config.builder_optimization_level != builder_level:  # TensorRT only logs a level out of range
             raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave it out")
     return config
 
 
 def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: str | None) -> None:
-    """For later versions of the toolkit, and for other GPUs than the one that is here.
+    """Makes the engine run with later versions of the toolkit, and on other GPUs than this machine's.
 
     (TensorRT's developer guide, "Engine compatibility".)
     """
@@ -253,8 +256,8 @@ def _refuse_shape_inputs(network: Any) -> None:
         tensor = network.get_input(index)
         if tensor.is_shape_tensor:
             raise EngineNotBuilt(
-                f"the values of the input {tensor.name!r} are sizes of other tensors, and a signature has no range for "
-                "values of that kind; make them constants and export again"
+                f"the values of the input {tensor.name!r} are sizes of other tensors, and a signature has no ranges "
+                "for such values; make them constants and export the model again"
             )
 
 
@@ -269,11 +272,11 @@ def _add_profile(builder: Any, config: Any, network: Any, shapes: Mapping[str, S
 
 
 def _watch(trt: Any, config: Any, toolkit: str) -> Any:
-    """Report the build's progress. The result has to live as long as the build."""
+    """Reports the build's progress. The caller has to keep the result until the build ends."""
     if not hasattr(trt, "IProgressMonitor") or not hasattr(config, "progress_monitor"):
         return None
-    lock = threading.Lock()  # TensorRT calls from threads of its own
-    context = contextvars.copy_context()  # which don't know the watcher
+    lock = threading.Lock()  # TensorRT calls from its own threads
+    context = contextvars.copy_context()  # TensorRT's threads don't have the watcher
     progress = BuildProgress()
     sent = [-1.0]
 
@@ -300,14 +303,17 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
             with lock:
                 progress.step(phase_name, step)
                 tell()
-            return True  # cancelling is killing this process
+            return True  # a build is canceled by killing this process
 
     config.progress_monitor = Monitor()
     return config.progress_monitor
 
 
 def _capability_here(trt: Any) -> list[str]:
-    """What an engine runs on that nothing was asked for: this GPU, for a toolkit that builds for the one it finds."""
+    """Returns the compute capability of an engine that was built without a list of compute capabilities.
+
+    A toolkit without a choice of compute capabilities builds for this machine's GPU. Otherwise the list is empty.
+    """
     if offered_capabilities(trt):
         return []
     return [device_capability()]
@@ -318,7 +324,7 @@ def _tensor(trt: Any, tensor: Any) -> dict[str, Any]:
 
 
 def _first_reason(messages: Sequence[str]) -> str:
-    """The first line that says something, without the source locations and the noise of a machine without a GPU."""
+    """Returns the first informative line, without source locations and the noise of a machine without a GPU."""
     for line in (line.strip() for message in messages for line in message.splitlines()):
         if line.startswith(("[checkMacros", "Invalid Node")) or line in ("", "false"):
             continue

@@ -1,10 +1,10 @@
-"""How far an engine build is, from the phases that TensorRT announces."""
+"""The progress of an engine build, computed from the phases that TensorRT announces."""
 
 from __future__ import annotations
 
 
 class BuildProgress:
-    """Phases nest, and each says its number of steps when it starts."""
+    """The phases that are under way. Phases nest, and each phase announces its number of steps when it starts."""
 
     def __init__(self) -> None:
         self._phases: dict[str, tuple[str | None, int, int]] = {}  # parent, steps, steps done
@@ -14,7 +14,7 @@ class BuildProgress:
         self._phases[phase] = (parent, max(1, steps), 0)
 
     def step(self, phase: str, index: int) -> None:
-        """Step ``index`` (from 0) of ``phase`` is done."""
+        """Records that step ``index`` (from 0) of ``phase`` is done."""
         if phase in self._phases:
             parent, steps, _ = self._phases[phase]
             self._phases[phase] = (parent, steps, min(index + 1, steps))
@@ -24,7 +24,7 @@ class BuildProgress:
 
     @property
     def fraction(self) -> float:
-        """Never goes back, and is under 1 until the builder has returned."""
+        """Returns the finished share of the build. The share never decreases, and is at most 0.99."""
         tops = [name for name, (parent, _, _) in self._phases.items() if parent not in self._phases]
         self._best = max([self._best, *(self._of(name) for name in tops)])
         return min(self._best, 0.99)

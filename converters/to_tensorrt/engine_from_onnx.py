@@ -1,4 +1,4 @@
-"""ONNX to a TensorRT or TensorRT-RTX engine. TensorRT-RTX builds without a GPU; every build runs in a child process."""
+"""ONNX to a TensorRT or TensorRT-RTX engine. Builds run in a child process. TensorRT-RTX needs no GPU to build."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from typing import Any
 from accel.artifact import Artifact, Manifest, beside, file_sha256, manifest_path
 from accel.cache import kept_folder
 from accel.child import run_in_child
-from accel.converters.optimization_profile import OptimizationProfile, default_profile, merged_dims, parse_profiles
 from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra, UnsupportedHere
 from accel.runtimes.engine_options import HARDWARE
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, check_capability, toolkit_runtime
 from accel.signature import Dim, Signature, TensorSpec
-from accel.sources.onnx_file import describe_model, external_files, read_proto
+from accel.sources.onnx.file import describe_model, external_files, read_proto
 from accel.stage import StageConfig
+
+from .profiles import OptimizationProfile, default_profile, merged_dims, parse_profiles
 
 MAX_BUILDER_LEVEL = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFromOnnxConfig(StageConfig):
-    """``toolkit``: ``tensorrt-rtx`` or ``tensorrt``. ``profiles``: ``input_ids=1x8,8x128,64x512`` (min, opt, max) for
-    each dynamic input; an input given again starts the next profile; none: one from the signature's ranges.
-    ``compute_capabilities``: GPUs to build for, such as ``8.6``; none: what the toolkit builds for by itself.
-    ``workspace_bytes``: the most device memory a kernel may use as scratch; None: no limit. ``builder_level``: 0 (quick
-    to build) to 5 (quick to run); None: the toolkit's own. ``version_compatible``: later versions of TensorRT run it,
-    too. ``hardware``: which other GPUs do, ``ampere-plus`` or ``same-capability``. ``kernels``: accel's operators
-    become its plugins, where ``tensorrt`` can have them; else their function bodies are built. ``plugin_library``: the
-    sha256 of the library of plugins that is here (empty: none); set where kernels are asked for, so that the cache
-    holds no engine of another. The precision is the graph's: networks are strongly typed.
+    """The options of an engine. An engine has the precision of the graph, because networks are strongly typed.
+
+    ``toolkit``: ``tensorrt-rtx`` or ``tensorrt``. ``profiles``: ``input_ids=1x8,8x128,64x512`` (min, opt, max) for each
+    dynamic input. An input that is given again starts the next profile. If ``profiles`` is empty, the engine has one
+    profile with the signature's ranges. ``compute_capabilities``: GPUs to build for, such as ``8.6``; empty: the
+    toolkit's default. ``workspace_bytes``: the most device memory that a kernel may use as scratch; None: no limit.
+    ``builder_level``: 0 (quick to build) to 5 (quick to run); None: the toolkit's default. ``version_compatible``:
+    later versions of TensorRT can run the engine. ``hardware``: other GPUs that can run it, ``ampere-plus`` or
+    ``same-capability``. ``kernels``: accel's operators become plugins if ``tensorrt`` has one for them, else their
+    function bodies are built. ``plugin_library``: the sha256 of this machine's plugin library (empty: there is none).
+    ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps engines of different libraries apart.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -50,44 +53,49 @@ class EngineFromOnnxConfig(StageConfig):
         for text in self.compute_capabilities:
             check_capability(text)
         if self.workspace_bytes is not None and self.workspace_bytes < 1:
-            raise BadInputSpec(f"workspace_bytes can't be {self.workspace_bytes}; give a number of bytes or None")
+            raise BadInputSpec(f"workspace_bytes can't be {self.workspace_bytes}; give at least 1 byte, or None")
         if self.builder_level is not None and not 0 <= self.builder_level <= MAX_BUILDER_LEVEL:
             raise BadInputSpec(f"builder_level can't be {self.builder_level}; give 0 to {MAX_BUILDER_LEVEL} or None")
         if self.hardware not in (None, *HARDWARE):
             raise BadInputSpec(f"hardware can't be {self.hardware!r}; give {' or '.join(HARDWARE)} or None")
-        # It says so in its log alone, or looks for a library that it doesn't come with.
+        # With these options, TensorRT for RTX only logs a message, or looks for a library that the toolkit doesn't
+        # include.
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
-                "engines of tensorrt-rtx are for its one version and the GPUs that are named; leave "
-                "version-compatible and hardware out and give --compute-capability for each"
+                "engines of tensorrt-rtx run with one version of the toolkit and on the named GPUs; leave out "
+                "version-compatible and hardware, and give --compute-capability for each GPU"
             )
 
         if self.toolkit == "tensorrt-rtx" and self.kernels:
-            raise UnsupportedHere("tensorrt-rtx has no plugins of accel; leave kernels out: it builds their bodies")
+            raise UnsupportedHere(
+                "tensorrt-rtx can't use accel's plugins; leave out kernels, and it builds their function bodies"
+            )
         if self.kernels and not self.plugin_library:
             object.__setattr__(self, "plugin_library", _plugin_digest())
 
 
 def _plugin_digest() -> str:
-    from accel.kernels.bridges import find_tensorrt_plugins
+    from accel.kernels.native.bridges import find_tensorrt_plugins
 
     library = find_tensorrt_plugins(None)
     return file_sha256(library) if library is not None and library.is_file() else ""
 
 
 class EngineNotBuilt(BuildFailed):
-    """TensorRT refused a node, could not build the network, or died trying."""
+    """TensorRT refused a node, could not build the network, or crashed."""
 
 
 def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> Artifact:
-    """Build an engine from ``src`` (kind ``onnx``) into ``out``.
+    """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
 
-    The signature is what the built network has, its dims named as in ``src`` and ranged as in the profiles.
-    ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles, plugins (what takes each of
-    accel's operators; of two the library, which the engine needs). ``notes``: summary, kernels (which ONNX nodes went
-    into which kernel), profiles, warnings, plugins (with the reason where it is the body). Raises ``MissingExtra``,
-    ``BadInputSpec`` for a profile, ``UnsupportedHere`` for a compute capability, ``InvalidModel`` for a broken file,
-    ``EngineNotBuilt`` for the rest.
+    The signature is that of the built network: its dims have the names they have in ``src``, and the ranges of the
+    profiles. ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles, plugins (the
+    implementation of each of accel's operators; the library for an operator with two implementations, because the
+    engine needs the library). ``notes``: summary, kernels (the ONNX nodes of each kernel), profiles, warnings, plugins
+    (with the reason if it is the function body).
+
+    Raises ``MissingExtra``, ``BadInputSpec`` for a profile, ``UnsupportedHere`` for a compute capability,
+    ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for any other failure.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -105,7 +113,7 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             "toolkit_version": built["toolkit_version"],
             "compute_capabilities": built["compute_capabilities"],
             "precision": precision,
-            # Beside the engine, because only a machine with a GPU can read them out of it.
+            # Recorded here, because only a machine with a GPU can read them from the engine.
             "profiles": [profile.to_json() for profile in profiles],
             **build_options(config),
             **({"plugins": {row["operator"]: row["by"] for row in built["plugins"]}} if config.kernels else {}),
@@ -121,14 +129,14 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
 
 
 def _precision(path: Path) -> str:
-    """What the file declares; the model is read for that and let go. Weights outside its folder are refused."""
+    """Returns the precision that the file declares. Raises an error for weights outside the model's folder."""
     model = read_proto(path)
     external_files(model)
     return str(describe_model(model)[1]["precision"])
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
-    """What was asked of the builder beyond its defaults: a rebuild has to ask for it again."""
+    """Returns the options of the builder that differ from its defaults. A rebuild needs them, too."""
     names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}
@@ -136,10 +144,10 @@ def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
 
 def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     try:
-        # The folder is made here: what dies in the child leaves nothing behind.
+        # The folder is made here, so that a child that dies leaves no files behind.
         with beside(out) as temporary, TemporaryDirectory(prefix="weights-", dir=out.parent) as weights:
             built: dict[str, Any] = run_in_child(
-                "accel.converters.tensorrt_build:build",
+                "accel.converters.to_tensorrt.build:build",
                 model=model,
                 out=temporary,
                 toolkit=config.toolkit,
@@ -163,7 +171,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
 
 
 def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[OptimizationProfile]) -> Signature:
-    """What the network takes and gives. A size that TensorRT leaves open until it runs (-1) is what the source says."""
+    """Returns the signature of the network. A size that TensorRT leaves open (-1) is taken from ``source``."""
     known = {spec.name: spec for spec in (*source.inputs, *source.outputs)}
 
     def spec(row: Mapping[str, Any]) -> TensorSpec:
@@ -186,13 +194,13 @@ def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[O
 
 
 def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
-    """What is wrong with an engine file, in one line; None where nothing is. Needs no GPU.
+    """Returns the fault of an engine file in one line; None if there is none. Needs no GPU.
 
-    The bytes are compared with the sidecar where there is one: only that finds a flipped bit among the weights. Then
-    the toolkit (default: the one the sidecar names, else ``tensorrt-rtx``) looks at header and layout in a child
-    process, which without a GPU is as far as it gets: a truncated or foreign file and a damaged header are found.
-    An engine that calls accel's plugins is loaded after them: a library of them that is here and can't be loaded is an
-    error (``BadConfig``, ``UnsupportedHere``), as where the engine would run.
+    First the bytes are compared with the manifest beside the file, if there is one: only this finds a flipped bit in
+    the weights. Then the toolkit (default: the toolkit that the manifest names, else ``tensorrt-rtx``) reads the file
+    in a child process. Without a GPU it reads header and layout only, which finds a truncated or foreign file and a
+    damaged header. Accel's plugins are loaded before an engine that calls them: raises ``BadConfig`` or
+    ``UnsupportedHere`` if a plugin library is present and can't be loaded.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"
@@ -209,7 +217,7 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
         raise MissingExtra(toolkit, toolkit)
     try:
         problem: str | None = run_in_child(
-            "accel.converters.tensorrt_build:check", path=path, toolkit=toolkit, plugins=plugins
+            "accel.converters.to_tensorrt.build:check", path=path, toolkit=toolkit, plugins=plugins
         )
     except ChildCrashed as error:
         problem = f"it crashes the runtime ({error})"

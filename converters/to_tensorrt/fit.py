@@ -1,8 +1,8 @@
-"""A graph as TensorRT computes it: symmetric int8, no quantized biases, no float64. What is rewritten is gated."""
+"""A graph rewritten for TensorRT: symmetric int8, no quantized biases, no float64. A gate compares the result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +12,19 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from accel.artifact import Artifact
-from accel.converters.onnx_write import onnx_artifact
-from accel.converters.preflight import computes_in_float64, constant_tensors, quantized_type
 from accel.errors import StageFailed
 from accel.runtimes.onnx_rounded import inlined
-from accel.sources.onnx_file import read_proto
+from accel.sources.onnx.file import read_proto
 from accel.stage import StageConfig
+
+from ..graph.subgraphs import reads
+from ..graph.write import onnx_artifact
+from .preflight import computes_in_float64, constant_tensors, quantized_type
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_STEPS = 127  # of symmetric int8: -127 to 127, as TensorRT quantizes
+_STEPS = 127  # symmetric int8 goes from -127 to 127, as TensorRT quantizes
 
 
 class NotFitted(StageFailed):
@@ -31,12 +33,12 @@ class NotFitted(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class FitTensorRtConfig(StageConfig):
-    """Nothing to choose."""
+    """No options."""
 
 
 @dataclass
 class _Scale:
-    """What a scale and zero point become: int8 with zero point 0 over the larger half of the old range."""
+    """A scale and zero point. ``symmetric`` makes them int8 with zero point 0 over the larger half of the old range."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -47,24 +49,23 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # the same steps, only counted from elsewhere
+        if self.low == 0 and (offset == 128).all():  # the same steps with another offset
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
 
 
 def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
-    """Rewrite the quantization and the float64 parts of ``src`` (kind ``onnx``) into what TensorRT takes; everything
-    else stays.
+    """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
 
-    An int32 bias becomes the floats it stands for, exactly. Unsigned and asymmetric int8 becomes symmetric: exactly
-    where the zero point was 128 of uint8, else over the same range with a coarser step, which is what the gate is for.
-    What is computed in float64 is computed in float32, as an engine does without a word; inputs and outputs in float64
-    stay. ``notes``: ``biases``, ``weights``, ``activations``: how many of each, ``float64``: whether there was any.
-    Raises ``NotFitted``.
+    An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric: exactly if it was uint8 with
+    zero point 128, else over the same range with a coarser step, which the gate compares. Nodes in float64 compute in
+    float32, as an engine silently does; inputs and outputs in float64 stay. ``notes``: the numbers of changed
+    ``biases``, ``weights`` and ``activations``, and ``float64`` if there was any. Raises ``NotFitted`` if the result
+    fails the checker.
     """
     model = read_proto(src.path, weights=True)
-    # A local function with float64 in it is opened first: its nodes are rewritten where they stand.
+    # A local function with float64 inside is inlined first, so that its nodes can be rewritten.
     flat = inlined(model)
     double = computes_in_float64(flat.graph)
     model = flat if double else model
@@ -99,7 +100,7 @@ def _in_float32(graph: onnx.GraphProto) -> None:
 
 
 def _narrow(tensors: Iterable[onnx.TensorProto]) -> None:
-    """float64 as float32; what is finite stays so (a mask of the smallest float64, say)."""
+    """Converts float64 tensors to float32. Finite values stay finite, such as a mask of the lowest float64 number."""
     largest = np.finfo(np.float32).max
     for tensor in tensors:
         if tensor.data_type != TensorProto.DOUBLE:
@@ -115,9 +116,9 @@ class _Fit:
         self.types = dict(types)
         self.constants = constant_tensors(graph)
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
-        self.gone: set[str] = set()  # nodes that go, by output
-        self.before: dict[str, onnx.NodeProto] = {}  # nodes to put in front of others, by their output
-        for node in graph.node:  # a DequantizeLinear without zero point reads what its QuantizeLinear gave
+        self.gone: set[str] = set()  # outputs of the nodes to remove
+        self.before: dict[str, onnx.NodeProto] = {}  # nodes to insert, by the output of the node that they precede
+        for node in graph.node:  # a DequantizeLinear without zero point has the type of its QuantizeLinear
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 
@@ -142,7 +143,7 @@ class _Fit:
         return zero is not None and bool(numpy_helper.to_array(zero).any())
 
     def _parameters(self, node: onnx.NodeProto, kind: int) -> _Scale | None:
-        """None where scale or zero point is computed, as dynamic quantization does."""
+        """Returns scale and zero point; None if one of them is computed, as in dynamic quantization."""
         scale = self.constants.get(node.input[1])
         has_zero = len(node.input) > 2 and bool(node.input[2])
         zero = self.constants.get(node.input[2]) if has_zero else None
@@ -184,7 +185,7 @@ class _Fit:
         self.counts["activations"] += node.op_type == "QuantizeLinear"
 
     def _clamp(self, node: onnx.NodeProto) -> None:
-        """Unsigned with zero point 0 cuts off what is negative, and quantizers leave out a Relu before it for that."""
+        """Inserts a Relu: uint8 with zero point 0 cuts off negative values, and quantizers omit a Relu before it."""
         name = f"{node.input[0]}/above_zero/{node.output[0]}"
         self.before[node.output[0]] = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
         node.input[0] = name
@@ -200,13 +201,13 @@ class _Fit:
         self.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
 
     def finish(self) -> None:
-        """Take out what was folded, and constants that nobody reads any more."""
+        """Removes folded nodes and unused constants, and inserts the new nodes."""
         kept = []
         for node in self.graph.node:
             name = next(iter(node.output), "")
             kept += [self.before[name]] if name in self.before else []
             kept += [] if name in self.gone else [node]
-        used = {name for node in kept for name in _reads(node)} | {value.name for value in self.graph.output}
+        used = {name for node in kept for name in reads(node)} | {value.name for value in self.graph.output}
         kept = [n for n in kept if n.op_type != "Constant" or n.output[0] in used]
         tensors = [tensor for tensor in self.graph.initializer if tensor.name in used]
         stale = {name for node in self.graph.node for name in node.output if node.op_type == "QuantizeLinear"}
@@ -217,21 +218,15 @@ class _Fit:
             old.extend(values)
 
 
-def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    yield from node.input
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            for inner in graph.node:
-                yield from _reads(inner)
-            yield from (value.name for value in graph.output)
-
-
 def _axis(node: onnx.NodeProto) -> int:
     return next((int(a.i) for a in node.attribute if a.name == "axis"), 1)
 
 
 def _along(values: np.ndarray, rank: int, axis: int) -> np.ndarray:
-    """One value a channel, shaped to meet an array of ``rank`` along ``axis``; a scalar as it is."""
+    """Returns one value for each channel, shaped to broadcast along ``axis`` of an array of ``rank``.
+
+    Returns a scalar unchanged.
+    """
     if values.ndim != 1 or rank == 0:
         return values
     shape = [1] * rank

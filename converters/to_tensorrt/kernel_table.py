@@ -1,5 +1,7 @@
-"""The kernels of an engine, read from the listing that TensorRT logs at the end of a build with detailed verbosity:
-what was fused with what, without a GPU."""
+"""The kernels of an engine and the ONNX nodes that were fused into each, read without a GPU.
+
+TensorRT logs the listing at the end of a build with detailed verbosity.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from typing import Any
 
 _ROW = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), (?P<rest>.*)$")
 _DTYPE = re.compile(r"Datatype: (\w+)")
-_SOURCE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\[\x1f]|$)")  # one after the other, or with unit separators between
+_SOURCE = re.compile(r"\[ONNX Layer: (.*?)\](?=[\[\x1f]|$)")  # the names are adjacent, or separated by \x1f
 _FIELD_NAMES = {"float": "float32", "half": "float16"}
 _END = ("I/O Tensors:", "Engine Metadata:", "Bindings:")
 
 
 def parse_layers(listing: str) -> list[dict[str, Any]]:
-    """A row a kernel: ``name``, ``type``, ``inputs`` and ``outputs`` (dtypes, each once) and ``onnx`` (the names of the
-    nodes it came from). Lines that don't look like a kernel are left out."""
+    """Returns a row for each kernel: ``name``, ``type``, ``inputs`` and ``outputs`` (dtypes, each once), and ``onnx``
+    (the names of its ONNX nodes). Skips lines that don't describe a kernel."""
     rows = []
     for line in listing.splitlines():
         if line.strip() in _END:
@@ -38,7 +40,7 @@ def parse_layers(listing: str) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts: ``kernels`` in all, by ``types``, by output ``dtypes``; ``fused`` ones hold more than one ONNX node."""
+    """Counts the kernels: in all, by ``types``, by output ``dtypes``, and those of several ONNX nodes (``fused``)."""
     return {
         "kernels": len(rows),
         "fused": sum(len(row["onnx"]) > 1 for row in rows),
@@ -48,9 +50,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def fusions(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The kernels by what became of their ONNX nodes: ``fused`` (several nodes in one kernel, the largest first),
-    ``alone`` (one node, one kernel), ``split`` (nodes that need several kernels, each row listing them under
-    ``kernels``) and ``added`` (kernels that stand for no node: reformats, copies)."""
+    """Groups the kernels by their ONNX nodes.
+
+    ``fused``: several nodes in one kernel, the largest first. ``alone``: one node in one kernel. ``split``: nodes that
+    need several kernels, listed under ``kernels``. ``added``: kernels without a node, such as reformats and copies.
+    """
     homes: dict[str, list[str]] = {}
     for row in rows:
         for name in row["onnx"]:
@@ -66,7 +70,7 @@ def fusions(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _split_sides(rest: str) -> tuple[str, str]:
-    """What stands under Inputs and under Outputs; brackets nest, hence the names that follow them as borders."""
+    """Returns the texts of Inputs and of Outputs. A text ends at the next field name, because brackets nest."""
     inputs = rest.partition("Inputs: ")[2].partition("], Constants: ")[0].partition("], Outputs: ")[0]
     outputs = rest.partition("Outputs: ")[2].partition("], TacticName: ")[0]
     return inputs, outputs

@@ -1,9 +1,13 @@
-"""accel's operators in an engine of TensorRT: which plugin takes each, and the model as TensorRT's parser then gets it.
+"""accel's operators in a TensorRT engine: the plugin for each operator, and the model that TensorRT's parser gets.
 
-Of a plugin library (``accel kernels build --tensorrt-include``) come the products with tensor-core kernels of this GPU,
-from Triton (quick plugins, whose kernels the engine itself holds) the others. The library's kernels read the weight as
-(N, K): one that is constant and (K, N) is transposed here. Convolutions come from Triton, which takes them whole, and
-where that can't from the library, which multiplies their patches. What neither has runs its body.
+An operator has up to three implementations:
+
+- The plugin library (``accel kernels build --tensorrt-include``) has tensor-core kernels for products on this GPU. The
+  library's plugins read weights as (N, K), so constant weights in (K, N) are transposed. For a convolution, the
+  library multiplies patches.
+- Quick plugins are Triton kernels that the engine itself holds. Quick plugins take convolutions whole, so quick plugins
+  are preferred for convolutions. Quick plugins also take the products that the library can't.
+- The function body of the operator, in standard ONNX operators, takes the rest.
 """
 
 from __future__ import annotations
@@ -17,25 +21,26 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from accel.converters.transposed_weights import transpose_weights
 from accel.errors import AccelError, one_line
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, load_plugin_library
-from accel.sources.onnx_file import all_nodes
+from accel.sources.onnx.file import all_nodes
 
-DOMAIN = "accel"  # that of accel.kernels.onnx_function, which loads torch
-# The library's plugins, which have in fields what nodes have in their names.
+from .transposed_weights import transpose_weights
+
+DOMAIN = "accel"  # the same as in accel.kernels.onnx.function, which would load torch
+# The library's plugins. They get the options of an operator, which its name holds, in fields.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
-_VERSION = "1"  # of every plugin of ours, and what TensorRT's quick plugins have
-# Bytes that the library's kernels load at a time: rows of another length would leave a product of many rows none.
+_VERSION = "1"  # the version of accel's plugins, and of TensorRT's quick plugins
+# The library's kernels load this many bytes at a time. A row length that is not a multiple rules out some kernels.
 _ALIGNED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginChoice:
-    """``operator``: its name in the domain ``accel``; so many of its ``nodes`` are taken ``by``: ``PLUGIN_LIBRARY``,
-    ``QUICK_PLUGIN`` or ``FUNCTION_BODY``, then with the ``reason``."""
+    """``operator``: its name in the domain ``accel``. ``nodes``: the number of its nodes that this choice covers.
+    ``by``: ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason``: why it is the function body."""
 
     operator: str
     nodes: int
@@ -47,9 +52,12 @@ class PluginChoice:
 
 
 def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[PluginChoice]:
-    """What takes each of accel's operators in ``model`` on a GPU of this compute capability; the plugins are registered
-    with TensorRT then. Of an operator that two take there are two rows, the library's last. Empty where the model has
-    none of them; raises what ``load_plugin_library`` does."""
+    """Chooses an implementation for each of accel's operators in ``model``, and registers the plugins with TensorRT.
+
+    ``capability``: the compute capability of the GPU. An operator with two implementations has two rows, the library's
+    last. Returns an empty list if the model has none of accel's operators. Raises the errors of
+    ``load_plugin_library``.
+    """
     nodes = defaultdict(list)
     for node in all_nodes(model.graph):
         if node.domain == DOMAIN:
@@ -80,8 +88,8 @@ def _sizes(model: onnx.ModelProto) -> dict[str, Sequence[int]]:
 
 
 def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether the plugins in C++ take ``node`` whatever its number of rows. ``sizes``: of the initializers."""
-    from accel.kernels.onnx_function import FusedConv2d, FusedGemm
+    """Tells whether the plugin library takes ``node`` for any number of rows. ``sizes``: shapes of the initializers."""
+    from accel.kernels.onnx.function import FusedConv2d, FusedGemm
 
     function = _parsed(node.op_type)
     if not isinstance(function, FusedConv2d | FusedGemm):
@@ -95,21 +103,21 @@ def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
     shape = sizes.get(node.input[1], ())
     if len(shape) != (4 if isinstance(function, FusedConv2d) else 2):
         return False
-    # N and K of a product; what comes out of a convolution and what goes in.
+    # N and K of a product; output and input channels of a convolution.
     return not any(size % step for size in shape[:2])
 
 
 def _plugin_of(operator: str) -> str:
-    """The library's plugin for ``operator``."""
-    from accel.kernels.onnx_function import FusedConv2d
+    """Returns the name of the library's plugin for ``operator``."""
+    from accel.kernels.onnx.function import FusedConv2d
 
     return CONVOLUTION if isinstance(_parsed(operator), FusedConv2d) else PRODUCT
 
 
 def _fields(operator: str) -> dict[str, int]:
-    """Those of the library's plugin for ``operator``."""
-    from accel.kernels.native import ACTS, DTYPES
-    from accel.kernels.onnx_function import OPERANDS
+    """Returns the fields of the library's plugin for ``operator``."""
+    from accel.kernels.native.library import ACTS, DTYPES
+    from accel.kernels.onnx.function import OPERANDS
 
     function = _parsed(operator)
     fields = {"act": ACTS[function.act], "bias": int(function.bias), "residual": int(function.residual)}
@@ -123,9 +131,12 @@ def _fields(operator: str) -> dict[str, int]:
 
 
 def _quick(operator: str, capability: str) -> tuple[str, str]:
-    """By what ``operator`` is taken now, and why not by a quick plugin."""
-    from accel.kernels.onnx_function import FusedConv2d, FusedGemm
-    from accel.kernels.tensorrt_plugin import arch_for, register
+    """Registers a quick plugin for ``operator`` if possible.
+
+    Returns ``QUICK_PLUGIN`` without a reason, or ``FUNCTION_BODY`` with the reason.
+    """
+    from accel.kernels.onnx.function import FusedConv2d, FusedGemm
+    from accel.kernels.tensorrt.quick_plugins import arch_for, register
 
     function = _parsed(operator)
     if not isinstance(function, FusedGemm | FusedConv2d):
@@ -137,13 +148,13 @@ def _quick(operator: str, capability: str) -> tuple[str, str]:
         register(function, arch=arch)
     except AccelError as error:
         return FUNCTION_BODY, one_line(error)
-    except Exception as error:  # a compiler's or TensorRT's own kinds: the body computes the same
+    except Exception as error:  # any error of a compiler or of TensorRT: the function body computes the same
         return FUNCTION_BODY, f"{type(error).__name__}: {one_line(error)}"
     return QUICK_PLUGIN, ""
 
 
 def _parsed(operator: str) -> Any:
-    from accel.kernels.onnx_function import parse
+    from accel.kernels.onnx.function import parse
 
     try:
         return parse(operator)
@@ -154,11 +165,13 @@ def _parsed(operator: str) -> Any:
 def with_plugins(
     model: onnx.ModelProto, choices: Sequence[PluginChoice], source: Path, folder: Path
 ) -> tuple[bytes, Path]:
-    """``model``, which was read from ``source``, for TensorRT's parser, and the path to parse it for: beside that lie
-    its weights, in ``folder`` where some of them are transposed.
+    """Returns the bytes of ``model`` for TensorRT's parser, and the path beside which its weights lie.
 
-    Versions of the parser differ in what they prefer: what a plugin takes names its plugin and has no body any more.
-    The library has one plugin for all products and one for all convolutions: the rest of the name goes to attributes.
+    ``model`` was read from ``source``. The path is in ``folder`` if some weights are transposed.
+
+    Versions of the parser differ in whether they prefer plugins or function bodies. So nodes that a plugin takes name
+    their plugin, and their function body is removed. The library has one plugin for all products and one for all
+    convolutions, so the options in an operator's name become attributes.
     """
     takers: dict[str, set[str]] = {}
     for choice in choices:
@@ -187,7 +200,7 @@ def with_plugins(
 
 
 def take_fp8_bodies(model: onnx.ModelProto) -> bool:
-    """Give accel's functions of fp8 in ``model`` the bodies that TensorRT takes; whether there are any."""
+    """Gives accel's fp8 functions in ``model`` the bodies that TensorRT takes; tells whether there are any."""
     changed = False
     for function in model.functions:
         if function.domain != DOMAIN or "fp8" not in function.name:
@@ -201,7 +214,10 @@ def take_fp8_bodies(model: onnx.ModelProto) -> bool:
 
 
 def bodies_note(choices: Sequence[Mapping[str, Any]]) -> str:
-    """One line about the operators that no plugin takes, of ``PluginChoice.to_json``; empty where there are none."""
+    """Returns one line about the operators without a plugin; empty if there are none.
+
+    ``choices``: results of ``PluginChoice.to_json``.
+    """
     left = [choice for choice in choices if choice["by"] == FUNCTION_BODY]
     if not left:
         return ""

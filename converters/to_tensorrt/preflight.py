@@ -1,4 +1,4 @@
-"""What TensorRT will refuse of an ONNX graph, every node of it with its cause and its fix, before anything is built."""
+"""The nodes of an ONNX graph that TensorRT will refuse, with cause and fix, found before anything is built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import one_line
-from accel.sources.onnx_file import all_nodes, read_proto
+from accel.sources.onnx.file import all_nodes, read_proto
+from accel.tables.precision import PRECISIONS
 
 if TYPE_CHECKING:
     import onnx
@@ -18,17 +19,17 @@ NO_BIAS = "quantize it without quantizing biases (accel optimize and accel prefl
 IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
-# What else can be done where the rewritten graph computes something else.
-NEEDS_FLOAT64 = "write what needs float64 so that float32 is enough, or run it with --target ort-cpu, which has float64"
-NEEDS_OWN_SCALES = "quantize the float model anew, with accel optimize --precision int8 --data"
+# The fixes to advise if the rewritten graph computes other outputs.
+NEEDS_FLOAT64 = "change the model so that float32 is enough, or use --target ort-cpu, which computes in float64"
+NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
 # The first compute capability that has the type.
-FIRST_WITH = {"bfloat16": (8, 0), "float8": (8, 9)}
+FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISIONS["fp8"].min_capability}
 
-# It has none of these types, and uint8 only at the ends of a graph.
+# The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
 _UNKNOWN = ("UINT16", "INT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128")
 
-# The parser walks the graph by recursion; what the largest stack it is given (1 GiB) has room for.
+# The longest chain of nodes for which the largest stack of the parser (1 GiB) is enough: the parser is recursive.
 LONGEST_CHAIN = 400_000
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -36,7 +37,7 @@ _QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """``node``: its name, or its first output. ``safe``: ``fit_tensorrt`` rewrites it."""
+    """A node that TensorRT refuses. ``node``: its name, or its first output. ``safe``: ``fit_tensorrt`` rewrites it."""
 
     node: str
     operator: str
@@ -54,11 +55,11 @@ def preflight(
     supported: Mapping[str, bool] | None = None,
     read: onnx.ModelProto | None = None,
 ) -> list[Refusal]:
-    """Every node of ``path`` that TensorRT refuses or silently reads as something else. ``capabilities``: the GPUs to
-    build for. ``supported``: what the toolkit's parser says about each operator, where it could be asked. ``read``: the
-    model in the file, where it was read before.
+    """Returns every node of ``path`` that TensorRT refuses or silently computes as something else.
 
-    Raises ``InvalidModel`` for what is no ONNX file.
+    ``capabilities``: the GPUs to build for. ``supported``: whether the toolkit's parser knows each operator, if it
+    could be asked. ``read``: the model in the file, if it was read already. Raises ``InvalidModel`` if ``path`` is not
+    an ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 
@@ -66,7 +67,7 @@ def preflight(
     graph = model.graph
     try:
         types = elem_types(tensor_types(model).graph)
-    except Exception:  # shape inference refuses what the checker will name better
+    except Exception:  # the checker will name the fault better
         types = elem_types(graph)
     found = [*_quantization(graph, types), *_types(graph, types, capabilities), *_operators(graph, supported or {})]
     if (depth := _depth(graph)) > LONGEST_CHAIN:
@@ -76,7 +77,7 @@ def preflight(
 
 
 def refused(found: Sequence[Refusal], model: str) -> str:
-    """All of it in one sentence: nodes of one cause together."""
+    """Returns one sentence about all refusals, with the nodes of one cause together."""
     groups: dict[tuple[str, str], list[Refusal]] = {}
     for row in found:
         groups.setdefault((row.cause, row.fix), []).append(row)
@@ -89,8 +90,10 @@ def refused(found: Sequence[Refusal], model: str) -> str:
 
 
 def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
-    """Which operators of the model the toolkit's parser knows. Native code: for a child process. ``UnsupportedHere``
-    where the toolkit says which GPUs it builds for, and one of ``capabilities`` isn't among them."""
+    """Returns whether the toolkit's parser knows each operator of the model. Native code: call it in a child process.
+
+    Raises ``UnsupportedHere`` if the toolkit can't build for one of ``capabilities``.
+    """
     from accel.runtimes.tensorrt_toolkit import (
         Log,
         choose_capabilities,
@@ -100,20 +103,26 @@ def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> di
     )
 
     trt = load_toolkit(toolkit)
-    if offered := offered_capabilities(trt):  # else it builds for the GPU that it finds, wherever that will be
+    if offered := offered_capabilities(trt):  # without a list, the toolkit builds for the GPU of its machine
         choose_capabilities(toolkit, offered, tuple(capabilities))
     logger = make_logger(trt, Log())
     return known_operators(trt, trt.Builder(logger), logger, read_proto(path))
 
 
 def known_operators(trt: Any, builder: Any, logger: Any, model: onnx.ModelProto) -> dict[str, bool]:
-    """As ``ask_parser``, with the toolkit's builder at hand. True doesn't promise that a node of it is taken."""
+    """Returns whether the toolkit's parser knows each operator of ``model``. A parser that knows all operators may
+    still refuse single nodes."""
     from accel.runtimes.onnx_rounded import inlined
 
-    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    parser = trt.OnnxParser(builder.create_network(0 if flag is None else 1 << int(flag)), logger)
+    parser = trt.OnnxParser(empty_network(trt, builder), logger)
     names = {node.op_type for node in all_nodes(inlined(model).graph)}
     return {name: bool(parser.supports_operator(name)) for name in sorted(names)}
+
+
+def empty_network(trt: Any, builder: Any) -> Any:
+    """Returns a new network, strongly typed if this TensorRT has a flag for that."""
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return builder.create_network(0 if flag is None else 1 << int(flag))
 
 
 def _refusal(node: onnx.NodeProto, cause: str, fix: str, *, safe: bool = False) -> Refusal:
@@ -133,26 +142,26 @@ def _quantization(graph: onnx.GraphProto, types: Mapping[str, int]) -> Iterator[
             safe = node.input[0] in constants
             yield _refusal(node, "it dequantizes from Int32 (a bias), which TensorRT doesn't", NO_BIAS, safe=safe)
         elif kind in (TensorProto.UINT8, TensorProto.UINT16):
-            # Taken without a word, and 0..255 read as -128..127.
+            # TensorRT silently takes uint8, and reads 0..255 as -128..127.
             yield _refusal(node, "TensorRT has no uint8 quantization", SYMMETRIC, safe=kind == TensorProto.UINT8)
         elif len(node.input) > 2 and _nonzero(constants.get(node.input[2])):
             yield _refusal(node, "its zero point isn't zero", SYMMETRIC, safe=True)
 
 
 def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
-    """The dtype that a QuantizeLinear or DequantizeLinear gives or takes; 0 where it isn't known."""
+    """Returns the dtype that a QuantizeLinear gives or a DequantizeLinear takes; 0 if unknown."""
     from onnx import TensorProto
 
     if len(node.input) > 2 and node.input[2]:
         return types.get(node.input[2], 0)
     if node.op_type == "QuantizeLinear":
-        # The standard: no zero point means uint8, unless the node says otherwise (opset 21 and later).
+        # By the standard no zero point means uint8, unless an attribute says otherwise (opset 21 and later).
         return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), int(TensorProto.UINT8))
     return types.get(node.input[0], 0)
 
 
 def constant_tensors(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Initializers and Constant nodes by name."""
+    """Returns the tensors of initializers and Constant nodes by name."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
@@ -172,7 +181,7 @@ def _nonzero(tensor: onnx.TensorProto | None) -> bool:
 
 
 def computes_in_float64(graph: onnx.GraphProto) -> bool:
-    """Something inside is float64 while what comes in and goes out isn't: ``fit_tensorrt`` can rewrite it."""
+    """Tells whether ``graph`` has float64 inside but not at its inputs and outputs: ``fit_tensorrt`` rewrites that."""
     from onnx import TensorProto
 
     if any(v.type.tensor_type.elem_type == TensorProto.DOUBLE for v in (*graph.input, *graph.output)):
@@ -208,7 +217,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
                 yield Refusal(
                     node=value.name,
                     operator=role,
-                    cause="TensorRT takes float64 for float32",
+                    cause="TensorRT reads float64 as float32",
                     fix="convert the model to float32 before it is exported (model.float())",
                 )
     double = computes_in_float64(graph)
@@ -221,7 +230,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
             yield _refusal(node, f"TensorRT has no {kind}", "cast to int32, int64 or float before it")
             continue
         if double and any(types.get(name) == TensorProto.DOUBLE for name in node.output):
-            yield _refusal(node, "TensorRT computes float64 in float32 without a word", IN_FLOAT32, safe=True)
+            yield _refusal(node, "TensorRT silently computes float64 in float32", IN_FLOAT32, safe=True)
             continue
         kinds = {names.get(types.get(name, 0)) for name in (*node.input, *node.output)}
         for kind in sorted(k for k in kinds if k in lacking):
@@ -230,7 +239,10 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """The type that ``node`` reads or writes and TensorRT hasn't; quantization has a rule of its own."""
+    """Returns the dtype of an input or output of ``node`` that TensorRT lacks, or "" if TensorRT has all dtypes.
+
+    Ignores QuantizeLinear and DequantizeLinear: ``_quantization`` checks them.
+    """
     from onnx import TensorProto
 
     if node.op_type in _QDQ:
@@ -240,7 +252,7 @@ def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collecti
         if kind in _UNKNOWN:
             return kind.lower()
         if kind == "UINT8" and not (node.op_type == "Cast" and name in ends):
-            return "uint8 but to be cast as it comes in or goes out"
+            return "uint8, except for a Cast of an input or to an output"
     return ""
 
 
@@ -252,7 +264,7 @@ def _operators(graph: onnx.GraphProto, supported: Mapping[str, bool]) -> Iterato
 
 
 def _depth(graph: onnx.GraphProto) -> int:
-    """Nodes on the longest path."""
+    """Returns the number of nodes on the longest path."""
     if len(graph.node) <= LONGEST_CHAIN:
         return len(graph.node)
     depth: dict[str, int] = {}
@@ -263,7 +275,7 @@ def _depth(graph: onnx.GraphProto) -> int:
 
 
 def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
-    """``ask_parser`` in a child process; empty where the toolkit isn't here or can't be asked."""
+    """Calls ``ask_parser`` in a child process; returns an empty dict if the toolkit is missing or fails."""
     from accel.child import run_in_child
     from accel.errors import AccelError, UnsupportedHere
     from accel.progress import report
@@ -273,9 +285,12 @@ def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> d
         return {}
     try:
         found: dict[str, bool] = run_in_child(
-            "accel.converters.preflight:ask_parser", path=path, toolkit=toolkit, capabilities=tuple(capabilities)
+            "accel.converters.to_tensorrt.preflight:ask_parser",
+            path=path,
+            toolkit=toolkit,
+            capabilities=tuple(capabilities),
         )
-    except UnsupportedHere:  # of the GPU that was asked for
+    except UnsupportedHere:  # about the compute capability that was asked for
         raise
     except (AccelError, TypeError, RuntimeError) as error:
         report(f"{toolkit} can't be asked about operators: {one_line(error)}")

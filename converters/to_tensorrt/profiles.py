@@ -1,5 +1,7 @@
-"""Optimization profiles: the shapes an engine is built for, checked here because TensorRT builds contradictory ones
-without a word."""
+"""Optimization profiles: the shapes that an engine is built for.
+
+Profiles are checked here, because TensorRT silently builds engines with contradictory profiles.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _FORM = "write NAME=MIN,OPT,MAX, e.g. input_ids=1x8,8x128,64x512"
 
 @dataclass(frozen=True, kw_only=True)
 class InputShapes:
-    """The smallest, the most usual and the largest shape of one input."""
+    """The smallest, the most usual and the largest shape of an input."""
 
     name: str
     min: tuple[int, ...]
@@ -37,7 +39,7 @@ class InputShapes:
         return f"{self.name}={','.join('x'.join(map(str, shape)) for shape in (self.min, self.opt, self.max))}"
 
     def range(self, axis: int, step: int = 1) -> DimRange:
-        """The sizes of one axis; ``BadInputSpec`` where one of them is no multiple of ``step``."""
+        """Returns the sizes of an axis. Raises ``BadInputSpec`` if one of them is not a multiple of ``step``."""
         try:
             return DimRange(self.min[axis], self.opt[axis], self.max[axis], step)
         except BadInputSpec as error:
@@ -45,8 +47,11 @@ class InputShapes:
 
     @classmethod
     def parse(cls, text: str) -> InputShapes:
-        """``input_ids=1x8,8x128,64x512``: min, opt and max of one input."""
-        name, equals, rest = text.strip().rpartition("=")  # a tensor may have = in its name, a shape may not
+        """Reads min, opt and max of an input from a text such as ``input_ids=1x8,8x128,64x512``.
+
+        Raises ``BadInputSpec`` if the text has another form.
+        """
+        name, equals, rest = text.strip().rpartition("=")  # a tensor's name may contain "=", and a shape can't
         shapes = rest.split(",")
         if not equals or not name or len(shapes) != 3 or not all(_SHAPE.match(shape) for shape in shapes):
             raise BadInputSpec(f"can't read the profile {text!r}; {_FORM}")
@@ -56,21 +61,21 @@ class InputShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationProfile:
-    """The shapes of all dynamic inputs that belong together, with the range they give to each dynamic dim."""
+    """The shapes of all dynamic inputs in one profile, and the range of each dynamic dim that follows from them."""
 
     inputs: tuple[InputShapes, ...]
     dims: dict[str, DimRange]
 
     def to_json(self) -> dict[str, list[list[int]]]:
-        """``{input: [min, opt, max]}``"""
+        """Returns ``{input: [min, opt, max]}``."""
         return {i.name: [list(i.min), list(i.opt), list(i.max)] for i in self.inputs}
 
 
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
-    """``input_ids=1x8,8x128,64x512`` for each input; an input given a second time starts the second profile.
+    """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
 
-    ``BadInputSpec`` for an unknown or missing input, a wrong rank, a fixed dim of another size, min > opt or opt > max,
-    and inputs that give the same dim different ranges.
+    An input that is given a second time starts the second profile. Raises ``BadInputSpec`` for an unknown or missing
+    input, a wrong rank, another size of a fixed dim, min > opt or opt > max, and different ranges for the same dim.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -83,20 +88,20 @@ def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[Optimiza
 
 
 def default_profile(signature: Signature) -> OptimizationProfile | None:
-    """The profile that the signature's own ranges make; None for a model without dynamic dims."""
+    """Returns the profile of the signature's own ranges; None if the model has no dynamic dims."""
     if not signature.dims:
         return None
     return checked_profile(_shapes_at(signature, signature.dims), signature)
 
 
 def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> OptimizationProfile:
-    """These shapes as a profile of ``signature``; ``BadInputSpec`` where they contradict it or one another."""
+    """Returns a profile of these shapes. Raises ``BadInputSpec`` if they contradict ``signature`` or one another."""
     specs = {spec.name: spec for spec in signature.inputs}
     dims: dict[str, DimRange] = {}
     given_by: dict[str, str] = {}
     for shapes in inputs:
         if shapes.name not in specs:
-            raise BadInputSpec(f"profile {shapes} names no input of the model; the inputs are {', '.join(specs)}")
+            raise BadInputSpec(f"profile {shapes} names an unknown input; the inputs are {', '.join(specs)}")
         spec = specs[shapes.name]
         if len(shapes.min) != len(spec.shape):
             raise BadInputSpec(
@@ -122,7 +127,7 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
 
 
 def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
-    """How far each dim goes over all profiles; the most usual size is the first profile's."""
+    """Returns the range of each dim over all profiles; ``opt`` is that of the first profile."""
     merged: dict[str, DimRange] = {}
     for profile in profiles:
         for dim, found in profile.dims.items():
@@ -132,8 +137,11 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 
 
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
-    """``BadInputSpec`` with what to add for each dynamic input that isn't ``given``: the ranges in ``dims``, which the
-    others have, and for dims of its own those of the signature."""
+    """Raises ``BadInputSpec`` with the shapes to add if a dynamic input isn't ``given``.
+
+    The advised shapes take the ranges of ``dims``, which the other inputs have, and for further dims those of the
+    signature.
+    """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]
     if missing:
@@ -144,7 +152,7 @@ def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRa
 
 
 def _shapes_at(signature: Signature, ranges: Mapping[str, DimRange]) -> list[InputShapes]:
-    """The shapes of each dynamic input at the ends of these ranges."""
+    """Returns the shapes of each dynamic input at min, opt and max of these ranges."""
     sizes = [{dim: getattr(ranges[dim], end) for dim in signature.dims} for end in ("min", "opt", "max")]
     inputs = []
     for spec in signature.inputs:

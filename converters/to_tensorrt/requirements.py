@@ -1,4 +1,4 @@
-"""What an ONNX file has to be before TensorRT sees it: its parser takes things silently that it gets wrong."""
+"""The check of an ONNX file before TensorRT reads it. TensorRT's parser takes some models and misreads them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.converters.engine_from_onnx import EngineNotBuilt
-from accel.converters.preflight import preflight, refused
 from accel.errors import InvalidModel, one_line
+
+from ..graph.write import is_unknown_operator
+from .engine_from_onnx import EngineNotBuilt
+from .preflight import preflight, refused
 
 if TYPE_CHECKING:
     import onnx
@@ -17,18 +19,20 @@ if TYPE_CHECKING:
 def check_onnx(
     path: Path, model: onnx.ModelProto, capabilities: Sequence[str] = (), supported: Mapping[str, bool] | None = None
 ) -> None:
-    """``InvalidModel`` for what the ONNX checker refuses (TensorRT takes an empty or text file for an empty network),
-    ``EngineNotBuilt`` with every node that TensorRT will refuse, or reads as something else without a word. ``model``:
-    what ``read_proto`` gave of ``path``."""
+    """Raises an error if TensorRT can't build ``path``. ``model``: the result of ``read_proto(path)``.
+
+    Raises ``InvalidModel`` if the ONNX checker refuses the file (TensorRT takes an empty or text file for an empty
+    network), and ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes as something else.
+    """
     import onnx
 
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # An operator nobody knows is for the parser to name; it says which node it is.
-        if "No Op registered" not in str(error) and "No opset import" not in str(error):
+        # The parser names the node of an unknown operator, and the checker does not.
+        if not is_unknown_operator(error):
             raise InvalidModel(f"{path} fails the ONNX checker ({one_line(error)}); export it again") from error
     if not model.graph.node or not model.graph.output:
-        raise InvalidModel(f"{path} holds no nodes or no outputs; export it again")
+        raise InvalidModel(f"{path} has no nodes or no outputs; export it again")
     if refusals := preflight(path, capabilities, supported, model):
         raise EngineNotBuilt(refused(refusals, path.name))

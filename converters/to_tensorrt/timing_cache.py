@@ -1,8 +1,8 @@
-"""TensorRT's timing cache: what the builder has measured of its kernels on this GPU, to be measured once.
+"""TensorRT's timing cache: the builder's measurements of its kernels on this GPU, kept for later builds.
 
-(TensorRT's developer guide, "The timing cache".) For the data-centre toolkit alone: TensorRT for RTX measures nothing
-when it builds, it has a cache of its own where the engine runs. It is kept by the version of the toolkit and the GPU
-that was measured; TensorRT checks the same itself.
+(TensorRT's developer guide, "The timing cache".) Only the data-center toolkit has one: TensorRT for RTX measures
+nothing during a build and has its own cache where the engine runs. The file name holds the version of the toolkit and
+the compute capability of the GPU. TensorRT checks both itself, too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ _SUM_BYTES = 32
 
 
 def timing_file(folder: Path, version: str, capability: str) -> Path:
-    """Where it is kept."""
+    """Returns the path of the timing cache."""
     return folder / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
 
 
 def use_timing_cache(config: Any, file: Path) -> None:
-    """Give the builder's ``config`` what is known, or an empty cache to fill. What is damaged, or of another GPU, is
-    left out: it makes builds quicker and nothing else."""
+    """Gives the kept measurements to the builder's ``config``, or an empty cache to fill.
+
+    Ignores a cache that is damaged or of another GPU, because a timing cache only makes builds quicker.
+    """
     for known in (_read(file), b""):
         cache = config.create_timing_cache(known)
         if cache is not None and config.set_timing_cache(cache, False):
@@ -32,7 +34,7 @@ def use_timing_cache(config: Any, file: Path) -> None:
 
 
 def keep_timing_cache(config: Any, file: Path) -> None:
-    """Write down what the builder knows now. A build that succeeded doesn't fail for it."""
+    """Writes the measurements of the builder to ``file``. A write error is reported and does not fail the build."""
     cache = config.get_timing_cache()
     if cache is None:
         return
@@ -46,7 +48,7 @@ def keep_timing_cache(config: Any, file: Path) -> None:
 
 
 def _read(file: Path) -> bytes:
-    """The bytes that were kept, if they are all there: native code reads them next."""
+    """Returns the kept bytes if their checksum is right, else none. Native code reads the bytes next."""
     try:
         content = file.read_bytes()
     except OSError:

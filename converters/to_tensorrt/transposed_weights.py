@@ -1,5 +1,8 @@
-"""Weights as the plugin library's products read them: (N, K) where the graph has (K, N), each once, in a file that
-lies beside links to the model's own weight files. The model's own file and folder stay as they are."""
+"""Weights in the layout (N, K) of the plugin library's products, for graphs that have (K, N).
+
+The transposed weights are written to a file beside links to the model's own weight files. The model's own file and
+folder stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,17 @@ import onnx
 from onnx import TensorProto
 from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
-from accel.sources.onnx_file import all_nodes, external_files
+from accel.sources.onnx.file import all_nodes, external_files
 
 _ONE_BYTE = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
 
 
 def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], source: Path, folder: Path) -> Path:
-    """Give ``nodes`` of ``model``, which was read from ``source``, their second input transposed: an initializer of
-    two dimensions and of a dtype of one or two bytes. One that nobody else uses is gone from the model then, and of
-    all of them one at a time is read into memory. The path that stands for ``source``: its weights lie beside it."""
+    """Replaces the second input of ``nodes`` by its transpose; returns the path beside which all weights lie.
+
+    ``model`` was read from ``source``. The second inputs are initializers of rank 2 with a dtype of one or two bytes.
+    An initializer that nothing else uses is removed from the model. Only one weight at a time is in memory.
+    """
     wanted = dict.fromkeys(node.input[1] for node in nodes)
     if not wanted:
         return source
@@ -61,7 +66,7 @@ def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], s
 
 
 def _values(tensor: TensorProto, folder: Path) -> np.ndarray[Any, Any]:
-    """The values of a matrix as unsigned integers of their size: numpy doesn't have all of the dtypes."""
+    """Returns the values of a matrix as unsigned integers of the same size, because numpy lacks some of the dtypes."""
     unit = np.dtype("<u1" if tensor.data_type in _ONE_BYTE else "<u2")
     if uses_external_data(tensor):
         held = TensorProto()

@@ -1,4 +1,4 @@
-"""Every shipped configuration: which implementation, which tile, for which dtypes, on which architectures."""
+"""Every shipped configuration: its implementation, its tile, its dtypes and its architectures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accel.kernels.spec import BYTES
-from accel.kernels.units import NATIVE
+from .spec import BYTES
+from .units import NATIVE
 
 ARCHS = (80, 86, 89, 90, 100, 120)
-# The shared memory a block can have, bytes (CUDA C++ Programming Guide, table of compute capabilities).
+# The shared memory that a block can have, in bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-# What the product has to become in PTX: warp-level mma, the warpgroup's, or the tensor memory's.
+# The PTX instruction that the product has to become: of the warp, the warpgroup, or the tensor memory.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-# How PTX names the type that is multiplied. kind::f16 of the tensor memory is fp16 and bf16: a descriptor says which.
+# PTX's names of the operand types. kind::f16 of the tensor memory covers fp16 and bf16, which a descriptor tells apart.
 _OPERAND = {"fp16": "f16", "bf16": "bf16", "int8": "s8", "fp8_e4m3": "e4m3"}
 _KIND = {"fp16": "kind::f16", "bf16": "kind::f16", "int8": "kind::i8", "fp8_e4m3": "kind::f8f6f4"}
 FIRST_FP8 = 89
@@ -22,7 +22,10 @@ FIRST_FP8 = 89
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A configuration: tile sizes in elements (``block_k`` in bytes: 128 are 64 fp16 or 128 int8), warps, stages."""
+    """A configuration: tile sizes in elements, warps, stages.
+
+    The K of the tile is in bytes: 128 are 64 fp16 or 128 int8.
+    """
 
     name: str
     op: str
@@ -37,30 +40,32 @@ class Config:
     split_k: int = 1
 
     def block_k(self, dtype: str) -> int:
-        """The tile's K in elements of ``dtype``."""
+        """Returns the tile's K in elements of ``dtype``."""
         return self.block_k_bytes // BYTES[dtype]
 
     def supports(self, dtype: str, arch: int) -> bool:
-        """Whether this configuration is shipped for ``dtype`` on ``arch`` (90 for sm_90)."""
+        """Tells whether this configuration is shipped for ``dtype`` on ``arch`` (90 for sm_90)."""
         return dtype in self.dtypes and arch in self.archs and (dtype != "fp8_e4m3" or arch >= FIRST_FP8)
 
 
 def product(config: Config, dtype: str, arch: int) -> str:
-    """The tensor-core instruction and the type of its operands that ``config`` has to become in PTX: ``mma.sync s8``.
-    Empty where there is none (fp32, quantization)."""
+    """Returns the tensor-core instruction and operand type that ``config`` has to become in PTX, e.g. ``mma.sync s8``.
+
+    Returns "" if the kernel uses no tensor cores (fp32, quantization).
+    """
     if config.op == "quantize_rowwise" or dtype == "fp32":
         return ""
-    if config.block_m >= 64:  # rows of a warpgroup's product, and of the tensor memory's
+    if config.block_m >= 64:  # the rows of a product of the warpgroup or the tensor memory
         instruction = INSTRUCTION[arch]
         return f"{instruction} {(_KIND if instruction == 'tcgen05.mma' else _OPERAND)[dtype]}"
-    # Of sm_90 and sm_100 the warp's product has no fp8: it is widened to fp16, which holds every fp8 value.
+    # On sm_90 and sm_100 the warp's product has no fp8. fp8 is widened to fp16, which holds every fp8 value.
     widened = dtype == "fp8_e4m3" and arch in (90, 100)
     return f"mma.sync {'f16' if widened else _OPERAND[dtype]}"
 
 
 ALL = ("fp16", "bf16", "int8", "fp8_e4m3")
 TMA_ARCHS = (90, 100, 120)
-# Eight warps are what a small tile needs for single elements: with four it spills where nothing is a multiple of 16.
+# A small tile needs eight warps to load single elements. With four it spills registers if nothing is a multiple of 16.
 CONFIGS: tuple[Config, ...] = (
     Config(name="gemm_128x128", op="gemm", kernel="gemm", dtypes=ALL, archs=ARCHS,
            block_m=128, block_n=128, block_k_bytes=128, warps=8, stages=3),
@@ -80,12 +85,12 @@ CONFIGS: tuple[Config, ...] = (
 
 
 def get(name: str) -> Config:
-    """The configuration called ``name``."""
+    """Returns the configuration called ``name``."""
     return next(config for config in CONFIGS if config.name == name)
 
 
 def shipped() -> Iterator[tuple[Config, str, int]]:
-    """Every (configuration, dtype, architecture) there is."""
+    """Yields every shipped (configuration, dtype, architecture)."""
     for config in CONFIGS:
         for arch in config.archs:
             for dtype in config.dtypes:
@@ -95,9 +100,9 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HandWritten:
-    """A kernel of ``csrc`` without tensor cores, in every compiled library: name, what it takes, what it does.
+    """A kernel of ``csrc`` without tensor cores, which every compiled library has: its name, its dtypes, its work.
 
-    ``tile``: M, N and K as in ``rows``; 16 rows are as many as gemv takes.
+    ``tile``: M, N and K as in ``rows``. The 16 rows of gemv are the most that it takes.
     """
 
     name: str
@@ -117,8 +122,10 @@ HAND_WRITTEN: dict[str, HandWritten] = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """What ``accel kernels list`` shows: one row a configuration, with its dtypes and architectures. ``tile``: M and N
-    in elements, K in bytes (0: not tiled)."""
+    """Returns the table of ``accel kernels list``: one row a configuration, with its dtypes and architectures.
+
+    ``tile``: M and N in elements, K in bytes. 0 means not tiled.
+    """
     found = []
     for config in CONFIGS:
         row = asdict(config)

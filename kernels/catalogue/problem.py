@@ -1,26 +1,27 @@
-"""From tensors to a spec: what was handed in is checked here, once, and a wrong operand is refused with the fix."""
+"""Makes a spec from tensors. Checks the operands once, and refuses a wrong one with the fix."""
 
 from __future__ import annotations
 
 import torch
 
 from accel.errors import BadFeeds
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import IN_DTYPES, OUT_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+
+from .reference import TORCH_DTYPES
+from .spec import IN_DTYPES, OUT_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 Pair = tuple[int, int]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The spec's name of a torch dtype. ``BadFeeds`` for one no kernel takes."""
+    """Returns the spec's name of a torch dtype. Raises ``BadFeeds`` if no kernel takes the dtype."""
     if dtype not in NAMES:
         raise BadFeeds(f"{dtype} operands have no kernel; cast them to one of {', '.join(IN_DTYPES)}")
     return NAMES[dtype]
 
 
 def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """The output dtype: what was asked for, else that of ``a``. int8 and fp8 inputs have to ask."""
+    """Returns the output dtype: ``asked``, else the dtype of ``a``. int8 and fp8 inputs need ``asked``."""
     found = a.dtype if asked is None else asked
     if NAMES.get(found) not in OUT_DTYPES:
         wanted = "pass out_dtype=torch.float16, torch.bfloat16 or torch.float32"
@@ -35,13 +36,13 @@ def gemm_spec(
     act: str,
     out: torch.dtype | None,
 ) -> GemmSpec:
-    """The spec of these tensors. Raises ``BadFeeds`` where shapes, dtypes or devices don't fit one another."""
+    """Returns the spec of these tensors. Raises ``BadFeeds`` if shapes, dtypes or devices don't match."""
     if a.dim() != 2 or b.dim() != 2:
-        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; both have to be matrices: reshape them")
+        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; reshape both to matrices")
     if a.shape[1] != b.shape[0]:
-        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; the columns of a have to be the rows of b")
+        raise BadFeeds(f"a is {list(a.shape)} and b {list(b.shape)}; give b as many rows as a has columns")
     if a.dtype != b.dtype:
-        raise BadFeeds(f"a is {a.dtype} and b {b.dtype}; cast one of them, a kernel never does so in silence")
+        raise BadFeeds(f"a is {a.dtype} and b {b.dtype}; cast one of them, because a kernel never casts silently")
     m, n = a.shape[0], b.shape[1]
     _check(a, b, operands, {"bias": [n], "residual": [m, n], "row_scale": [m], "col_scale": [n]})
     return GemmSpec(
@@ -57,16 +58,19 @@ def conv_spec(
     act: str,
     out: torch.dtype | None,
 ) -> ConvSpec:
-    """The spec of these tensors; ``geometry`` is (stride, padding, dilation). Raises ``BadFeeds`` as above."""
+    """Returns the spec of these tensors.
+
+    ``geometry``: (stride, padding, dilation). Raises ``BadFeeds`` if they don't match.
+    """
     if x.dim() != 4 or weight.dim() != 4:
         raise BadFeeds("fused_conv2d takes x as (N, H, W, C) and weight as (O, kernel height, kernel width, C)")
     if x.shape[3] != weight.shape[3]:
         raise BadFeeds(
-            f"x has {x.shape[3]} channels and weight takes {weight.shape[3]}; x is NHWC, weight OHWI, and grouped "
-            "convolutions have no kernel: use torch.nn.functional.conv2d"
+            f"x has {x.shape[3]} channels and weight takes {weight.shape[3]}; pass x as NHWC and weight as OHWI, or "
+            "use torch.nn.functional.conv2d for a grouped convolution"
         )
     if x.dtype != weight.dtype:
-        raise BadFeeds(f"x is {x.dtype} and weight {weight.dtype}; cast one of them, a kernel never does so in silence")
+        raise BadFeeds(f"x is {x.dtype} and weight {weight.dtype}; cast one of them, as a kernel never casts silently")
     stride, padding, dilation = geometry
     spec = ConvSpec(
         images=x.shape[0],
@@ -87,8 +91,10 @@ def conv_spec(
 
 
 def quantized_dtype(x: torch.Tensor, dtype: torch.dtype) -> str:
-    """The spec's name of what the rows of ``x`` are quantized to. ``BadFeeds`` for anything but a float matrix, and for
-    another dtype than int8 and float8."""
+    """Returns the spec's name of ``dtype``, to which the rows of ``x`` are quantized.
+
+    Raises ``BadFeeds`` if ``x`` isn't a float matrix, or ``dtype`` is neither int8 nor float8_e4m3fn.
+    """
     if x.dim() != 2 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise BadFeeds(f"quantize_rowwise takes a float matrix with elements, got {x.dtype} {list(x.shape)}")
     if dtype not in (torch.int8, torch.float8_e4m3fn):
@@ -107,6 +113,6 @@ def _check(a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], 
             raise BadFeeds(f"{name} is on {tensor.device} and the input on {a.device}; move it there")
     for name, tensor in operands.items():
         if list(tensor.shape) != shapes[name]:
-            raise BadFeeds(f"{name} is {list(tensor.shape)}, it has to be {shapes[name]}")
+            raise BadFeeds(f"{name} is {list(tensor.shape)}, but has to be {shapes[name]}; reshape it")
         if NAMES.get(tensor.dtype) not in OUT_DTYPES:
-            raise BadFeeds(f"{name} is {tensor.dtype}; it has to be float32, float16 or bfloat16")
+            raise BadFeeds(f"{name} is {tensor.dtype}; cast it to float32, float16 or bfloat16")

@@ -1,7 +1,7 @@
-"""What is right: the product and its epilogue in float64, written twice (numpy, torch) from the same spec.
+"""The reference: the product and its epilogue in float64, written twice (numpy, torch) from the same spec.
 
-The torch version also is the CPU implementation, run with the arithmetic of the GPU kernels: fp32 sums and epilogue.
-The tolerance of every test comes from ``gemm_bound``.
+The torch version is also the CPU implementation. As the CPU implementation, the torch version has the arithmetic of the
+GPU kernels: fp32 sums and epilogue. The tolerance of every test comes from ``gemm_bound``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel.kernels.spec import ConvSpec, EpilogueSpec, GemmSpec
+from .spec import ConvSpec, EpilogueSpec, GemmSpec
 
 Float64 = npt.NDArray[np.float64]
 Operands = Mapping[str, torch.Tensor]
@@ -29,14 +29,14 @@ TORCH_DTYPES = {
 QMAX = {"int8": 127.0, "fp8_e4m3": 448.0}
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
 
-# Half a unit in the last place, relative, and the smallest step near zero, of each output dtype.
+# For each output dtype: half a unit in the last place, relative, and the smallest step near zero.
 ROUNDING = {"fp32": (2.0**-24, 2.0**-149), "fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
 # The largest |act'|: GELU 1.129 at x = 1.41, SiLU 1.0998 at x = 2.40 (both from the second derivative's root).
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu_tanh": 1.13, "gelu_erf": 1.13, "silu": 1.1}
 
 
 def act_numpy(name: str, x: Float64) -> Float64:
-    """The activation in float64. GELU: Hendrycks and Gimpel 2016, exact (erf) and with tanh; SiLU: x * sigmoid(x)."""
+    """Returns the activation in float64. GELU: Hendrycks and Gimpel 2016, by erf or tanh. SiLU: x * sigmoid(x)."""
     if name == "relu":
         return np.maximum(x, 0.0)
     if name == "gelu_erf":
@@ -50,7 +50,10 @@ def act_numpy(name: str, x: Float64) -> Float64:
 
 
 def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **operands: npt.NDArray[Any]) -> Float64:
-    """``spec`` in float64: ``a`` (M, K), ``b`` (K, N), the epilogue's operands by name; (M, N), not rounded."""
+    """Computes ``spec`` in float64 from ``a`` (M, K), ``b`` (K, N) and the epilogue's operands.
+
+    Returns (M, N), unrounded.
+    """
     x = a.astype(np.float64) @ b.astype(np.float64)
     return _epilogue_numpy(spec.epilogue, x, operands)
 
@@ -58,7 +61,10 @@ def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **opera
 def conv2d_numpy(
     spec: ConvSpec, x: npt.NDArray[Any], weight: npt.NDArray[Any], **operands: npt.NDArray[Any]
 ) -> Float64:
-    """``spec`` in float64, tap by tap: ``x`` NHWC, ``weight`` (O, kh, kw, C); (images, out height, out width, O)."""
+    """Computes ``spec`` in float64, tap by tap, from ``x`` NHWC and ``weight`` (O, kh, kw, C).
+
+    Returns (images, out height, out width, O).
+    """
     (ph, pw), (sh, sw), (dh, dw) = spec.padding, spec.stride, spec.dilation
     padded = np.pad(x.astype(np.float64), ((0, 0), (ph, ph), (pw, pw), (0, 0)))
     out = np.zeros((spec.images, spec.out_height, spec.out_width, spec.c_out))
@@ -82,7 +88,7 @@ def _epilogue_numpy(spec: EpilogueSpec, x: Float64, operands: Mapping[str, npt.N
 
 
 def act_torch(name: str, x: torch.Tensor) -> torch.Tensor:
-    """The activation in the dtype of ``x``."""
+    """Returns the activation in the dtype of ``x``."""
     if name == "relu":
         return torch.relu(x)
     if name == "silu":
@@ -93,7 +99,7 @@ def act_torch(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def epilogue_torch(spec: EpilogueSpec, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Scales, bias, activation and residual on ``x`` (..., N), in its dtype; not rounded to the output dtype."""
+    """Applies scales, bias, activation and residual to ``x`` (..., N), in its dtype, without the output's rounding."""
     if spec.row_scale:
         x = x * operands["row_scale"].to(x.dtype).unsqueeze(-1)
     if spec.col_scale:
@@ -105,7 +111,7 @@ def epilogue_torch(spec: EpilogueSpec, x: torch.Tensor, operands: Operands) -> t
 
 
 def accumulate_torch(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """``a @ b`` summed in ``compute``; int8 exactly (float64 holds every int32), then rounded once to ``compute``."""
+    """Returns ``a @ b`` summed in ``compute``. int8 is summed exactly in float64 and rounded once to ``compute``."""
     if a.dtype == torch.int8:
         return (a.double() @ b.double()).to(compute)
     return a.to(compute) @ b.to(compute)
@@ -114,14 +120,14 @@ def accumulate_torch(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> 
 def gemm_torch(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """``spec`` with sums and epilogue in ``compute``; (M, N) in that dtype."""
+    """Computes ``spec`` with sums and epilogue in ``compute``. Returns (M, N) in that dtype."""
     return epilogue_torch(spec.epilogue, accumulate_torch(a, b, compute), operands)
 
 
 def conv2d_torch(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """``spec`` with sums and epilogue in ``compute``: NHWC in, NHWC out, in that dtype."""
+    """Computes ``spec`` with sums and epilogue in ``compute``. Takes NHWC, and returns NHWC in that dtype."""
     wide = torch.float64 if x.dtype == torch.int8 else compute
     product = torch.nn.functional.conv2d(
         x.to(wide).permute(0, 3, 1, 2),
@@ -134,10 +140,11 @@ def conv2d_torch(
 
 
 def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` (M, K) as ``dtype`` (int8 or fp8_e4m3) and the fp32 scale of each row: x is about q * scale[:, None].
+    """Quantizes ``x`` (M, K) to ``dtype`` (int8 or fp8_e4m3) with one fp32 scale per row.
 
-    scale = max|row| / 127 (int8) or / 448 (fp8), 1 for a row of zeros, at least 2**-126; q = x / scale, rounded to
-    nearest even, within the range. A NaN in a row makes its scale NaN, so that it can't vanish in an integer.
+    ``x`` is about q * scale[:, None]. scale = max|row| / 127 (int8) or / 448 (fp8), 1 for a row of zeros, at least
+    2**-126. q = x / scale, rounded to nearest even, within the range. A NaN in a row makes its scale NaN, so that the
+    NaN can't vanish in an integer.
     """
     wide = x.float()
     largest = wide.abs().amax(dim=1)
@@ -152,12 +159,12 @@ def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, t
 def gemm_bound(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: Operands, *, unit: float = 2.0**-23
 ) -> torch.Tensor:
-    """How far each element of a right implementation can be from the float64 reference; (M, N) float64.
+    """Returns the largest error that a correct implementation can have, for each element: (M, N) float64.
 
     The sum of K products in any order is within K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1), u = 2**-23
-    since tensor cores truncate where the CPU rounds; the scales and the bias add four roundings, the activation passes
-    the error on times its slope and adds the error of its own exp/erf (2**-20 of its input, a GPU's fast exp), then
-    the residual and the rounding to the output dtype.
+    because tensor cores truncate and the CPU rounds. The scales and the bias add four roundings. The activation
+    multiplies the error by its slope and adds the error of its own exp or erf (2**-20 of its input, a GPU's fast exp).
+    The residual and the rounding to the output dtype follow.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()
@@ -181,7 +188,7 @@ def gemm_bound(
 
 
 def error_over_bound(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
-    """The largest |got - exact| / bound of all elements; infinite where one is a NaN."""
+    """Returns the largest |got - exact| / bound of all elements, or infinity if there is a NaN."""
     ratio = (got.double() - exact).abs() / bound
     return float("inf") if bool(ratio.isnan().any()) else float(ratio.max())
 

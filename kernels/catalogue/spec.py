@@ -1,4 +1,4 @@
-"""What is to be computed: one description shared by the reference, every implementation, the tests and the tuner.
+"""The problem description that the reference, every implementation, the tests and the tuner share.
 
     out = act(row_scale * col_scale * (a @ b) + bias) + residual
 
@@ -6,8 +6,8 @@
 and ``out`` (M, N). Products are summed in fp32 (int8: exactly, in int32), the epilogue runs in fp32, and ``out`` is
 rounded once.
 
-A convolution is the same with M = images * output height * output width, K = kernel height * kernel width * input
-channels and N = output channels, its input and output in NHWC order.
+A convolution is the same product with M = images * output height * output width, K = kernel height * kernel width *
+input channels and N = output channels. The images that a convolution takes and returns are NHWC.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MAX_INT8_K = (2**31 - 1) // (128 * 128)
 
 @dataclass(frozen=True, kw_only=True)
 class EpilogueSpec:
-    """What happens between the product and the output.
+    """The operations between the product and the output.
 
-    ``act`` is one of ``ACTS``; the four flags say which operands there are; ``out_dtype`` is one of ``OUT_DTYPES``.
-    Raises ``UnknownName`` for another activation or dtype.
+    ``act``: one of ``ACTS``. ``out_dtype``: one of ``OUT_DTYPES``. The four flags tell which operands there are. Raises
+    ``UnknownName`` for another activation or dtype.
     """
 
     act: str = "none"
@@ -47,20 +47,20 @@ class EpilogueSpec:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The names of the operands this epilogue takes, in their fixed order."""
+        """Returns the names of the operands that this epilogue takes, in a fixed order."""
         return tuple(name for name in ("bias", "residual", "row_scale", "col_scale") if getattr(self, name))
 
     @property
     def key(self) -> str:
-        """A short name, the same for the same epilogue: ``gelu_erf+bias+residual:fp16``."""
+        """Returns a short name, equal for equal epilogues: ``gelu_erf+bias+residual:fp16``."""
         return "+".join((self.act, *self.operands)) + f":{self.out_dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """One product: sizes M, N, K >= 1, the dtype of both operands, the epilogue.
+    """A product: the sizes M, N, K >= 1, the dtype of both operands, the epilogue.
 
-    Raises ``BadFeeds`` for a size under 1, ``UnknownName`` for an unknown dtype, ``UnsupportedHere`` where the int8
+    Raises ``BadFeeds`` for a size under 1, ``UnknownName`` for an unknown dtype, and ``UnsupportedHere`` if the int8
     sum could overflow its int32 accumulator.
     """
 
@@ -82,12 +82,12 @@ class GemmSpec:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the product, 2*M*N*K."""
+        """Returns the number of multiplications and additions of the product, 2*M*N*K."""
         return 2 * self.m * self.n * self.k
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read and written if every operand crosses memory once."""
+        """Returns the bytes read and written if every operand crosses memory once."""
         e, out = self.epilogue, BYTES[self.epilogue.out_dtype]
         operands = (self.m * self.k + self.k * self.n) * BYTES[self.in_dtype]
         vectors = 4 * (e.row_scale * self.m + e.col_scale * self.n + e.bias * self.n)
@@ -96,9 +96,9 @@ class GemmSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvSpec:
-    """One convolution: NHWC input, weights (output channels, kernel height, kernel width, input channels), one group.
+    """A convolution: NHWC input, weights (output channels, kernel height, kernel width, input channels), one group.
 
-    ``stride``, ``padding`` and ``dilation`` are (height, width). Raises ``BadFeeds`` where nothing would come out.
+    ``stride``, ``padding`` and ``dilation`` are (height, width). Raises ``BadFeeds`` if the output would be empty.
     """
 
     images: int
@@ -133,7 +133,7 @@ class ConvSpec:
 
     @property
     def gemm(self) -> GemmSpec:
-        """The product this convolution is."""
+        """Returns this convolution as a product."""
         return GemmSpec(
             m=self.images * self.out_height * self.out_width,
             n=self.c_out,
@@ -149,4 +149,4 @@ def _out(size: int, kernel: int, stride: int, padding: int, dilation: int) -> in
 
 def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise UnknownName(f"unknown {what} {value!r}; there are {', '.join(known)}")
+        raise UnknownName(f"unknown {what} {value!r}; use one of {', '.join(known)}")

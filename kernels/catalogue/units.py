@@ -1,7 +1,7 @@
-"""The tensor-core GEMMs in CUTLASS: families of tiles, and the translation units they are compiled in.
+"""Lists the tensor-core GEMMs in CUTLASS: families of tiles, and the translation units that hold them.
 
-A family is one source, ``csrc/cutlass/<family>.cu``; a unit is that source with one pair of input and output dtype and
-holds all the family's tiles. A configuration is called as in the source: ``sm90_int8_bf16_pingpong_64x128``.
+A family is one source, ``csrc/cutlass/<family>.cu``. A unit is that source for one pair of input and output dtype, with
+all tiles of the family. A configuration has the name that the source gives it: ``sm90_int8_bf16_pingpong_64x128``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FP8: tuple[Pair, ...] = (("fp8_e4m3", "fp16"), ("fp8_e4m3", "bf16"))
 
 @dataclass(frozen=True)
 class Tile:
-    """M and N of the problem that one tile covers, K in bytes, and the input dtypes that have it."""
+    """A tile: the M and N of the problem that it covers, its K in bytes, and the input dtypes that have it."""
 
     m: int
     n: int
@@ -37,9 +37,12 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One source. ``archs``: what it is compiled for, where those are asked for; ``least`` and ``most``: between which
-    compute capabilities (90 for 9.0) the library lets it run. ``instructions``: in SASS, one of which every kernel has,
-    by input dtype."""
+    """A source.
+
+    ``archs``: the architectures that it can be compiled for. ``least`` and ``most``: the lowest and highest compute
+    capability (90 for 9.0) that it runs on. ``instructions``: SASS instructions by input dtype. Every kernel has one of
+    them.
+    """
 
     name: str
     archs: tuple[str, ...]
@@ -109,7 +112,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One translation unit: a family for one pair of dtypes."""
+    """A translation unit: a family for one pair of dtypes."""
 
     family: Family
     dtype: str
@@ -117,7 +120,7 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """The pair as it stands in the names: ``fp16``, ``int8_bf16``."""
+        """Returns the pair of dtypes as the names of configurations have it: ``fp16``, ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property
@@ -130,12 +133,15 @@ class Unit:
 
     @property
     def tiles(self) -> list[str]:
-        """The names of the tiles that this unit has."""
+        """Returns the names of the tiles that this unit has."""
         return [name for name, tile in self.family.tiles.items() if self.dtype in tile.dtypes]
 
     @property
     def flags(self) -> list[str]:
-        """What makes this unit of the source. NDEBUG: an assert is a function call, and a call serializes wgmma."""
+        """Returns the compiler flags that select this unit.
+
+        NDEBUG removes asserts: an assert is a function call, and a call serializes wgmma.
+        """
         names = [f"-DACCEL_IN={ELEMENTS[self.dtype]}", f"-DACCEL_OUT={ELEMENTS[self.out_dtype]}"]
         names += ["-DACCEL_FP8_IN"] if self.dtype == "fp8_e4m3" else []
         return [*names, f'-DACCEL_UNIT="{self.dtypes}"', "-DNDEBUG", "--expt-relaxed-constexpr"]
@@ -143,7 +149,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeConfig:
-    """One tile of one unit, as the library names it. ``block_m`` and ``block_n`` are those of the problem."""
+    """A tile of a unit of the library. ``block_m`` and ``block_n``: the rows and columns of the output in a tile."""
 
     unit: Unit
     tile: str
@@ -165,7 +171,7 @@ class NativeConfig:
         return self.unit.family.tiles[self.tile].k_bytes
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability runs it, compiled for all of its family's architectures."""
+        """Tells whether a library for all architectures of the family has this tile for this compute capability."""
         return any(has_code_for(arch, capability) for arch in self.unit.family.archs)
 
 
@@ -174,7 +180,7 @@ NATIVE = {c.name: c for u in UNITS for c in (NativeConfig(unit=u, tile=tile) for
 
 
 def has_code_for(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for ``arch`` runs there: that of sm_86 on 8.6 to 8.9, that of sm_90a on 9.0 alone."""
+    """Tells whether code for ``arch`` runs on this GPU. Code for sm_86 runs on 8.6 to 8.9, for sm_90a only on 9.0."""
     major, minor = divmod(int(arch.removeprefix("sm_").removesuffix("a")), 10)
     if arch.endswith("a"):
         return capability == (major, minor)
@@ -182,7 +188,7 @@ def has_code_for(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def units_for(archs: Sequence[str]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
-    """The units that a library for these architectures holds, each with those it is compiled for."""
+    """Yields the units of a library for ``archs``, each with the architectures that it is compiled for."""
     for unit in UNITS:
         wanted = tuple(arch for arch in unit.family.archs if arch in archs)
         if wanted:
@@ -190,7 +196,7 @@ def units_for(archs: Sequence[str]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
 
 
 def cutlass_includes() -> list[Path]:
-    """The folders of the CUTLASS headers. ``MissingExtra`` where the package that brings them isn't installed."""
+    """Returns the folders of the CUTLASS headers. Raises ``MissingExtra`` if their package isn't installed."""
     found = importlib.util.find_spec("cutlass_library")
     if found is None or found.origin is None:
         raise MissingExtra("nvidia-cutlass", "kernels")

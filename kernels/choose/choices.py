@@ -1,7 +1,7 @@
-"""Which implementations compute a problem, and which of them it gets.
+"""Chooses the implementation that computes a problem.
 
-Compute capability and layout say what can run it; of those the tuned one is taken, else one by size; what no kernel
-takes is computed by the reference, in the same dtype semantics. The dtype of a problem is never changed.
+Compute capability and layout decide which kernels can run. Of these the tuner's choice is taken, else a choice by size.
+If no kernel can run, the reference computes the problem, with the same dtype semantics. The dtype never changes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from accel.errors import UnsupportedHere
-from accel.kernels.configs import ARCHS, CONFIGS, FIRST_FP8, HAND_WRITTEN, TMA_ARCHS, Config, HandWritten, get
-from accel.kernels.spec import BYTES, ConvSpec, GemmSpec
-from accel.kernels.units import NATIVE, NativeConfig
+
+from ..catalogue.configs import ARCHS, CONFIGS, FIRST_FP8, HAND_WRITTEN, TMA_ARCHS, Config, HandWritten, get
+from ..catalogue.spec import BYTES, ConvSpec, GemmSpec
+from ..catalogue.units import NATIVE, NativeConfig
 
 SMALL_M = 16
-# A tile is large enough where this many of them fill the chip: the multiprocessors of the smallest data-centre GPU.
+# The number of tiles that fill a chip: the multiprocessors of the smallest data-center GPU. A tile is too large if the
+# problem has fewer tiles of its size.
 ENOUGH_TILES = 108
 AnyConfig = Config | NativeConfig | HandWritten
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An implementation, its configuration (None: the reference) and the reason it was taken."""
+    """A chosen implementation: its configuration (None for the reference) and the reason for the choice."""
 
     config: AnyConfig | None
     reason: str
@@ -35,21 +37,21 @@ class Choice:
 
 
 def family(capability: tuple[int, int]) -> int | None:
-    """The architecture whose configurations run on this compute capability; None under 8.0."""
+    """Returns the architecture whose configurations run on this compute capability, or None below 8.0."""
     number = capability[0] * 10 + capability[1]
     fitting = [arch for arch in ARCHS if arch <= number]
     return fitting[-1] if fitting else None
 
 
 def native_arch(capability: tuple[int, int]) -> str:
-    """What a library for a GPU of this compute capability is compiled for: ``sm_90a`` for 9.0.
+    """Returns the architecture that a library for this compute capability is compiled for: ``sm_90a`` for 9.0.
 
     Raises ``UnsupportedHere`` below 8.0.
     """
     arch = family(capability)
     if arch is None:
-        raise UnsupportedHere(f"compute capability {capability[0]}.{capability[1]} is below 8.0; no kernel is for it")
-    # From 9.0 on the tensor cores are the architecture's own, and what uses them runs on no later one.
+        raise UnsupportedHere(f"compute capability {capability[0]}.{capability[1]} is below 8.0; use a newer GPU")
+    # Code that uses the tensor cores of compute capability 9.0 or above doesn't run on any later architecture.
     return f"sm_{arch}" + ("a" if arch >= 90 and capability == divmod(arch, 10) else "")
 
 
@@ -63,7 +65,7 @@ def candidates(
     native: Collection[str] = (),
     residual_dtype: str | None = None,
 ) -> list[AnyConfig]:
-    """Every configuration that computes ``spec`` on this compute capability; the arguments are those of ``choose``."""
+    """Returns every configuration that computes ``spec`` on this compute capability. Arguments as for ``choose``."""
     arch = family(capability)
     if arch is None:
         return []
@@ -71,8 +73,7 @@ def candidates(
     found: list[AnyConfig] = []
     if triton_installed:
         found += [c for c in CONFIGS if c.op == op and c.supports(spec.in_dtype, arch)]
-    # The compiled kernels read a residual in the output's dtype; rounding another one to that would lose what the sum
-    # keeps.
+    # The compiled kernels read a residual in the output's dtype. To round another residual would lose precision.
     own_residual = residual_dtype in (None, spec.epilogue.out_dtype) or not spec.epilogue.residual
     if isinstance(spec, ConvSpec):
         if "im2col" in native and of_patches(spec, capability, tma_layout, native, residual_dtype).config is not None:
@@ -92,7 +93,7 @@ def candidates(
 
 
 def _is_aligned(spec: GemmSpec, tma_layout: bool) -> bool:
-    """Whether every row of both operands starts at a multiple of 16 bytes."""
+    """Tells whether every row of both operands starts at a multiple of 16 bytes."""
     return tma_layout and spec.k * BYTES[spec.in_dtype] % 16 == 0
 
 
@@ -103,7 +104,7 @@ def of_patches(
     native: Collection[str],
     residual_dtype: str | None,
 ) -> Choice:
-    """What multiplies a convolution's patches: a kernel of the compiled library, or none."""
+    """Returns the kernel of the compiled library that multiplies a convolution's patches, or None."""
     return choose(
         spec.gemm,
         capability,
@@ -127,13 +128,13 @@ def choose(
     tuned_name: str | None = None,
     vectors: bool = False,
 ) -> Choice:
-    """The implementation of ``spec`` on a device of this compute capability (None: the CPU).
+    """Chooses the implementation of ``spec`` on a device of this compute capability (None for the CPU).
 
-    ``dense``: ``a`` is (M, K) and ``b`` (N, K) transposed, both dense. ``tma_layout``: so, and both at addresses of a
-    multiple of 16; of a convolution, its weights are. ``native``: the kernels of the compiled library, CUTLASS's and
-    ``HAND_WRITTEN``. ``residual_dtype``: None for that of the output. ``tuned_name``:
-    what the tuner found for this problem. ``vectors``: of each operand one stride is 1, the others and the address are
-    multiples of 16; see ``in_vectors``.
+    ``dense``: ``a`` is (M, K) and ``b`` (N, K) transposed, both dense. ``tma_layout``: both are dense and at addresses
+    that are multiples of 16; for a convolution, the weights are. ``native``: the kernels of the compiled library, from
+    CUTLASS and ``HAND_WRITTEN``. ``residual_dtype``: None for the dtype of the output. ``tuned_name``: the tuner's
+    choice for this problem. ``vectors``: each operand has one stride of 1, and its other strides and its address are
+    multiples of 16 (see ``in_vectors``).
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
@@ -159,10 +160,10 @@ def choose(
     if isinstance(spec, ConvSpec):
         if not triton_installed:
             product = of_patches(spec, capability, tma_layout, native, residual_dtype)
-            reason = f"Triton, which takes a convolution whole, is not installed; its patches by {product}"
+            reason = f"Triton, which computes whole convolutions, is not installed; patches multiplied by {product}"
             return Choice(config=HAND_WRITTEN["im2col"], reason=reason)
         large = spec.gemm.m >= 4096 and spec.gemm.n >= 64 and spec.in_dtype != "fp32"
-        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # else a large tile spills
+        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # otherwise a large tile spills
         name = "conv2d_128x64" if large else "conv2d_64x64"
         return Choice(config=get(name), reason=f"{spec.gemm.m} output pixels x {spec.c_out} channels on sm_{arch}")
     compiled = [config for config in usable if isinstance(config, NativeConfig)]
@@ -179,13 +180,13 @@ def choose(
     if "gemm_tma_128x128" in by_name and arch in TMA_ARCHS and spec.n % 16 == 0:
         return Choice(config=get("gemm_tma_128x128"), reason=f"sm_{arch}, dense operands with rows of 16 bytes")
     if spec.n % 16 or spec.k % 16 or not (vectors or tma_layout):
-        odd = "N, K, a stride or an address is no multiple of 16"
+        odd = "N, K, a stride or an address is not a multiple of 16"
         return Choice(config=get("gemm_64x64"), reason=f"{odd}: a larger tile spills its registers")
     return Choice(config=get("gemm_128x128"), reason=f"sm_{arch}, M and N of at least 128")
 
 
 def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
-    """What speaks for one block a column of the output, element by element; empty where tiles are better."""
+    """Says in words why gemv (one block per column of the output) suits the problem. Returns "" if tiles are better."""
     if not triton_installed:
         return "and Triton is not installed"
     if spec.in_dtype == "fp32":
@@ -194,7 +195,7 @@ def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
 
 
 def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """The largest tile of which there are enough, in the family made for this GPU; else the smallest that is there."""
+    """Chooses the largest tile that fills the chip, in the family for this GPU, or else the smallest tile there is."""
     newest = max(config.unit.family.least for config in compiled)
     own = [config for config in compiled if config.unit.family.least == newest]
 
@@ -202,7 +203,7 @@ def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
         return -(-spec.m // config.block_m) * -(-spec.n // config.block_n)
 
     by_size = sorted(own, key=lambda config: (config.block_m * config.block_n, config.name))
-    # A tile taller than M computes rows that nobody wants.
+    # A tile taller than M computes useless rows.
     fitting = [config for config in by_size if config.block_m < 2 * spec.m] or by_size[:1]
     enough = [config for config in fitting if tiles(config) >= ENOUGH_TILES]
     chosen = enough[-1] if enough else fitting[0]
@@ -212,7 +213,7 @@ def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
 def choose_quantize(
     dtype: str, capability: tuple[int, int] | None, *, triton_installed: bool = True, native: Collection[str] = ()
 ) -> Choice:
-    """What quantizes rows to ``dtype`` on a device of this compute capability (None: the CPU)."""
+    """Chooses the kernel that quantizes rows to ``dtype`` on a device of this compute capability (None for the CPU)."""
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
     arch = family(capability)

@@ -1,5 +1,7 @@
-"""What runs a problem on these tensors, here, and why: the choice (``accel.kernels.choices``) by what this GPU, its
-library and its tuner's table have, and the call."""
+"""Runs a problem on its tensors with the implementation that ``choices`` chooses for this GPU.
+
+The choice depends on the GPU, the compiled library and the tuned table.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ from pathlib import Path
 
 import torch
 
-from accel.kernels import reference, tuned
-from accel.kernels.choices import AnyConfig, Choice, choose, choose_quantize, of_patches
-from accel.kernels.configs import Config, HandWritten
-from accel.kernels.problem import NAMES
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import BYTES, ConvSpec, GemmSpec
-from accel.kernels.units import NativeConfig
+from ..catalogue import reference
+from ..catalogue.configs import Config, HandWritten
+from ..catalogue.problem import NAMES
+from ..catalogue.reference import TORCH_DTYPES
+from ..catalogue.spec import BYTES, ConvSpec, GemmSpec
+from ..catalogue.units import NativeConfig
+from . import tuned
+from .choices import AnyConfig, Choice, choose, choose_quantize, of_patches
 
-# The patches of so many bytes are multiplied at a time, where a convolution is computed from its patches.
+# The bytes of patches that are multiplied at a time if a convolution is computed from its patches.
 PATCH_BYTES = 256 << 20
 
 
@@ -39,10 +42,10 @@ def why(
     tuned_name: str | None = None,
     vectors: bool = False,
 ) -> str:
-    """One sentence: what would run and why; the arguments are those of ``choose``.
+    """Says in one sentence which implementation would run, and why. Arguments as for ``choose``.
 
-    ``native``: None for the kernels of the library that is built. ``tuned_name``: None for what the tuner found on the
-    current GPU, where that one has this compute capability.
+    ``native``: None for the kernels of the built library. ``tuned_name``: None for the tuner's choice on the current
+    GPU, if that GPU has this compute capability.
     """
     if native is None:
         native = native_names(capability)
@@ -63,7 +66,7 @@ def why(
 
 
 def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
-    """``spec`` by the chosen implementation."""
+    """Computes ``spec`` by the chosen implementation."""
     config = choose_for(spec, a, b, operands).config
     if config is None:
         wide = reference.gemm_torch(spec, a, b, operands, compute=_sums(spec, a.device))
@@ -75,7 +78,7 @@ def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
 def run_conv2d(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """``spec`` by the chosen implementation."""
+    """Computes ``spec`` by the chosen implementation, NHWC."""
     config = choose_for(spec, x, weight, operands).config
     if config is None:
         wide = reference.conv2d_torch(spec, x, weight, operands, compute=_sums(spec, x.device))
@@ -85,7 +88,8 @@ def run_conv2d(
 
 
 def _sums(spec: GemmSpec | ConvSpec, device: torch.device) -> torch.dtype:
-    """What the reference sums in. On a GPU torch may multiply fp32 as tf32, which holds every other dtype, not that."""
+    """Returns the dtype of the reference's sums. The dtype is float64 for fp32 on a GPU, where torch may multiply in
+    tf32."""
     return torch.float64 if spec.in_dtype == "fp32" and device.type == "cuda" else torch.float32
 
 
@@ -96,16 +100,20 @@ def run_config(
     operands: dict[str, torch.Tensor],
     config: AnyConfig,
 ) -> torch.Tensor:
-    """``spec`` by one configuration, on the current GPU; ``a`` and ``b`` are image and weights of a convolution."""
+    """Computes ``spec`` by one configuration on the current GPU.
+
+    For a convolution, ``a`` and ``b`` are image and weights.
+    """
     if isinstance(config, Config):
-        from accel.kernels import triton_kernels, triton_launch
+        from ..triton import kernels as triton_kernels
+        from ..triton import launch as triton_launch
 
         if isinstance(spec, ConvSpec):
             return triton_launch.run_conv2d(spec, a, b, operands, config, triton_kernels)
         return triton_launch.run_gemm(spec, a, b, operands, config, triton_kernels)
     if isinstance(spec, ConvSpec):
         return _by_patches(spec, a, b, operands)
-    from accel.kernels import native_launch
+    from ..native import launch as native_launch
 
     if isinstance(config, NativeConfig):
         return native_launch.run_gemm(spec, a, b, operands, config)
@@ -115,9 +123,11 @@ def run_config(
 def _by_patches(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """A convolution as the product of its patches, some images at a time: their patches are ``kernel`` times as large
-    as they are."""
-    from accel.kernels import native_launch
+    """Computes a convolution as the product of its patches, some images at a time to save memory.
+
+    If the kernel has n taps, the patches are n times as large as the images.
+    """
+    from ..native import launch as native_launch
 
     x, matrix = x.contiguous(), weight.contiguous().reshape(spec.c_out, -1).t()
     pixels = spec.out_height * spec.out_width
@@ -137,7 +147,10 @@ def _by_patches(
 def _product_of_patches(
     spec: ConvSpec, columns: torch.Tensor, matrix: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """By the compiled library, as the choice was made; also for the last images, which may be fewer."""
+    """Multiplies patches with the compiled library.
+
+    Chooses the kernel for each part, as the last part may be smaller.
+    """
     capability = capability_of(columns)
     assert capability is not None
     native = native_names(capability)
@@ -148,7 +161,7 @@ def _product_of_patches(
 
 
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row-wise quantization by the chosen implementation."""
+    """Quantizes rows by the chosen implementation."""
     capability = capability_of(x)
     native = native_names(capability) if capability else ()
     config = choose_quantize(dtype, capability, triton_installed=has_triton(), native=native).config
@@ -156,10 +169,11 @@ def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
         return reference.quantize_rowwise_torch(x, dtype)
     with _on(x.device):
         if isinstance(config, HandWritten):
-            from accel.kernels import native_launch
+            from ..native import launch as native_launch
 
             return native_launch.run_quantize(x, dtype)
-        from accel.kernels import triton_kernels, triton_launch
+        from ..triton import kernels as triton_kernels
+        from ..triton import launch as triton_launch
 
         return triton_launch.run_quantize(x, dtype, triton_kernels)
 
@@ -170,7 +184,7 @@ def choose_for(
     b: torch.Tensor,
     operands: Mapping[str, torch.Tensor] | None = None,
 ) -> Choice:
-    """The implementation of ``spec`` for these tensors; ``operands``: the epilogue's."""
+    """Chooses the implementation of ``spec`` for these tensors. ``operands``: the operands of the epilogue."""
     residual = (operands or {}).get("residual")
     capability = capability_of(a)
     if capability is None:
@@ -188,11 +202,11 @@ def choose_for(
     )
 
 
-_choose_again = lru_cache(maxsize=4096)(choose)  # a model asks the same in every layer and every step
+_choose_again = lru_cache(maxsize=4096)(choose)  # a model asks the same question in every layer and step
 
 
 def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The compute capability of the GPU that a tensor is on; None on the CPU."""
+    """Returns the compute capability of the tensor's GPU, or None on the CPU."""
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
@@ -201,19 +215,22 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def is_dense(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether ``a`` (M, K) and ``b`` (K, N), transposed, are dense; image and weights are made so where they aren't."""
+    """Tells whether ``a`` (M, K) and ``b`` (K, N), transposed, are dense.
+
+    Returns True for an image and weights, because they are made dense if needed.
+    """
     return b.dim() == 4 or (a.is_contiguous() and b.t().is_contiguous())
 
 
 def is_tma_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether ``a`` (M, K) and ``b`` (K, N), or a convolution's weights, lie as TMA wants them: see ``choose``."""
-    if b.dim() == 4:  # its patches are memory of their own, and so are weights that have to be made dense
+    """Tells whether ``a`` (M, K) and ``b`` (K, N), or a convolution's weights, suit TMA (see ``choose``)."""
+    if b.dim() == 4:  # patches, and weights that have to be made dense, get new memory, which is aligned
         return not b.is_contiguous() or b.data_ptr() % 16 == 0
     return is_dense(a, b) and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
 
 
 def in_vectors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether Triton can load ``a`` and ``b`` in vectors; image and weights are made dense where they aren't."""
+    """Tells whether Triton can load ``a`` and ``b`` in vectors. Image and weights are made dense if needed."""
     if b.dim() == 4:
         return all(not t.is_contiguous() or t.data_ptr() % 16 == 0 for t in (a, b))
     along = all(1 in t.stride() and all(stride == 1 or stride % 16 == 0 for stride in t.stride()) for t in (a, b))
@@ -222,13 +239,13 @@ def in_vectors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @cache
 def device_of(index: int) -> tuned.Device:
-    """This GPU, its driver and the kernels that are here: what a measurement holds for."""
-    from accel.kernels.build import sources_digest
+    """Returns the device of a measurement: this GPU with its driver and its kernels."""
+    from ..native.build import sources_digest
 
     capability = torch.cuda.get_device_capability(index)
     digest = hashlib.sha256(sources_digest().encode())
-    for module in ("triton_kernels", "triton_launch", "configs"):
-        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+    for file in ("triton/kernels.py", "triton/launch.py", "catalogue/configs.py"):
+        digest.update((Path(__file__).parents[1] / file).read_bytes())
     versions = [_triton_version(), *sorted(native_names(capability))]
     digest.update(" ".join(versions).encode())
     return tuned.Device(
@@ -240,8 +257,11 @@ def device_of(index: int) -> tuned.Device:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Of the driver that is loaded, ``580.65.06``. Where the system doesn't say so, of the CUDA that it offers, 13000,
-    which most updates leave as it is; 0 where there is no driver."""
+    """Returns the version of the loaded driver, e.g. ``580.65.06``.
+
+    If the system doesn't tell, returns the driver's CUDA version, e.g. 13000, which most updates don't change. Returns
+    0 if there is no driver.
+    """
     with contextlib.suppress(OSError):
         if found := re.search(r"^NVRM version: .*?\s(\d+(?:\.\d+)+)\s", file.read_text(), re.MULTILINE):
             return found[1]
@@ -249,8 +269,10 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def _triton_version() -> str:
-    """Empty where there is none. Builds of PyTorch bring it under other names (pytorch-triton), which the installer's
-    records are asked by."""
+    """Returns the version of Triton, or "" if it isn't installed.
+
+    PyTorch's builds bring Triton under other names (pytorch-triton), which the installer's records use.
+    """
     if not has_triton():
         return ""
     try:
@@ -269,14 +291,16 @@ def _tuned_name(spec: GemmSpec | ConvSpec, device: torch.device) -> str | None:
 
 
 def native_names(capability: tuple[int, int] | None = None) -> frozenset[str]:
-    """The kernels that the compiled library has for a GPU of this compute capability (None: for any), none where there
-    is no library."""
-    from accel.kernels import native_launch
+    """Returns the kernels of the compiled library for this compute capability (None for any).
+
+    Empty without a library.
+    """
+    from ..native import launch as native_launch
 
     return native_launch.names(capability)
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Tells whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -1,7 +1,7 @@
-"""Finding the fastest configuration of a problem: every candidate timed, the winner verified before it is remembered.
+"""The tuner: times every configuration of a problem, and verifies the fastest before it is stored.
 
-``choose_fastest`` is the decision, with the timer and the candidates handed in; ``tune`` hands in the kernels and the
-GPU that is there, for a product or a convolution.
+``choose_fastest`` decides, from a timer and candidates that are passed in. ``tune`` passes in the kernels of a product
+or a convolution and the GPU that is there.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from itertools import cycle
 import torch
 
 from accel.errors import AccelError, UnknownName, UnsupportedHere, one_line
-from accel.kernels import choices, dispatch, reference
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import SCALED, ConvSpec, EpilogueSpec, GemmSpec
-from accel.kernels.tuned import Entry, Key, Table, key_of
+
+from ..catalogue import reference
+from ..catalogue.reference import TORCH_DTYPES
+from ..catalogue.spec import SCALED, ConvSpec, EpilogueSpec, GemmSpec
+from . import choices, dispatch
+from .tuned import Entry, Key, Table, key_of
 
 Run = Callable[[], object]
 Operands = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
-# The products of BERT-base, and of a 7B decoder: N, K.
+# The products of BERT-base and of a 7B decoder: N, K.
 LAYERS = ((768, 768), (3072, 768), (768, 3072), (4096, 4096), (11008, 4096), (4096, 11008))
 ROWS = (1, 16, 128, 1024, 4096)
-# The convolutions of ResNet-50 at a batch of 8: the first, the 3x3 of each stage and the step between two of them.
+# The convolutions of ResNet-50 at a batch of 8: the first one, the 3x3 of each stage, and one between two stages.
 CONVOLUTIONS = (
     ConvSpec(images=8, height=224, width=224, c_in=3, c_out=64, kernel=(7, 7), stride=(2, 2), padding=(3, 3)),
     *(
@@ -38,17 +40,20 @@ CONVOLUTIONS = (
     ),
 )
 ADDED = ("none", "bias", "residual", "bias+residual")
-ROTATED_BYTES = 256 << 20  # more than the L2 of any GPU: each call finds its operands in memory
+ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # under this Python may be what takes the time
-MOST_SETS = 256  # of operands: enough for sets of 1 MiB, the weights of BERT-base's smallest layer
-RECORDED_CALLS = MOST_SETS  # then so many in a graph: every set in turn, and milliseconds of the smallest kernel
+LAUNCH_MICROSECONDS = 500.0  # a shorter call may be dominated by Python
+MOST_SETS = 256  # sets of operands: enough for sets of 1 MiB, the weights of BERT-base's smallest layer
+RECORDED_CALLS = MOST_SETS  # calls in a graph: each set once, which takes milliseconds even with the smallest kernel
 BLOCKS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """``run`` is what is timed; ``error`` runs it once more and gives its largest error over the bound."""
+    """A candidate.
+
+    ``run``: the call that is timed. ``error``: runs it once more and returns its largest error / bound.
+    """
 
     name: str
     run: Run
@@ -57,8 +62,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """What came of one problem. ``entry`` is None where no candidate was right. ``timed``: microseconds by name.
-    ``refused``: name -> why, for those that were faster than the winner and wrong, or didn't run."""
+    """The result of tuning a problem.
+
+    ``entry``: the winner, None if no candidate was right. ``timed``: microseconds by name. ``refused``: the reason by
+    name, for candidates that failed, or were faster than the winner and wrong.
+    """
 
     key: Key
     entry: Entry | None
@@ -67,10 +75,10 @@ class Tuned:
 
 
 def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable[[Run], float], table: Table) -> Tuned:
-    """Time every candidate, verify them from the fastest on, and put the first right one into ``table``.
+    """Times every candidate, verifies them from the fastest on, and puts the first right one into ``table``.
 
-    ``timer`` gives the microseconds of a call. A candidate that raises, or whose error is over the bound, is refused
-    however fast it is.
+    ``timer``: returns the microseconds of a call. A candidate that raises, or whose error is over the bound, is
+    refused.
     """
     timed: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -86,7 +94,7 @@ def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable
         except (AccelError, RuntimeError) as error:
             refused[candidate.name] = one_line(error, 200)
             continue
-        if not ratio <= 1:  # a NaN is not
+        if not ratio <= 1:  # also True for NaN
             refused[candidate.name] = f"its error is {ratio:.3g} times the bound"
             continue
         entry = Entry(config=candidate.name, microseconds=timed[candidate.name], error=ratio)
@@ -102,14 +110,14 @@ def specs(
     *,
     added: Sequence[str] = ("bias",),
 ) -> list[GemmSpec]:
-    """The problems that are tuned: ``shapes`` (M, N, K), by default the layers of BERT-base and of a 7B decoder.
+    """Returns the products to tune: ``shapes`` (M, N, K), by default the layers of BERT-base and of a 7B decoder.
 
-    ``added``: what is added to the product, each one of ``ADDED``. int8 and fp8 are tuned for fp16 and bf16 output.
-    Raises ``UnknownName`` for another.
+    ``added``: the terms added to the product, each one of ``ADDED``. int8 and fp8 are tuned for fp16 and bf16 output.
+    Raises ``UnknownName`` for another term.
     """
     for words in added:
         if words not in ADDED:
-            raise UnknownName(f"nothing is called {words!r}; what can be added is {', '.join(ADDED)}")
+            raise UnknownName(f"{words!r} can't be added to a product; use one of {', '.join(ADDED)}")
     sizes = list(shapes) if shapes else [(m, n, k) for n, k in LAYERS for m in ROWS]
     return [
         GemmSpec(m=m, n=n, k=k, in_dtype=dtype, epilogue=epilogue_for(dtype, act, words, out))
@@ -128,8 +136,10 @@ def conv_specs(
     *,
     added: Sequence[str] = ("bias",),
 ) -> list[ConvSpec]:
-    """The convolutions that are tuned: the geometry of ``shapes`` with the dtypes and epilogues of ``specs``, but no
-    scale of a row, which a convolution doesn't have."""
+    """Returns the convolutions to tune: the geometry of ``shapes`` with the dtypes and epilogues of ``specs``.
+
+    Leaves out the row scale, which a convolution doesn't have.
+    """
     epilogues = [
         (s.in_dtype, replace(s.epilogue, row_scale=False)) for s in specs(dtypes, acts, [(1, 1, 1)], added=added)
     ]
@@ -137,8 +147,10 @@ def conv_specs(
 
 
 def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | None = None) -> EpilogueSpec:
-    """A layer's epilogue: activation and what is added (of ``ADDED``); scales for int8 and fp8, whose output is fp16
-    unless another is given."""
+    """Returns a layer's epilogue: the activation and the term ``added`` (of ``ADDED``).
+
+    int8 and fp8 get scales, and fp16 output by default.
+    """
     scaled = dtype in SCALED
     return EpilogueSpec(
         act=act,
@@ -151,15 +163,17 @@ def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | Non
 
 
 def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0) -> Operands:
-    """Random operands: ``a`` (M, K), ``b`` (N, K) transposed, the epilogue's by name; sums stay within fp16. Of a
-    convolution: the image, the weights, and the epilogue's."""
+    """Returns random operands by name: ``a`` (M, K), ``b`` (N, K) transposed, and the operands of the epilogue.
+
+    For a convolution: the image, the weights, and the operands of the epilogue. The sums stay within fp16.
+    """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, device=device)
 
-    # Unscaled int8 sums are larger than fp16 holds: of numbers under 16 they aren't, up to a K of some ten thousand.
+    # Unscaled int8 sums would overflow fp16. With numbers under 16 they fit, up to a K of some ten thousand.
     e = spec.epilogue
     end = 128 if e.row_scale or e.col_scale or e.out_dtype != "fp16" else 16
 
@@ -189,8 +203,10 @@ def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
 
 
 def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
-    """Several sets of operands, together at least ``ROTATED_BYTES``: taken in turn, no call finds its own in a cache.
-    Of sets of less than 1 MiB there are ``MOST_SETS``, however little that is."""
+    """Returns several sets of operands, together so large (``ROTATED_BYTES``) that no call finds its set in a cache.
+
+    Returns at most ``MOST_SETS`` sets. Together they are smaller than that if a set has less than 1 MiB.
+    """
     first = operands_for(spec, device)
     bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])
     count = max(2, min(MOST_SETS, -(-ROTATED_BYTES // bytes_each)))
@@ -198,10 +214,10 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
 
 
 def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tensor) -> float:
-    """The largest error of ``got`` over its bound, against the float64 reference; infinite for a NaN or a wrong shape.
+    """Returns the largest error of ``got`` over its bound, against the float64 reference.
 
-    At most 256 rows (of a convolution: output pixels) are looked at, spread over all: a float64 product of a large
-    problem takes a GPU seconds.
+    Returns infinity for a NaN or a wrong shape. Checks at most 256 rows (output pixels of a convolution), spread over
+    all rows, because a float64 product of a large problem takes a GPU seconds.
     """
     a, b, given = operands
     if got.shape != _out_shape(spec) or got.dtype != TORCH_DTYPES[spec.epilogue.out_dtype]:
@@ -228,7 +244,7 @@ def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tens
 
 
 def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows ``rows`` (of the output's pixels, in order) of the matrix that a convolution multiplies, (rows, K)."""
+    """Returns some rows, (rows, K), of the matrix that a convolution multiplies. ``rows``: numbers of output pixels."""
     column, rest = rows % spec.out_width, rows // spec.out_width
     line, image = rest % spec.out_height, rest // spec.out_height
 
@@ -243,13 +259,19 @@ def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as integers of its size: few operators take float8, on a GPU not even indexing in every torch."""
+    """Returns ``x`` viewed as integers of the same size, because few operators take float8.
+
+    In some versions of torch, indexing doesn't take it.
+    """
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What the sums of fp8 tensor cores add to the bound: they keep about 14 bits (DeepSeek-V3 report, section 3.3.2),
-    2**-13 of the largest partial sum, for each of the four steps before the sum is added up in fp32."""
+    """Returns the error that the sums of fp8 tensor cores add to the bound.
+
+    The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). Every four steps, the sum is added
+    to an fp32 sum. Each of the four steps can add 2**-13 of the largest partial sum.
+    """
     magnitude = a.double().abs() @ b.double().abs()
     for name, dim in (("row_scale", 1), ("col_scale", 0)):
         if name in given:
@@ -258,10 +280,10 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
 
 
 def microseconds(run: Run) -> float:
-    """The median time of a call on the current GPU: several blocks of calls between two events each.
+    """Returns the median microseconds of a call on the current GPU, over several blocks of calls between two events.
 
-    The calls are recorded in a CUDA graph and replayed, so that what Python takes to launch a kernel, often more than
-    the kernel itself, is not measured. Where they can't be recorded, they are called.
+    Records the calls in a CUDA graph and replays it, so that Python's launch overhead, often longer than the kernel, is
+    not measured. Calls ``run`` directly if it can't be recorded.
     """
 
     def block(calls: int, step: Run = run) -> float:
@@ -277,22 +299,22 @@ def microseconds(run: Run) -> float:
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:
-        calls = max(calls, RECORDED_CALLS)  # once is then what the launch takes
+        calls = max(calls, RECORDED_CALLS)  # the measured time of one call is mostly its launch
     replay = recorded(run, calls)
     if replay is None:
         return statistics.median(block(calls) for _ in range(BLOCKS))
-    block(1, replay)  # the first one moves the graph to the GPU
+    block(1, replay)  # the first replay moves the graph to the GPU
     return statistics.median(block(1, replay) / calls for _ in range(BLOCKS))
 
 
 def recorded(run: Run, calls: int) -> Run | None:
-    """``calls`` calls of ``run`` as one CUDA graph; None where they can't be recorded."""
+    """Returns ``calls`` calls of ``run`` as one CUDA graph, or None if they can't be recorded."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
-        # Not torch.cuda.graph, which empties the allocator's cache each time.
+        # torch.cuda.graph would empty the allocator's cache each time.
         with torch.cuda.stream(torch.cuda.Stream()):
-            graph.capture_begin(capture_error_mode="thread_local")  # another thread's calls of CUDA don't end it
+            graph.capture_begin(capture_error_mode="thread_local")  # CUDA calls of other threads don't end the capture
             try:
                 for _ in range(calls):
                     run()
@@ -305,9 +327,9 @@ def recorded(run: Run, calls: int) -> Run | None:
 
 
 def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
-    """``spec`` on the GPU ``device``, dense operands, every configuration that there is for it.
+    """Tunes ``spec`` on the GPU ``device``, with dense operands and every configuration for it.
 
-    Raises ``UnsupportedHere`` without a GPU, or where it has no configuration for the problem.
+    Raises ``UnsupportedHere`` if there is no GPU, or no configuration for the problem on it.
     """
     if not torch.cuda.is_available():
         raise UnsupportedHere("no NVIDIA GPU here; accel kernels tune times the kernels on the GPU that is there")
@@ -322,7 +344,10 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
 
 
 def candidates_for(spec: GemmSpec | ConvSpec, sets: Sequence[Operands], capability: tuple[int, int]) -> list[Candidate]:
-    """What can compute ``spec`` on a GPU of this compute capability, each taking the sets of operands in turn."""
+    """Returns the candidates for ``spec`` on a GPU of this compute capability.
+
+    Each candidate runs on the sets of operands in turn.
+    """
     a, b, _ = sets[0]
     usable = choices.candidates(
         spec,

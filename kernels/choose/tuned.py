@@ -1,12 +1,11 @@
-"""What was found to be fastest: a table on disk from a problem on a GPU to the name of a configuration.
+"""The tuned table: a JSON file that gives the fastest configuration of each problem on a GPU.
 
-``accel kernels tune`` writes it, dispatch reads it; nothing else tunes. One JSON file, replaced whole.
+``accel kernels tune`` writes it and dispatch reads it. The file is always replaced whole.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -14,20 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import CannotWrite
-from accel.kernels.spec import ConvSpec, GemmSpec
+
+from ..catalogue.folder import cache_folder
+from ..catalogue.spec import ConvSpec, GemmSpec
 
 FORMAT = 1
 LARGEST_BUCKET = 8192
 
 
 def bucket(m: int) -> int:
-    """The power of two at or above ``m``, at most 8192: problems of one bucket share an entry."""
+    """Returns the power of two at or above ``m``, at most 8192. Problems of one bucket share an entry."""
     return min(1 << (m - 1).bit_length(), LARGEST_BUCKET)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a measurement holds for. ``library``: hash of every kernel's source and of the compiler's version."""
+    """The device that a measurement holds for.
+
+    ``library``: the hash of all kernel sources and the compiler's version.
+    """
 
     gpu: str
     capability: tuple[int, int]
@@ -37,7 +41,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A problem as far as the choice depends on it. ``op`` names a convolution's geometry."""
+    """The features of a problem that the choice depends on. ``op`` names a convolution's geometry."""
 
     device: Device
     op: str
@@ -49,7 +53,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """The key in the file: the same for equal keys, readable."""
+        """Returns the readable key in the file, equal for equal keys."""
         d = self.device
         where = [d.gpu, f"sm_{d.capability[0]}{d.capability[1]}", d.driver, d.library]
         what = [self.op, self.dtype, self.epilogue, f"n{self.n}", f"k{self.k}", f"m{self.m_bucket}"]
@@ -57,7 +61,7 @@ class Key:
 
 
 def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
-    """The key of a problem on a device."""
+    """Returns the key of a problem on a device."""
     g = spec.gemm if isinstance(spec, ConvSpec) else spec
     op = "gemm"
     if isinstance(spec, ConvSpec):
@@ -68,7 +72,7 @@ def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The winner, its median time and its largest error over the bound (at most 1) when it was verified."""
+    """The winner, its median time, and its largest error over the bound when it was verified (at most 1)."""
 
     config: str
     microseconds: float
@@ -76,7 +80,7 @@ class Entry:
 
 
 class Table:
-    """The entries in one file. A file that is missing, damaged or of another format counts as empty."""
+    """The entries of a file. A missing or damaged file, or one of another format, counts as empty."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_path()
@@ -95,7 +99,10 @@ class Table:
         return self.entries.get(key.text)
 
     def put(self, key: Key, entry: Entry) -> None:
-        """Remember ``entry`` and write the file, with what others have written to it meanwhile. ``CannotWrite``."""
+        """Adds ``entry`` and writes the file, with the entries that others have added meanwhile.
+
+        Raises ``CannotWrite``.
+        """
         self.entries = {**Table(self.path).entries, **self.entries, key.text: entry}
         body = {"format": FORMAT, "entries": {name: asdict(e) for name, e in sorted(self.entries.items())}}
         temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}.part")
@@ -105,7 +112,7 @@ class Table:
             temporary.replace(self.path)
         except OSError as error:
             raise CannotWrite(
-                f"can't write {self.path} ({error.strerror}); set ACCEL_CACHE_DIR to a folder that can be"
+                f"can't write {self.path} ({error.strerror}); set ACCEL_CACHE_DIR to a writable folder"
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
@@ -115,33 +122,19 @@ def _entry(body: Any) -> Entry:
     return Entry(config=str(body["config"]), microseconds=float(body["microseconds"]), error=float(body["error"]))
 
 
-def cache_folder() -> Path:
-    """Where compiled libraries and this table live: ``kernels`` in ``$ACCEL_CACHE_DIR``, else in the user's cache."""
-    return _folder(os.environ.get("ACCEL_CACHE_DIR"))
-
-
-@lru_cache(maxsize=4)  # asked before every launch
-def _folder(given: str | None) -> Path:
-    if given:
-        return Path(given) / "kernels"
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("accel")) / "kernels"
-
-
 def default_path() -> Path:
-    """``tuned.json`` in the cache folder."""
+    """Returns the path of ``tuned.json`` in the cache folder."""
     return cache_folder() / "tuned.json"
 
 
 def lookup(key: Key) -> Entry | None:
-    """The entry for ``key`` in the default table."""
+    """Returns the entry for ``key`` in the default table, or None."""
     table = current()
     return None if table is None else table.get(key)
 
 
 def current() -> Table | None:
-    """The default table, which is read again when its file has changed; None where there is no file."""
+    """Returns the default table, read again if its file has changed, or None if there is no file."""
     path = default_path()
     try:
         stamp = path.stat().st_mtime_ns
@@ -151,5 +144,5 @@ def current() -> Table | None:
 
 
 @lru_cache(maxsize=2)
-def _read(path: Path, stamp: int) -> Table:  # noqa: ARG001 - the stamp is there to be part of the key
+def _read(path: Path, stamp: int) -> Table:  # noqa: ARG001 - the stamp is part of the cache key
     return Table(path)

@@ -1,4 +1,4 @@
-"""The bridges in C++, compiled against headers of another runtime that the user has."""
+"""Builds the C++ bridges to ONNX Runtime and TensorRT against the user's headers of these runtimes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from accel.errors import UnsupportedHere
-from accel.kernels.build import (
+
+from ..catalogue.folder import cache_folder
+from .build import (
     Built,
     Job,
     Progress,
@@ -23,7 +25,6 @@ from accel.kernels.build import (
     sources_digest,
     units_in,
 )
-from accel.kernels.tuned import cache_folder
 
 PLUGINS = Path(__file__).parent / "plugins"
 ONNXRUNTIME_LIBRARY = "libaccel_onnxruntime.so"
@@ -35,7 +36,7 @@ CUDA_HEADER = "cuda_runtime_api.h"
 
 
 def check_headers(*, onnxruntime: Path | None = None, tensorrt: Path | None = None) -> None:
-    """``UnsupportedHere`` where one of these folders doesn't have the headers that are compiled against."""
+    """Raises ``UnsupportedHere`` if one of these folders lacks the headers that the bridge needs."""
     if onnxruntime is not None and not (onnxruntime / ONNXRUNTIME_HEADER).is_file():
         raise UnsupportedHere(
             f"{onnxruntime} holds no {ONNXRUNTIME_HEADER}; pass the include folder of an ONNX Runtime release"
@@ -52,12 +53,14 @@ def check_headers(*, onnxruntime: Path | None = None, tensorrt: Path | None = No
 def build_for_onnxruntime(
     include: Path, *, cache: Path | None = None, progress: Progress = lambda _message, _fraction: None
 ) -> Built:
-    """accel's operators as a library for ``SessionOptions.register_custom_ops_library``, on the CPU. The convolutions
-    of a model, whose names hold their sizes, are told to it as entries of the options: ``custom_op.FusedConv2d.0``.
+    """Builds accel's operators for the CPU as a library for ``SessionOptions.register_custom_ops_library``.
 
-    ``include``: the folder of ``onnxruntime_cxx_api.h``, of the runtime's version or an older one (the archives of ONNX
-    Runtime's releases have it, its wheels don't). Raises ``UnsupportedHere`` without it or without g++, ``BuildFailed``
-    with the compiler's first error.
+    The names of a model's convolutions hold their sizes, so the session options have to list them:
+    ``custom_op.FusedConv2d.0``.
+
+    ``include``: the folder of ``onnxruntime_cxx_api.h``, of the runtime's version or an older one. The archives of ONNX
+    Runtime's releases have it, its wheels don't. Raises ``UnsupportedHere`` without this header or without g++, and
+    ``BuildFailed`` with the compiler's first error.
     """
     check_headers(onnxruntime=include)
     compiler = shutil.which("g++")
@@ -91,13 +94,14 @@ def build_for_tensorrt(
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """``accel::FusedGemm_gemm_nt_*`` and ``FusedConv2d`` as plugins for ``IPluginRegistry.load_library`` of TensorRT 10
-    and later.
+    """Builds ``accel::FusedGemm_gemm_nt_*`` and ``FusedConv2d`` as plugins for TensorRT 10 and later.
 
-    ``include``: the folder of ``NvInferRuntime.h`` (TensorRT's archives and -dev packages have it, its wheels don't).
-    ``kernels``: the compiled library that they call (default: the one of ``accel kernels build``); they look for it
-    where it is now. Raises ``UnsupportedHere`` without one of these or without g++, ``BuildFailed`` with the compiler's
-    first error.
+    ``IPluginRegistry.load_library`` loads them. ``include``: the folder of ``NvInferRuntime.h``. TensorRT's archives
+    and -dev packages have it, its wheels don't. ``kernels``: the compiled library that the plugins call, by default the
+    one of ``accel kernels build``. The kernel library has to stay at its path.
+
+    Raises ``UnsupportedHere`` without the header, the library or g++, and ``BuildFailed`` with the compiler's first
+    error.
     """
     check_headers(tensorrt=include)
     kernels = kernels or find_library()
@@ -113,7 +117,7 @@ def build_for_tensorrt(
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
     return compile_library(
         [Job(name=source.stem, command=(compiler, *flags, str(source)))],
-        # Some compilers leave out a library that stands in front of what needs it.
+        # Some compilers drop a library that comes before the code that needs it.
         [compiler, "-shared", "-Wl,--no-as-needed", str(kernels.absolute())],
         ("host",),
         file=TENSORRT_LIBRARY,
@@ -126,9 +130,11 @@ def build_for_tensorrt(
 
 
 def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None = None) -> Path | None:
-    """The plugins for TensorRT to load: ``$ACCEL_TENSORRT_LIBRARY``, else of those that were built from the sources
-    that are here the newest whose kernel library has tensor-core GEMMs for a GPU of this compute capability
-    (None: any)."""
+    """Returns the TensorRT plugins to load, or None: ``$ACCEL_TENSORRT_LIBRARY``, else the newest that fits.
+
+    Plugins fit if they were built from the present sources, and their kernel library has tensor-core GEMMs for this
+    compute capability (None for any).
+    """
     given = os.environ.get(TENSORRT_CHOSEN)
     if given:
         return Path(given)
@@ -145,8 +151,10 @@ def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None
 
 
 def cuda_includes() -> list[Path]:
-    """The folders with CUDA's headers that are here: those of nvcc, which may be a script that calls another one, and
-    those that Triton brings along."""
+    """Returns the folders with CUDA's headers on this machine, from nvcc and from Triton.
+
+    nvcc may be a script that calls another nvcc.
+    """
     found: list[Path] = []
     if nvcc := find_nvcc():
         words = [nvcc, "--dryrun", "-x", "cu", os.devnull, "-c", "-o", os.devnull]

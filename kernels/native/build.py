@@ -1,4 +1,4 @@
-"""Compiling ``csrc/*.cu``: with nvcc for GPUs, with a C++ compiler for the host (the tests' sanitizers)."""
+"""Compiles ``csrc/*.cu``: with nvcc for GPUs, and with a C++ compiler for the host, where tests use sanitizers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import UnknownName, UnsupportedHere
-from accel.kernels.tuned import cache_folder
-from accel.kernels.units import UNITS, cutlass_includes, has_code_for, units_for
+
+from ..catalogue.folder import cache_folder
+from ..catalogue.units import UNITS, cutlass_includes, has_code_for, units_for
 
 if TYPE_CHECKING:
-    from accel.kernels.compilers import Compilers
+    from .compilers import Compilers
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libaccel_kernels.so"
@@ -32,8 +33,10 @@ Progress = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The library, what it holds, and whether it was there already. ``warnings``: what the GPU's assembler said about
-    speed (registers spilled, wgmma serialized)."""
+    """A built library, its contents, and whether it came from the cache.
+
+    ``warnings``: the GPU assembler's warnings about speed (spilled registers, serialized wgmma).
+    """
 
     path: Path
     archs: tuple[str, ...]
@@ -43,14 +46,14 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One file to compile: the command without its output, and what it is called while it runs."""
+    """A file to compile: the command without its output option, and its name in the progress."""
 
     name: str
     command: tuple[str, ...]
 
 
 def find_nvcc() -> str | None:
-    """The nvcc on PATH, in CUDA_HOME, or in /usr/local/cuda."""
+    """Returns the nvcc on PATH, in CUDA_HOME, or in /usr/local/cuda, or None."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
@@ -63,19 +66,20 @@ def build(
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """The library for these architectures (``sm_90a``), from the cache where the same sources were compiled before.
+    """Builds the library for these architectures (``sm_90a``), or takes it from the cache if the sources are the same.
 
-    ``units``: only these of the CUTLASS units (default: all that the architectures have; ``()``: none, which needs no
-    CUTLASS). ``jobs``: how many files at a time (default: the cores; one takes up to 3 GB). Raises ``UnknownName`` for
-    another architecture or unit, ``UnsupportedHere`` without nvcc, ``MissingExtra`` without the headers of CUTLASS,
-    ``BuildFailed`` with the compiler's first error.
+    ``units``: the CUTLASS units to compile, by default all of these architectures. ``()`` compiles none and needs no
+    CUTLASS. ``jobs``: the number of files at a time, by default one per core. A file takes up to 3 GB.
+
+    Raises ``UnknownName`` for an unknown architecture or unit, ``UnsupportedHere`` without nvcc, ``MissingExtra``
+    without the headers of CUTLASS, and ``BuildFailed`` with the compiler's first error.
     """
     for arch in archs:
         if arch not in ARCHS:
-            raise UnknownName(f"unknown architecture {arch!r}; there are {', '.join(ARCHS)}")
+            raise UnknownName(f"unknown architecture {arch!r}; use one of {', '.join(ARCHS)}")
     for name in units or ():
         if name not in (known := [unit.name for unit in UNITS]):
-            raise UnknownName(f"unknown unit {name!r}; there are {', '.join(known)}")
+            raise UnknownName(f"unknown unit {name!r}; use one of {', '.join(known)}")
     nvcc = find_nvcc()
     if nvcc is None:
         raise UnsupportedHere("nvcc is not installed here; install the CUDA toolkit or put nvcc on PATH")
@@ -87,7 +91,7 @@ def build(
         if units is None or unit.name in units
     ]  # the long ones first
     link = [nvcc, "-shared", "-cudart=static"]
-    # Other headers lie at the same place after an upgrade.
+    # An upgrade puts other headers at the same path.
     headers = (cutlass_includes()[0] / "cutlass" / "version.h").read_text() if jobs_found else ""
     jobs_found += [
         Job(name=s.stem, command=(*flags, "-lineinfo", *_codes(wanted), str(s))) for s in sorted(SOURCES.glob("*.cu"))
@@ -105,7 +109,7 @@ def _includes() -> list[str]:
 
 
 def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
-    """The same sources for the CPU; ``sanitize`` as for -fsanitize (``address,undefined``). For the tests."""
+    """Builds the same sources for the CPU, for the tests. ``sanitize``: as for -fsanitize (``address,undefined``)."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise UnsupportedHere("g++ is not installed here; install it to run the kernels on the host")
@@ -129,10 +133,10 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
 
 
 def find_library(cache: Path | None = None, *, capability: tuple[int, int] | None = None) -> Path | None:
-    """The library to run: ``$ACCEL_KERNEL_LIBRARY``, else of those that were built from the sources that are here the
-    one with the most tensor-core GEMMs, of equals the newest.
+    """Returns the library to run, or None: ``$ACCEL_KERNEL_LIBRARY``, else the best built from the present sources.
 
-    ``capability``: of the GPU it is for; what has no code for that one doesn't count. None: any.
+    The best has the most tensor-core GEMMs, and of equals it is the newest. ``capability``: the compute capability that
+    the library needs code for, None for any.
     """
     given = os.environ.get(CHOSEN)
     if given:
@@ -149,8 +153,10 @@ def find_library(cache: Path | None = None, *, capability: tuple[int, int] | Non
 
 
 def units_in(library: Path, capability: tuple[int, int] | None = None) -> frozenset[str] | None:
-    """The CUTLASS units in a library that have code for a GPU of this compute capability (None: for any), as the record
-    beside it says. None where there is no such record."""
+    """Returns the CUTLASS units of a library with code for this compute capability (None for any).
+
+    Reads the record beside the library. Returns None if there is no record.
+    """
     body = _record(library.with_name(RECORD))
     if "files" not in body:
         return None
@@ -159,14 +165,16 @@ def units_in(library: Path, capability: tuple[int, int] | None = None) -> frozen
 
 
 def has_code(library: Path, capability: tuple[int, int] | None = None) -> bool:
-    """Whether a library has code for a GPU of this compute capability, as the record beside it says; without a record
-    it is taken to have."""
+    """Tells whether a library has code for this compute capability, by the record beside the library.
+
+    Returns True if there is no record.
+    """
     body = _record(library.with_name(RECORD))
     return "archs" not in body or capability is None or _has_code(body["archs"], capability)
 
 
 def record_of(library: Path) -> dict[str, Any]:
-    """What the record beside a library says; empty where there is none."""
+    """Returns the record beside a library, or an empty dict if there is none."""
     return _record(library.with_name(RECORD))
 
 
@@ -176,12 +184,12 @@ def _has_code(archs: Sequence[str], capability: tuple[int, int] | None) -> bool:
 
 
 def sources_digest() -> str:
-    """sha256 over every file under ``csrc``."""
+    """Returns the sha256 over every file under ``csrc``."""
     return digest_of(SOURCES)
 
 
 def digest_of(folder: Path) -> str:
-    """sha256 over the files under ``folder`` and their names."""
+    """Returns the sha256 over the files under ``folder`` and their names."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
@@ -208,9 +216,11 @@ def compile_library(
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """``compiled`` in parallel, then linked to ``file`` in the cache. ``also``: what else the result depends on.
-    ``noted``: what else its record says."""
-    from accel.kernels.compilers import Compilers, scratch_beside  # needs POSIX, which finding a library doesn't
+    """Compiles ``compiled`` in parallel and links the results to ``file`` in the cache.
+
+    ``also``: further inputs that the result depends on. ``noted``: further entries of its record.
+    """
+    from .compilers import Compilers, scratch_beside  # here, because compilers.py needs POSIX and the rest doesn't
 
     version = subprocess.run([link[0], "--version"], capture_output=True, text=True, check=True).stdout
     digest = sources_digest()
@@ -235,7 +245,7 @@ def compile_library(
             **noted,
         }
         (made / RECORD).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        if library.parent.exists():  # somebody else was faster: same sources, same library
+        if library.parent.exists():  # another process built the same library meanwhile
             return Built(path=library, archs=archs, cached=True, warnings=warnings)
         made.rename(library.parent)
     progress("linked", 1.0)
@@ -258,12 +268,12 @@ def _compile_all(
                 warnings += [f"{name}: {line}" for line in slow_code(future.result())]
                 progress(f"compiled {name}", done / (len(compiled) + 1))
         except BaseException:
-            compilers.end()  # minutes of work that nobody needs any more
+            compilers.end()  # otherwise, the compilers would run on for minutes
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return tuple(sorted(warnings))
 
 
 def slow_code(said: str) -> list[str]:
-    """The lines of ptxas that name what costs speed: spilled registers, serialized wgmma."""
+    """Returns the lines of ptxas that warn of slow code: spilled registers, serialized wgmma."""
     return [line.strip() for line in said.splitlines() if re.search(r"spilled|C7510", line)]

@@ -1,7 +1,7 @@
-"""Running compilers so that nothing of them is left behind, however a build ends.
+"""Runs compilers, and leaves no files and processes behind, however a build ends.
 
-A build works in a scratch folder beside its result and holds a lock on it. Ctrl-C ends the compilers and removes the
-folder; a build that was killed leaves it unlocked, and the next build beside it removes it.
+A build works in a scratch folder beside its result and holds a lock on the folder. Ctrl-C ends the compilers and
+removes the folder. A killed build leaves the folder unlocked, and the next build there removes it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from accel.errors import BuildFailed
 
 @contextlib.contextmanager
 def scratch_beside(target: Path) -> Iterator[Path]:
-    """A hidden folder beside ``target``, gone at the end; those of builds that were killed are removed first."""
+    """Makes a hidden folder beside ``target`` and removes it at the end. First removes the folders of killed builds."""
     parent = target.parent
     parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     held: int | None = None
     try:
-        all_builds = _lock(parent, wait=True)  # between a folder and its lock nobody may look
+        all_builds = _lock(parent, wait=True)  # no other build may see a folder before it is locked
         try:
             for found in parent.glob(".*"):
                 _remove_if_abandoned(found)
@@ -53,7 +53,10 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:
-    """The lock on a folder, which ends with this process; None where another holds it or the file system has none."""
+    """Locks a folder until this process ends.
+
+    Returns None if another process holds the lock, or locks don't work here.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -72,8 +75,7 @@ def _unlock(descriptor: int | None) -> None:
 
 
 class Compilers:
-    """The compilers of one build; leaving the ``with`` ends those that still run. What they write aside goes into
-    ``scratch``."""
+    """The compilers of one build. Leaving the ``with`` ends the running ones. Temporary files go into ``scratch``."""
 
     def __init__(self, scratch: Path) -> None:
         self._environment = {**os.environ, "TMPDIR": str(scratch)}
@@ -88,11 +90,11 @@ class Compilers:
         self.end()
 
     def run(self, command: list[str]) -> str:
-        """What the command said. ``BuildFailed`` with its first error."""
+        """Runs a command and returns its output. Raises ``BuildFailed`` with its first error."""
         with self._changing:
             if self._ended:
-                raise BuildFailed("the build was ended before this file's turn; run it again")
-            # A group of its own: nvcc starts the compilers that do the work, and an end has to reach those too.
+                raise BuildFailed("the build was stopped before it compiled this file; run it again")
+            # A separate process group: nvcc starts other compilers, and the end of the build has to end them too.
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -112,7 +114,7 @@ class Compilers:
         return err + out
 
     def end(self) -> None:
-        """End what runs, and start nothing more."""
+        """Ends the running compilers and starts no more."""
         with self._changing:
             self._ended = True
             for process in self._running:

@@ -1,4 +1,4 @@
-"""From tensors to a call of the compiled library."""
+"""Calls the compiled library with tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from pathlib import Path
 import torch
 
 from accel.errors import AccelError, BadConfig, BadFeeds, UnsupportedHere
-from accel.kernels.build import CHOSEN, RECORD, find_library, has_code, units_in
-from accel.kernels.configs import HAND_WRITTEN
-from accel.kernels.native import ACTS, DTYPES, Library, Problem
-from accel.kernels.problem import NAMES
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ConvSpec, GemmSpec
-from accel.kernels.units import NATIVE, NativeConfig
+
+from ..catalogue.configs import HAND_WRITTEN
+from ..catalogue.problem import NAMES
+from ..catalogue.reference import TORCH_DTYPES
+from ..catalogue.spec import ConvSpec, GemmSpec
+from ..catalogue.units import NATIVE, NativeConfig
+from .build import CHOSEN, RECORD, find_library, has_code, units_in
+from .library import ACTS, DTYPES, Library, Problem
 
 
 @lru_cache(maxsize=4)
 def installed(capability: tuple[int, int] | None = None) -> Library | None:
-    """The library of ``accel kernels build`` for a GPU of this compute capability (None: any), loaded once; None where
-    none was built for these sources. Raises ``BadConfig`` where ``$ACCEL_KERNEL_LIBRARY`` names no library."""
+    """Returns the library of ``accel kernels build`` for this compute capability (None for any), loaded once.
+
+    Returns None if no library was built from the present sources. Raises ``BadConfig`` if ``$ACCEL_KERNEL_LIBRARY``
+    names a file that is not a library.
+    """
     path = find_library(capability=capability)
     if path is None:
         return None
@@ -33,12 +37,14 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
                 f"{CHOSEN} is {path}, which can't be loaded ({error}); set it to a library that accel kernels build "
                 "wrote, or unset it"
             ) from error
-        return None  # damaged: Triton and the reference are there
+        return None  # the library is damaged; Triton or the reference takes over
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
-    """The kernels that can be called on a GPU of this compute capability (None: that are there): the tensor-core GEMMs
-    and, in every library, those of ``HAND_WRITTEN``."""
+    """Returns the kernels of the library that this compute capability can run (None for all).
+
+    These are the tensor-core GEMMs and, in every library, the kernels of ``HAND_WRITTEN``.
+    """
     library = installed(capability)
     if library is None:
         return frozenset()
@@ -49,21 +55,21 @@ def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     return _names_in(library.path, stamp, tuple(library.gemms), capability)
 
 
-@lru_cache(maxsize=8)  # asked before every launch, and the record of the build is a file
+@lru_cache(maxsize=8)  # cached: called before every launch, and reads a file
 def _names_in(
     path: Path,
-    stamp: int | None,  # noqa: ARG001 - the time of the record is part of the key
+    stamp: int | None,  # noqa: ARG001 - the time of the record is part of the cache key
     compiled: tuple[str, ...],
     capability: tuple[int, int] | None,
 ) -> frozenset[str]:
     units = units_in(path, capability)
-    # Without the record of its build a library is taken for one with all the architectures of its families.
+    # Without a record a library is assumed to have code for all architectures of its families.
     gemms = (name for name in compiled if units is None or (name in NATIVE and NATIVE[name].unit.name in units))
     return frozenset(gemms) | (frozenset(HAND_WRITTEN) if has_code(path, capability) else frozenset())
 
 
 def _library_for(device: torch.device) -> tuple[Library, int]:
-    """The library for tensors on ``device`` and the stream that its kernels go into."""
+    """Returns the library for tensors on ``device``, and the current stream."""
     on_gpu = device.type == "cuda"
     library = installed(torch.cuda.get_device_capability(device) if on_gpu else None)
     if library is None:
@@ -74,15 +80,15 @@ def _library_for(device: torch.device) -> tuple[Library, int]:
 def run_gemm(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], config: NativeConfig
 ) -> torch.Tensor:
-    """``spec`` by ``config`` of the installed library: ``a`` (M, K) and ``b`` (N, K) transposed, both dense.
+    """Computes ``spec`` by ``config`` of the installed library: ``a`` (M, K) and ``b`` (N, K) transposed, both dense.
 
-    Raises ``BadFeeds`` for a residual that isn't in the output's dtype (dispatch hands in none).
+    Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch never passes one.
     """
     e = spec.epilogue
     residual = operands.get("residual")
     if residual is not None and residual.dtype != TORCH_DTYPES[e.out_dtype]:
         raise BadFeeds(
-            f"{config.name} takes a residual in {e.out_dtype}, this is {residual.dtype}; take another kernel"
+            f"{config.name} takes a residual in {e.out_dtype}, and this one is {residual.dtype}; use another kernel"
         )
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
@@ -102,7 +108,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # Held until the call is in the stream; torch's allocator gives the memory to others only behind it.
+    # The variable holds the memory until the call is in the stream. torch's allocator then reuses the memory only after
+    # the call has run.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)
@@ -110,8 +117,10 @@ def run_gemm(
 
 
 def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
-    """``spec`` by the hand-written kernel for at most 16 rows: ``a`` (M, K) and ``b`` (N, K) transposed, both dense, at
-    any address; the residual in the output's dtype, which is that of ``a``."""
+    """Computes ``spec`` by the hand-written kernel for at most 16 rows.
+
+    ``a`` (M, K) and ``b`` (N, K) transposed are dense, at any address. Residual and output have the dtype of ``a``.
+    """
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=a.dtype, device=a.device)
     given = {name: _operand(name, tensor) for name, tensor in operands.items()}
@@ -131,12 +140,12 @@ def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
 
 
 def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row-wise quantization by the hand-written kernel: values in ``dtype`` and fp32 scales."""
+    """Quantizes rows by the hand-written kernel. Returns the values in ``dtype`` and fp32 scales."""
     library, stream = _library_for(x.device)
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()
     rows, columns = x.shape
-    # torch gives a matrix of one row whatever stride it was cut out with.
+    # A matrix of one row can have any stride in torch.
     row_stride = columns if rows == 1 else x.stride(0)
     q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -155,7 +164,7 @@ def run_quantize(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def im2col(spec: ConvSpec, x: torch.Tensor) -> torch.Tensor:
-    """The patches of ``x`` (NHWC, dense) as the rows of a matrix: what ``spec.gemm`` multiplies."""
+    """Returns the patches of ``x`` (NHWC, dense) as the rows of the matrix that ``spec.gemm`` multiplies."""
     library, stream = _library_for(x.device)
     columns = torch.empty(spec.gemm.m, spec.gemm.k, dtype=x.dtype, device=x.device)
     library.im2col(
@@ -170,6 +179,6 @@ def im2col(spec: ConvSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _operand(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Dense, in the dtype that the interface takes, at an address of a multiple of 16."""
+    """Returns ``tensor`` dense, in the dtype of the interface, at an address that is a multiple of 16."""
     tensor = (tensor if name == "residual" else tensor.to(torch.float32)).contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

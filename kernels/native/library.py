@@ -1,4 +1,4 @@
-"""The compiled kernels through their C interface (``csrc/c_api.h``): addresses in, a status out."""
+"""Calls the compiled kernels through their C interface (``csrc/c_api.h``): addresses in, a status out."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class Problem(ctypes.Structure):
 
 
 class Library:
-    """A library made by ``accel kernels build``. Loads without a GPU; a call there raises ``UnsupportedHere``.
+    """A library made by ``accel kernels build``. The library loads without a GPU, but calls of the library then raise
+    ``UnsupportedHere``.
 
-    Raises ``BuildFailed`` where the file is no such library or has another interface version.
+    Raises ``BuildFailed`` if the file is not such a library, or has another interface version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,16 +59,16 @@ class Library:
         except (OSError, AttributeError) as error:
             raise BuildFailed(f"{path} is not a kernel library ({error}); run accel kernels build again") from error
         if version != ABI:
-            raise BuildFailed(f"{path} has interface {version}, this accel speaks {ABI}; run accel kernels build again")
+            raise BuildFailed(f"{path} has interface {version}, this accel needs {ABI}; run accel kernels build again")
         self._library.accel_status_message.restype = ctypes.c_char_p
         self._library.accel_gemm_config_name.restype = ctypes.c_char_p
         count = int(self._library.accel_gemm_configs())
         names = (self._library.accel_gemm_config_name(number).decode() for number in range(count))
         self.gemms: dict[str, int] = {name: number for number, name in enumerate(names)}
-        """The tensor-core GEMMs in this library by name, and their numbers."""
+        """Returns the numbers of this library's tensor-core GEMMs by name."""
 
     def message(self, status: int) -> str:
-        """What a status means, with the fix."""
+        """Returns the meaning of a status, with the fix."""
         return str(self._library.accel_status_message(status).decode())
 
     def quantize_rowwise(
@@ -82,8 +83,10 @@ class Library:
         row_stride: int,
         stream: int = 0,
     ) -> None:
-        """``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``; all are addresses.
-        Raises as ``check`` does."""
+        """Quantizes ``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``, all addresses.
+
+        Raises as ``check`` does.
+        """
         arguments = (x, DTYPES[dtype], q, DTYPES[q_dtype], scales, rows, columns, row_stride, stream)
         self.check(self._library.accel_quantize_rowwise(*arguments))
 
@@ -104,16 +107,19 @@ class Library:
         k: int,
         stream: int = 0,
     ) -> None:
-        """``a`` (m, k) times ``b`` (n, k) transposed with the epilogue, m <= 16; all operands are addresses."""
+        """Computes ``a`` (m, k) times ``b`` (n, k) transposed with the epilogue, m <= 16.
+
+        All operands are addresses.
+        """
         operands = (a, b, out, bias, residual, row_scale, col_scale)
         self.check(self._library.accel_gemv(*operands, DTYPES[dtype], ACTS[act], m, n, k, stream))
 
     def widen(self, source: int, dtype: str, to: int, count: int, stream: int = 0) -> None:
-        """``count`` numbers of ``source`` in ``dtype`` to fp32 at ``to``; both are addresses."""
+        """Converts ``count`` numbers at ``source`` in ``dtype`` to fp32 at ``to``. Both are addresses."""
         self.check(self._library.accel_widen(source, DTYPES[dtype], to, count, stream))
 
     def gemm_workspace(self, config: str, problem: Problem) -> int:
-        """The bytes of device memory that ``config`` wants for this problem on the current device."""
+        """Returns the bytes of device memory that ``config`` needs for this problem on the current device."""
         size = _SIZE(0)
         self.check(
             self._library.accel_gemm_workspace(self.gemms.get(config, -1), ctypes.byref(problem), ctypes.byref(size))
@@ -121,7 +127,7 @@ class Library:
         return size.value
 
     def gemm(self, config: str, problem: Problem) -> None:
-        """``problem`` by the tensor-core GEMM ``config``. Raises as ``check`` does."""
+        """Computes ``problem`` by the tensor-core GEMM ``config``. Raises as ``check`` does."""
         self.check(self._library.accel_gemm(self.gemms.get(config, -1), ctypes.byref(problem)))
 
     def im2col(
@@ -133,12 +139,15 @@ class Library:
         geometry: tuple[int, int, int, int, int, int, int, int],
         stream: int = 0,
     ) -> None:
-        """The patches of ``x`` (NHWC) as rows; ``geometry``: kernel, stride, padding, dilation as (h, w)."""
+        """Writes the patches of ``x`` (NHWC) as rows. ``geometry``: kernel, stride, padding, dilation as (h, w)."""
         numbers = (ctypes.c_int32 * 8)(*geometry)
         self.check(self._library.accel_im2col(x, columns, element_size, *shape, numbers, stream))
 
     def check(self, status: int) -> None:
-        """Nothing for 0; ``BadFeeds`` for a wrong call, ``UnsupportedHere`` without a GPU, else ``BuildFailed``."""
+        """Raises the error of a status, or returns if the status is 0.
+
+        Raises ``BadFeeds`` for a wrong call, ``UnsupportedHere`` without a GPU, and ``BuildFailed`` for another error.
+        """
         if status == 0:
             return
         if status in BAD_CALLS:
@@ -149,7 +158,7 @@ class Library:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is a shared library to its end: loading a truncated one kills the process (SIGBUS)."""
+    """Tells whether a shared library is complete. To load a truncated library kills the process (SIGBUS)."""
     try:
         with path.open("rb") as stream:
             header = stream.read(64)
@@ -158,7 +167,8 @@ def _is_whole(path: Path) -> bool:
         return False
     if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # 64-bit
         return False
-    # The table of sections stands at the end: its offset, the size of an entry and their number (ELF-64, figure 2).
+    # The section table is at the end of the file: its offset, the size of an entry, the number of entries (ELF-64,
+    # figure 2).
     (offset,) = struct.unpack_from("<Q", header, 0x28)
     entry, number = struct.unpack_from("<HH", header, 0x3A)
     return bool(offset + entry * number <= size)

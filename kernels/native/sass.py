@@ -1,4 +1,4 @@
-"""What a compiled library holds: the machine instructions of each kernel, as cuobjdump lists them."""
+"""Reads the machine instructions of each kernel in a compiled library, with cuobjdump."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MMA = re.compile(r"\b([A-Z]*MMA)\b")
 
 
 def find_cuobjdump() -> Path:
-    """The cuobjdump that Triton brings, else the one on PATH. ``MissingExtra`` where there is neither."""
+    """Returns Triton's cuobjdump, or the one on PATH. Raises ``MissingExtra`` if there is neither."""
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         own = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -27,7 +27,7 @@ def find_cuobjdump() -> Path:
 
 
 def products(library: Path) -> dict[tuple[str, str], set[str]]:
-    """(architecture, mangled name) of every kernel -> its matrix instructions (HMMA, HGMMA, UTCHMMA...)."""
+    """Returns the matrix instructions (HMMA, HGMMA, UTCHMMA...) of each kernel by (architecture, mangled name)."""
     command = [str(find_cuobjdump()), "-sass", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,9 +1,10 @@
-"""The PyTorch operators in ``torch.onnx.export``: a fused module exports to ``accel::FusedGemm`` and its relatives.
+"""Support for ``torch.onnx.export``: a fused module exports to ``accel::FusedGemm`` and its relatives.
 
     program = torch.onnx.export(module, args, dynamo=True, custom_translation_table=translation_table())
     add_functions(program.model_proto)
 
-The exporter writes the nodes; ``add_functions`` gives each its body, so that any runtime runs the file.
+The exporter writes the nodes. ``add_functions`` gives each node a function body, so that any runtime can run the
+file.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
+from accel.errors import UnsupportedHere
 from onnx import helper
 
-from accel.errors import UnsupportedHere
-from accel.kernels import operators
-from accel.kernels.onnx_function import DOMAIN, DTYPES, VERSION, FusedConv2d, FusedGemm, QuantizeRowwise, parse
+from ..torch import operators
+from .function import DOMAIN, DTYPES, VERSION, FusedConv2d, FusedGemm, QuantizeRowwise, parse
 
 TYPES = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(int8)", "tensor(float8e4m3fn)"]
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)`` needs for the operators."""
+    """Returns the table for ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)``."""
     return {
         operators.fused_gemm: _fused_gemm,
         operators.fused_conv2d: _fused_conv2d,
@@ -31,9 +32,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def add_functions(model: onnx.ModelProto) -> list[str]:
-    """Give every node of the domain ``accel`` without a body its own, in place; the names of those added.
+    """Gives every node of the domain ``accel`` a body if it has none, in place. Returns the names of the added bodies.
 
-    Raises ``UnknownName`` for a node that is none of these operators.
+    Raises ``UnknownName`` for a node that is not one of accel's operators.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     there = {function.name for function in model.functions if function.domain == DOMAIN}
@@ -45,7 +46,7 @@ def add_functions(model: onnx.ModelProto) -> list[str]:
 
 
 def _call(name: str, inputs: Sequence[Any], outputs: int = 1) -> Any:
-    """A node ``accel::name`` in the graph under way."""
+    """Adds a node ``accel::name`` to the current graph."""
     from onnxscript import values
 
     schema = onnx.defs.OpSchema(
@@ -84,7 +85,7 @@ def _fused_gemm(
         dtype=operand if out_dtype is None else int(out_dtype),
     )
     operands = [x for x in (a, b, bias, row_scale, col_scale, residual) if x is not None]
-    # A function has one dtype for what is added: the operator takes any.
+    # The function needs bias and residual in one dtype, while the operator takes any.
     return _call(function.name, _cast(operands, function.dtypes))
 
 

@@ -1,8 +1,7 @@
-"""``accel::FusedGemm`` and ``accel::FusedConv2d`` in ONNX: operators with a local-function body, so that any runtime
-runs them.
+"""``accel::FusedGemm``, ``accel::FusedConv2d`` and ``accel::QuantizeRowwise`` as ONNX operators with a function body.
 
-A runtime that has the kernel takes it by its name; every other one inlines the body. There is one function an epilogue,
-named after it: ``FusedGemm_nt_bias_gelu_erf_residual_fp32``.
+A runtime that has the kernel finds it by the operator's name. Any other runtime inlines the body. Each epilogue has a
+function with its own name: ``FusedGemm_nt_bias_gelu_erf_residual_fp32``.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx
+from accel.errors import UnknownName
 from onnx import TensorProto, helper
 
-from accel.errors import UnknownName
-from accel.kernels.reference import QMAX, SMALLEST_SCALE
-from accel.kernels.spec import ACTS
+from ..catalogue.reference import QMAX, SMALLEST_SCALE
+from ..catalogue.spec import ACTS
 
 DOMAIN = "accel"
 VERSION = 1
 MIN_OPSET = 13
-MIN_IR = 8  # the first with functions in a model
+MIN_IR = 8  # the first IR version with functions in a model
 PRODUCTS = ("matmul", "gemm_nn", "gemm_nt")
 DTYPES: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
 OPERANDS = {**DTYPES, TensorProto.INT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8_e4m3"}
 
 
 class _Body:
-    """A function under way. Its formal names start with its own name: TensorRT inlines them without renaming."""
+    """Builds a function body. Value names start with the function's name, because TensorRT inlines without renaming."""
 
     def __init__(self, name: str, dtype: int, opset: int) -> None:
         self.name, self.dtype, self.opset = name, dtype, opset
@@ -85,12 +84,12 @@ def _epilogue(bias: bool, act: str, residual: bool, dtype: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedGemm:
-    """``act(row_scale * col_scale * (A @ B) + bias) + residual``; ``product``: ``matmul`` (A of any rank), ``gemm_nn``
-    or ``gemm_nt`` (matrices, ``nt``: B is (N, K)).
+    """The operator ``act(row_scale * col_scale * (A @ B) + bias) + residual``.
 
-    ``dtype``, one of ``DTYPES``, is that of every operand and of the output; with scales, or with ``operand`` (of A and
-    B) another one, the body computes in fp32 and the scales are fp32. Inputs in the order of ``dtypes``: A, B, bias,
-    row_scale, col_scale, residual, those that there are.
+    ``product``: ``matmul`` (A of any rank), ``gemm_nn`` or ``gemm_nt`` (matrices; with ``nt``, B is (N, K)). ``dtype``:
+    the dtype of every operand and of the output, one of ``DTYPES``. ``operand``: another dtype for A and B. With
+    ``operand`` or scales the body computes in fp32, and scales are fp32. The inputs that exist are in this order: A, B,
+    bias, row_scale, col_scale, residual.
     """
 
     product: str
@@ -110,7 +109,7 @@ class FusedGemm:
 
     @property
     def wide(self) -> bool:
-        """Whether the body computes in fp32."""
+        """Tells whether the body computes in fp32."""
         return self.row_scale or self.col_scale or self.operand not in (None, self.dtype)
 
     @property
@@ -123,14 +122,17 @@ class FusedGemm:
 
     @property
     def dtypes(self) -> list[int]:
-        """The dtype of each input."""
+        """Returns the dtype of each input."""
         operand = self.dtype if self.operand is None else self.operand
         added = TensorProto.FLOAT if self.wide else self.dtype
         scales = [TensorProto.FLOAT] * (self.row_scale + self.col_scale)
         return [operand, operand, *[added] * self.bias, *scales, *[self.dtype] * self.residual]
 
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
-        """The body for this opset. ``tensorrt``: of fp8 the one that its parser takes and ONNX Runtime 1.31 doesn't."""
+        """Returns the body for this opset.
+
+        ``tensorrt``: for fp8, returns a body that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
+        """
         if self.wide:
             return self._wide(opset, tensorrt)
         body = _Body(self.name, self.dtype, opset)
@@ -148,7 +150,8 @@ class FusedGemm:
         formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
         a, b = formal["a"], formal["b"]
         if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
-            # In steps of 1: TensorRT takes neither MatMulInteger nor a cast, ONNX Runtime makes the former of it.
+            # With a scale of 1: TensorRT takes neither MatMulInteger nor a cast. ONNX Runtime fuses this to
+            # MatMulInteger.
             unit = body.constant(1.0, "unit")
             a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:
@@ -169,8 +172,10 @@ class FusedGemm:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeRowwise:
-    """A (M, K) matrix as int8 or float8 e4m3 and the fp32 scale of each row: the arithmetic of
-    ``reference.quantize_rowwise_torch``."""
+    """The operator that quantizes a matrix (M, K) to int8 or float8 e4m3 with one fp32 scale per row.
+
+    The arithmetic is that of ``reference.quantize_rowwise_torch``.
+    """
 
     source: int
     dtype: int
@@ -180,7 +185,10 @@ class QuantizeRowwise:
         return f"QuantizeRowwise_{DTYPES[self.source]}_{OPERANDS[self.dtype]}"
 
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
-        """The body for this opset. ``tensorrt``: of fp8 the one that its parser takes and ONNX Runtime 1.31 doesn't."""
+        """Returns the body for this opset.
+
+        ``tensorrt``: for fp8, returns a body that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
+        """
         body = _Body(self.name, TensorProto.FLOAT, opset)
         add, constant = body.add, body.constant
         x = add("Cast", [body.formal("x")], "wide", to=TensorProto.FLOAT)
@@ -193,7 +201,7 @@ class QuantizeRowwise:
         scale = add("Max", [add("Div", [top, largest], "quotient"), constant(SMALLEST_SCALE, "smallest")], "at_least")
         zero = add("Equal", [top, constant(0.0, "zero")], "is_zero")
         scale = add("Where", [zero, constant(1.0, "one"), scale], "finite")
-        # A NaN in the row has to be one in the scale: Max and ReduceMax may drop it.
+        # A NaN in the row has to become NaN in the scale, but Max and ReduceMax may drop it.
         nans = add("ReduceSum", [add("Mul", [x, constant(0.0, "nothing")], "nans"), last], "any_nan", keepdims=0)
         scale = add("Add", [scale, nans], "scale")
         ratio = add("Div", [x, add("Unsqueeze", [scale, last], "rows")], "ratio")
@@ -201,7 +209,8 @@ class QuantizeRowwise:
         if self.dtype == TensorProto.INT8:
             ratio = add("Round", [ratio], "rounded")
             ratio = add("Where", [add("IsNaN", [ratio], "is_nan"), constant(0.0, "nan_as"), ratio], "numbers")
-        if self.dtype == TensorProto.INT8 or tensorrt:  # what isn't constant TensorRT takes from this operator alone
+        # TensorRT needs a QuantizeLinear for tensors that aren't constant.
+        if self.dtype == TensorProto.INT8 or tensorrt:
             origin = add("Constant", [], "origin", value=helper.make_tensor("origin", self.dtype, [], [0]))
             q = add("QuantizeLinear", [ratio, constant(1.0, "unit"), origin], "q")
         else:
@@ -211,9 +220,11 @@ class QuantizeRowwise:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedConv2d:
-    """``act(conv2d(x, weight) + bias) + residual`` in ONNX's own layout (NCHW, OIHW), one group; ``kernel``,
-    ``stride``, ``padding`` and ``dilation`` are (height, width). One function a geometry: TensorRT's parser gets
-    constants, not attributes of the caller."""
+    """The operator ``act(conv2d(x, weight) + bias) + residual`` in ONNX's layout (NCHW, OIHW), one group.
+
+    ``kernel``, ``stride``, ``padding`` and ``dilation`` are (height, width). Each geometry has its own function,
+    because TensorRT's parser needs constants and can't read attributes of the caller.
+    """
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -236,11 +247,11 @@ class FusedConv2d:
 
     @property
     def dtypes(self) -> list[int]:
-        """The dtype of each input."""
+        """Returns the dtype of each input."""
         return [self.dtype] * (2 + self.bias + self.residual)
 
     def function(self, opset: int) -> onnx.FunctionProto:
-        """The body for this opset."""
+        """Returns the body for this opset."""
         body = _Body(self.name, self.dtype, opset)
         operands = [body.formal(name) for name in ("x", "weight", *["bias"] * self.bias)]
         x = body.add(
@@ -256,7 +267,7 @@ class FusedConv2d:
 
 
 def parse(name: str) -> FusedGemm | FusedConv2d | QuantizeRowwise:
-    """The operator of that name. ``UnknownName`` where it is none."""
+    """Returns the operator of that name. Raises ``UnknownName`` if there is none."""
     by_name = {text: dtype for dtype, text in DTYPES.items()}
     operands = {text: dtype for dtype, text in OPERANDS.items()}
     epilogue = rf"(_bias)?(?:_({'|'.join(ACTS[1:])}))?(_residual)?_({'|'.join(by_name)})"
@@ -290,5 +301,5 @@ def parse(name: str) -> FusedGemm | FusedConv2d | QuantizeRowwise:
         )
     quantize = re.fullmatch(rf"QuantizeRowwise_({'|'.join(by_name)})_(int8|fp8_e4m3)", name)
     if quantize is None:
-        raise UnknownName(f"{DOMAIN}::{name} is none of accel's operators; give it a function body of its own")
+        raise UnknownName(f"{DOMAIN}::{name} is not one of accel's operators; give it a function body in the model")
     return QuantizeRowwise(source=by_name[quantize[1]], dtype=operands[quantize[2]])

@@ -1,5 +1,7 @@
-"""Finding ``act(A @ W + bias) + residual`` and the same of a convolution in an ONNX graph, and putting
-``accel::FusedGemm`` and ``accel::FusedConv2d`` in their place."""
+"""Replaces ``act(A @ W + bias) + residual`` by ``accel::FusedGemm`` in an ONNX graph.
+
+Replaces the same pattern of a convolution by ``accel::FusedConv2d``.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 import onnx
+from accel.errors import UnsupportedHere
 from onnx import helper, numpy_helper
 
-from accel.errors import UnsupportedHere
-from accel.kernels.onnx_function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
-from accel.kernels.reference import act_numpy
+from ..catalogue.reference import act_numpy
+from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-_ROUNDED = 2e-3  # of the values at these points: what constants in bf16 may change
-_LONGEST = 12  # nodes of an activation; GELU by tanh has nine
+_ROUNDED = 2e-3  # the largest change of an activation at _POINTS if its constants are bf16
+_LONGEST = 12  # the most nodes of an activation; GELU by tanh has nine
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -36,8 +39,10 @@ _ACT_WITH = {"Erf": "gelu_erf", "Tanh": "gelu_tanh", "Sigmoid": "silu", "Exp": "
 
 @dataclass(kw_only=True)
 class _Match:
-    """A chain of nodes under way: what it computes, its operands, the value it ends in, the nodes it takes in.
-    ``geometry`` is that of a convolution."""
+    """A chain of nodes found so far: its operation, its operands, its last value, its nodes.
+
+    ``geometry``: the sizes of a convolution, None for a product.
+    """
 
     product: str
     operands: list[str]
@@ -54,12 +59,12 @@ class _Match:
 
 
 class _Graph:
-    """Producers, consumers, constants and shapes of the top-level graph."""
+    """The producers, consumers, constants and shapes of the top-level graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = onnx.shape_inference.infer_shapes(model).graph
-        self.nodes = list(model.graph.node)  # held, so that a node keeps its id
-        self.gone: set[int] = set()  # ids of nodes that a match has taken in
+        self.nodes = list(model.graph.node)  # keeps the nodes alive, so that their ids stay unique
+        self.gone: set[int] = set()  # ids of the nodes in matches
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         for node in model.graph.node:
             if node.op_type == "Constant" and node.attribute[0].name == "value":
@@ -72,7 +77,7 @@ class _Graph:
         kept = {value.name for value in model.graph.output}
         for node in model.graph.node:
             kept |= {name for inner in _subgraphs(node) for name in _names(inner)}
-        self.kept = kept  # values that somebody else sees
+        self.kept = kept  # values that are seen outside the graph
         self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
 
     def only_user(self, name: str) -> onnx.NodeProto | None:
@@ -107,14 +112,14 @@ class _Graph:
 
 
 def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
-    """Replace every match in ``model``, in place; the function each one became, in graph order.
+    """Replaces every match in ``model``, in place. Returns the names of the functions, in graph order.
 
-    Raises ``UnsupportedHere`` under opset 13 or IR 8, which have no way to write the function.
+    Raises ``UnsupportedHere`` below opset 13 or IR 8, which can't hold the function.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
         raise UnsupportedHere(
-            f"the model has opset {opset} and IR {model.ir_version}, local functions need opset {MIN_OPSET} and IR "
+            f"the model has opset {opset} and IR {model.ir_version}, and local functions need opset {MIN_OPSET} and IR "
             f"{MIN_IR}; export it again with --opset 20"
         )
     graph = _Graph(model)
@@ -127,13 +132,13 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
         _grow(match, graph, residual)
         dtype = graph.dtype(match.operands[1])
         if len(match.nodes) == 1 and match.product in ("matmul", "conv"):
-            continue  # a bare product gains nothing
+            continue  # nothing to fuse with the product
         if dtype not in DTYPES:
             continue
         fused = _function(match, dtype)
         functions.setdefault(fused.name, fused.function(opset))
         inputs = [*match.operands, *([match.residual] if match.residual else [])]
-        # At the place of the last node of the chain: every operand is computed by then.
+        # The new node takes the place of the chain's last node, where every operand is already computed.
         last = max(match.nodes, key=lambda taken: order[id(taken)])
         replaced[id(last)] = helper.make_node(fused.name, inputs, [match.out], name=node.name, domain=DOMAIN)
         graph.gone |= {id(taken) for taken in match.nodes}
@@ -155,7 +160,7 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
 
 
 def _drop_unused_constants(model: onnx.ModelProto) -> None:
-    """What only nodes that are gone read, as the numbers in a GELU: runtimes warn of it."""
+    """Removes constants that only removed nodes read, e.g. the numbers in a GELU, because runtimes warn of them."""
     used = _names(model.graph) | {value.name for value in model.graph.input}
     for held in (model.graph.initializer, model.graph.node):
         for at in reversed(range(len(held))):
@@ -196,7 +201,7 @@ def _start(node: onnx.NodeProto, graph: _Graph) -> _Match | None:
 
 
 def _start_conv(node: onnx.NodeProto, graph: _Graph) -> _Match | None:
-    """A 2-D convolution of one group with padding alike on both sides: what the kernel computes."""
+    """Starts a match if ``node`` is a 2-D convolution of one group with symmetric padding, else returns None."""
     weight = graph.constants.get(node.input[1])
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     if weight is None or len(weight.dims) != 4 or attributes.get("group", 1) != 1:
@@ -231,7 +236,7 @@ def _grow(match: _Match, graph: _Graph, residual: bool) -> None:
     if not residual or after is None or after.op_type != "Add":
         return
     other = _other(after, match.out)
-    # Only a sum of equal shapes: one that broadcasts would not be (M, N).
+    # The shapes have to be equal, because a residual that broadcasts is not (M, N).
     if other is None or other in graph.constants or graph.shape(other) is None:
         return
     if graph.shape(other) == graph.shape(match.out) and graph.dtype(other) == graph.dtype(match.out):
@@ -255,10 +260,10 @@ def _take_act(match: _Match, graph: _Graph) -> None:
 
 
 def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
-    """The activation of ``x`` that nodes of arithmetic spell, and these nodes, the one with the result last.
+    """Finds an activation of ``x`` written out in arithmetic. Returns its name and its nodes, the result last.
 
-    There are many ways to write GELU, so that it is recognized by its values: what follows from ``x`` and constants is
-    computed until it ends in one value, which is compared with the activation that has the same function inside.
+    GELU can be written in many ways, so its values decide. Computes everything that follows from ``x`` and constants,
+    until it ends in one value. Then compares this value with the activation that uses the same function.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []
@@ -269,7 +274,7 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
             continue
         given = [values.get(name, graph.scalar(name)) for name in node.input]
         if any(value is None for value in given):
-            continue  # what it waits for is no constant, or comes later and has it among its users
+            continue  # an input is not a constant, or is computed later
         with np.errstate(all="ignore"):
             out = _ARITHMETIC[node.op_type](*given)
         nodes.append(node)

@@ -1,4 +1,4 @@
-"""What can be proven about the kernels on this machine, one row a proof."""
+"""Runs every proof about the kernels that this machine allows, one row per proof."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from pathlib import Path
 import torch
 
 from accel.errors import AccelError, one_line
-from accel.kernels import check_host, interpret, sass
-from accel.kernels.build import Progress, build, build_for_host, find_library, find_nvcc
-from accel.kernels.choices import family
-from accel.kernels.configs import ARCHS, get, shipped
-from accel.kernels.cross import compile_config
-from accel.kernels.native import Library
-from accel.kernels.tuned import cache_folder
-from accel.kernels.units import NATIVE
+
+from ..catalogue.configs import ARCHS, get, shipped
+from ..catalogue.folder import cache_folder
+from ..catalogue.units import NATIVE
+from ..choose.choices import family
+from ..native import sass
+from ..native.build import Progress, build, build_for_host, find_library, find_nvcc
+from ..native.library import Library
+from ..triton.cross import compile_config
+from . import host as check_host
+from . import interpret
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """One row: ``passed`` is None for what this machine can't prove; ``detail`` says what was found or is missing."""
+    """A row.
+
+    ``passed`` is None if this machine can't run the proof. ``detail`` tells the result, or what is missing.
+    """
 
     what: str
     passed: bool | None
@@ -31,7 +37,7 @@ class Proof:
 
 
 def check(*, every: bool = False, progress: Progress = lambda _message, _fraction: None) -> list[Proof]:
-    """Each proof in turn. ``every`` compiles every shipped configuration (minutes) instead of one an architecture."""
+    """Yields each proof. ``every``: compiles every shipped configuration (minutes) instead of one an architecture."""
     return list(_proofs(every, progress))
 
 
@@ -57,7 +63,7 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
 
 
 def _own_cache() -> Path:
-    """A folder of its own: dispatch must not take a library without a GEMM for the user's."""
+    """Returns a separate cache folder. In the user's cache, dispatch would find this library, which has no GEMMs."""
     return cache_folder() / "check"
 
 
@@ -113,15 +119,18 @@ def _on_host(progress: Progress) -> Proof:
 
 
 def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "nothing was run") -> Proof:
-    """A proof by numbers: errors over their bounds, by case. None at all is none."""
+    """Returns a proof that all errors are within their bounds.
+
+    The proof counts as not run if ``errors`` has no case.
+    """
     try:
         found = errors()
-    except Exception as error:  # an own one, or whatever a runtime says of a wrong body
+    except Exception as error:  # accel's errors, or any error of a runtime about a wrong body
         return Proof(what=what, passed=False, detail=one_line(error, 300))
     if not found:
         return Proof(what=what, passed=None, detail=missing)
     name = max(found, key=lambda case: found[case])
-    passed = all(value <= 1 for value in found.values())  # a NaN is not
+    passed = all(value <= 1 for value in found.values())  # False for NaN
     return Proof(
         what=what, passed=passed, detail=f"{len(found)} cases, largest {found[name]:.2f} of its bound ({name})"
     )

@@ -1,4 +1,4 @@
-"""What of the kernels runs on a CPU: the hand-written ones, compiled for it, and the bodies of the ONNX operators."""
+"""Proofs on the CPU: the hand-written kernels, compiled for the host, and the bodies of the ONNX operators."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 
-from accel.kernels import reference
-from accel.kernels.configs import HAND_WRITTEN
-from accel.kernels.interpret import random
-from accel.kernels.native import Library
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from ..catalogue import reference
+from ..catalogue.configs import HAND_WRITTEN
+from ..catalogue.reference import TORCH_DTYPES
+from ..catalogue.spec import ACTS, EpilogueSpec, GemmSpec
+from ..native.library import Library
+from .interpret import random
 
 M, N, K = 3, 5, 33
 
 
 def hand_written_errors(library: Library) -> dict[str, float]:
-    """The largest error of the kernels in a library for the host over its bound (1 is the limit), by kernel, dtype and
-    activation; of quantization and patches 0, or infinity where they aren't exact."""
+    """Returns the largest error / bound (1 is the limit) of each kernel of a host library, by dtype and activation.
+
+    Quantization and patches have to be exact: 0 if they are, else infinity.
+    """
     found = {}
     for dtype in HAND_WRITTEN["gemv"].dtypes:
         for act in ACTS:
@@ -42,14 +44,14 @@ def hand_written_errors(library: Library) -> dict[str, float]:
 
 
 def body_errors() -> dict[str, float]:
-    """The largest error of the bodies in ONNX Runtime over its bound, by product and activation; empty without it."""
+    """Returns the largest error / bound of the bodies in ONNX Runtime, by product and activation. Empty without it."""
     try:
         import onnxruntime
     except ImportError:
         return {}
     from onnx import TensorProto, helper
 
-    from accel.kernels.onnx_function import DOMAIN, MIN_IR, PRODUCTS, VERSION, FusedGemm
+    from ..onnx.function import DOMAIN, MIN_IR, PRODUCTS, VERSION, FusedGemm
 
     found = {}
     for product in PRODUCTS:
@@ -72,7 +74,7 @@ def body_errors() -> dict[str, float]:
 def _problem(
     dtype: str, act: str, scales: bool = True
 ) -> tuple[GemmSpec, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """A small ragged product with everything: ``a`` (M, K), ``b`` (N, K), the epilogue's operands."""
+    """Makes a small ragged product: the spec, ``a`` (M, K), ``b`` (N, K), and every operand of the epilogue."""
     g = torch.Generator().manual_seed(0)
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, row_scale=scales, col_scale=scales, out_dtype=dtype)
     made: dict[str, Any] = {"bias": torch.randn(N, generator=g), "residual": random(g, dtype, M, N)}

@@ -1,8 +1,10 @@
-"""Every Triton kernel on small ragged problems, on the CPU, in Triton's interpreter: in small tiles, of which a small
-problem takes many, and each configuration once in the tile it is shipped with, on a problem just over one tile.
+"""Runs every Triton kernel on small ragged problems, on the CPU, in Triton's interpreter.
 
-``TRITON_INTERPRET=1 python -m accel.kernels.interpret [source file] [case]`` prints one JSON object: case -> largest
-error over the proven bound (1 is the limit). ``run`` does that in a process of its own.
+Uses small tiles, so that a small problem takes many tiles. Also runs each configuration once in its shipped tile, on a
+problem just larger than one tile.
+
+``TRITON_INTERPRET=1 python -m accel.kernels.proof.interpret [source file] [case]`` prints one JSON object: the largest
+error over the proven bound (1 is the limit) by case. ``run`` does this in a separate process.
 """
 
 from __future__ import annotations
@@ -21,25 +23,26 @@ from typing import Any
 import torch
 
 from accel.errors import ChildCrashed, MissingExtra
-from accel.kernels import reference
-from accel.kernels.configs import CONFIGS, get
-from accel.kernels.reference import QMAX, TORCH_DTYPES
-from accel.kernels.spec import ACTS, BYTES, ConvSpec, EpilogueSpec, GemmSpec
-from accel.kernels.triton_launch import geometry as conv_constants
-from accel.kernels.triton_launch import row_config, run_conv2d, run_gemm, run_quantize
+
+from ..catalogue import reference
+from ..catalogue.configs import CONFIGS, get
+from ..catalogue.reference import QMAX, TORCH_DTYPES
+from ..catalogue.spec import ACTS, BYTES, ConvSpec, EpilogueSpec, GemmSpec
+from ..triton.launch import geometry as conv_constants
+from ..triton.launch import row_config, run_conv2d, run_gemm, run_quantize
 
 ACT = dict(zip(("fp16", "bf16", "int8", "fp8_e4m3", "fp32"), ACTS, strict=True))
 
 
 def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dict[str, float]:
-    """The largest error of each case (whose name has ``case`` in it) over its bound, from the interpreter.
+    """Returns the largest error / bound in the interpreter, for each case whose name contains ``case``.
 
-    ``source`` is another file with the kernels. Raises ``MissingExtra`` without Triton, ``ChildCrashed`` where a
-    kernel did not run.
+    ``source``: another file with the kernels. Raises ``MissingExtra`` without Triton, and ``ChildCrashed`` if a kernel
+    did not run.
     """
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
-    command = [sys.executable, "-m", "accel.kernels.interpret", str(source or ""), case]
+    command = [sys.executable, "-m", "accel.kernels.proof.interpret", str(source or ""), case]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode:
@@ -50,7 +53,7 @@ def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dic
 
 def load(path: str | None) -> Any:
     if path is None:
-        return importlib.import_module("accel.kernels.triton_kernels")
+        return importlib.import_module("accel.kernels.triton.kernels")
     spec = importlib.util.spec_from_file_location("triton_source", path)
     assert spec is not None
     assert spec.loader is not None
@@ -97,14 +100,14 @@ def gemm(
         config = replace(config, block_m=min(config.block_m, 32), block_n=32, block_k_bytes=16 * BYTES[dtype])
     got = run_gemm(spec, a, b, operands, config, kernels, interpreted=True)
     exact = reference.gemm_torch(spec, a, b, operands)
-    # The interpreter truncates to bfloat16 where a GPU rounds: up to a whole unit off instead of half.
+    # A GPU rounds to bfloat16, but the interpreter truncates: up to a whole unit off instead of half.
     return reference.error_over_bound(
         got, exact, reference.gemm_bound(spec, a, b, operands) * (2 if out == "bf16" else 1)
     )
 
 
 def nans(kernels: Any, act: str) -> float:
-    """A NaN in a row of ``a`` is one in that row of the output and in no other: an activation must not hide it."""
+    """Checks that a NaN in a row of ``a`` appears in that row of the output only, so that no activation hides it."""
     a = torch.ones(4, 5)
     a[1, 2] = float("nan")
     spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))
@@ -139,7 +142,7 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
     x[1], x[2, 7], x[3, -1] = 0, float("nan"), 100
     if dtype == "int8":
         q, scale = run_quantize(x, dtype, kernels)
-    else:  # the interpreter's float8 conversion loses carries: the quotients come out in fp32 and torch rounds them
+    else:  # the interpreter's float8 conversion loses carries, so torch rounds the fp32 quotients
         wide, scale = torch.empty(x.shape), torch.empty(x.shape[0])
         sizes, block = (columns, *x.stride()), row_config(columns, dtype).block_k(dtype)
         kernels.quantize_rowwise[(x.shape[0],)](x, wide, scale, *sizes, QMAX=QMAX[dtype], INTEGER=False, BK=block)
@@ -150,8 +153,8 @@ def quantize(kernels: Any, source: str, dtype: str, columns: int) -> float:
 
 
 def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -> float:
-    """The kernels as TensorRT calls them: inputs, then M, N and K, then the output."""
-    from accel.kernels import triton_plugin
+    """Runs the kernels as TensorRT calls them: inputs, then M, N and K, then the output."""
+    from ..triton import plugin_kernels as triton_plugin
 
     g = torch.Generator().manual_seed(5)
     m, n, k = 37, 45, 53
@@ -183,9 +186,11 @@ def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -
 
 
 def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], device: str = "cpu") -> float:
-    """A convolution as TensorRT calls it: images and weights in ONNX's layout, inputs, sizes, then the output. On
-    another ``device`` the kernel is compiled."""
-    from accel.kernels import triton_plugin
+    """Runs a convolution as TensorRT calls it: inputs (images and weights in ONNX's layout), sizes, then the output.
+
+    On another ``device`` than the CPU the kernel is compiled.
+    """
+    from ..triton import plugin_kernels as triton_plugin
 
     g = torch.Generator().manual_seed(6)
     epilogue = EpilogueSpec(act="gelu_tanh", out_dtype=dtype, **dict.fromkeys(given, True))
@@ -207,7 +212,7 @@ def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], de
     tiles = -(-spec.gemm.m // 32) * 2
     kernel[(tiles,)](first(x), first(w), *map(first, operands.values()), *scalars, out, **constants)
     exact = reference.conv2d_torch(spec, x, w, operands)
-    # One rounding of the result, which the interpreter does by cutting off for bfloat16, and fp32 sums before it.
+    # fp32 sums and one rounding of the result, for which the interpreter truncates to bfloat16.
     unit = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-7}[dtype]
     limit = unit * exact.abs() + 1e-5 * float(exact.abs().max())
     return reference.error_over_bound(out.cpu().permute(0, 2, 3, 1), exact, limit)
@@ -224,7 +229,7 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is rows of 16 bytes more than one step, which TMA takes too.
+                # K is 16 bytes more than one step, which TMA can load too.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)
@@ -251,7 +256,7 @@ def cases(kernels: Any) -> dict[str, Any]:
             found[name] = (plugin_conv, (dtype, given, geometry))
     for source in ("fp16", "bf16", "fp32"):
         for dtype in ("int8", "fp8_e4m3"):
-            for columns in (37, 2100, 9000):  # the last has more than is kept of a row
+            for columns in (37, 2100, 9000):  # the last row is longer than the part in registers
                 found[f"quantize {source} {dtype} {columns}"] = (quantize, (kernels, source, dtype, columns))
     return found
 

@@ -1,11 +1,10 @@
-"""``accel::FusedGemm`` and ``accel::FusedConv2d`` as TensorRT quick plugins: their kernels are Triton's, compiled ahead
-of time to PTX.
+"""``accel::FusedGemm`` and ``accel::FusedConv2d`` as TensorRT quick plugins, with Triton kernels compiled to PTX.
 
     register(FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=TensorProto.FLOAT16))
 
 registers ``accel::FusedGemm_gemm_nt_bias_gelu_erf_fp16``, the name of the operator in the ONNX files. The engine holds
-the PTX; it needs neither Triton nor accel to run. For TensorRT (``tensorrt.plugin``), not for TensorRT-RTX, which has
-no such plugins.
+the PTX and needs neither Triton nor accel to run. This works with TensorRT (``tensorrt.plugin``). TensorRT-RTX has no
+such plugins.
 """
 
 from __future__ import annotations
@@ -18,21 +17,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import BuildFailed, MissingExtra, UnsupportedHere, one_line
-from accel.kernels.configs import FIRST_FP8, get
-from accel.kernels.cross import POINTERS
-from accel.kernels.onnx_function import DOMAIN, OPERANDS, FusedConv2d, FusedGemm
-from accel.kernels.triton_launch import GROUP, tile
 
-TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of outputs, as attributes of tensorrt
-# Plain PTX of this architecture runs on every later one; that with wgmma or tensor memory runs on its own alone.
+from ..catalogue.configs import FIRST_FP8, get
+from ..onnx.function import DOMAIN, OPERANDS, FusedConv2d, FusedGemm
+from ..triton.cross import POINTERS
+from ..triton.launch import GROUP, tile
+
+TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # output dtypes, as attributes of tensorrt
+# Plain PTX of this architecture runs on every later one. PTX with wgmma or tensor memory runs only on its own.
 PORTABLE_ARCH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginKernel:
-    """What TensorRT gets: ``ptx`` with the entry ``name``, whose parameters are the inputs, the sizes (M, N, K; of a
-    convolution pixels and channels of the output, then channels, height and width of the image, height and width of
-    the output) and the output; a program a tile of ``block_m`` x ``block_n``."""
+    """The kernel for TensorRT. ``ptx``: the code, whose entry is ``name``.
+
+    Each program computes ``block_m`` x ``block_n``. The parameters are the inputs, the sizes and the output. The sizes
+    of a product are M, N, K. The sizes of a convolution are pixels and channels of the output, then channels, height
+    and width of the image, height and width of the output.
+    """
 
     name: str
     ptx: str
@@ -43,21 +46,20 @@ class PluginKernel:
 
 
 def arch_for(function: FusedGemm | FusedConv2d) -> int:
-    """The first architecture whose PTX can hold ``function``."""
+    """Returns the first architecture whose PTX can express ``function``."""
     return FIRST_FP8 if OPERANDS[function.dtypes[0]] == "fp8_e4m3" else PORTABLE_ARCH
 
 
 def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH) -> PluginKernel:
-    """The kernel of ``function`` as PTX for sm_``arch`` and later.
+    """Returns the kernel of ``function`` as PTX for sm_``arch`` and later.
 
-    Raises ``UnsupportedHere`` where the architecture has no products of the operands, and ``MissingExtra`` without
-    Triton.
+    Raises ``UnsupportedHere`` if the architecture can't multiply these operands, and ``MissingExtra`` without Triton.
     """
     dtypes = [OPERANDS[dtype] for dtype in function.dtypes]
     if arch < arch_for(function):
         raise UnsupportedHere(
-            f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or a later one, or leave it "
-            "unregistered: TensorRT inlines its body"
+            f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or a later one, or don't "
+            "register it, and TensorRT inlines its body"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -65,7 +67,7 @@ def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from accel.kernels import triton_plugin
+    from ..triton import plugin_kernels as triton_plugin
 
     kind, sizes = ("conv", 7) if isinstance(function, FusedConv2d) else ("gemm", 3)
     config = get("conv2d_64x64" if kind == "conv" else "gemm_64x64")
@@ -90,7 +92,7 @@ def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH)
 
 
 def plugin_constants(function: FusedGemm | FusedConv2d) -> dict[str, Any]:
-    """The compile-time constants that say what the kernel computes."""
+    """Returns the compile-time constants of the kernel."""
     if isinstance(function, FusedConv2d):
         pairs = zip("KSPD", (function.kernel, function.stride, function.padding, function.dilation), strict=True)
         sizes = {f"{letter}{axis}": size for letter, pair in pairs for axis, size in zip("HW", pair, strict=True)}
@@ -107,25 +109,30 @@ def plugin_constants(function: FusedGemm | FusedConv2d) -> dict[str, Any]:
 
 
 def without_scratch(ptx: str, kept: int) -> str:
-    """``ptx`` with the first ``kept`` parameters of its entry. Triton appends pointers to scratch memory, which
-    TensorRT would leave unset; where the code reads one, it can't be a plugin (``BuildFailed``)."""
+    """Returns ``ptx`` with only the first ``kept`` parameters of its entry.
+
+    Triton appends pointers to scratch memory, which TensorRT would leave unset. Raises ``BuildFailed`` if the code
+    reads such a pointer.
+    """
     entry = re.search(r"\.entry\s+([\w$]+)\(\s*(.*?)\s*\)", ptx, re.DOTALL)
     if entry is None:
-        raise BuildFailed("the compiler gave no entry point; its version is not one that this accel knows")
+        raise BuildFailed("the PTX has no known entry point; install a Triton version that this accel supports")
     parameters = re.split(r",\s*", entry[2])
     body = ptx[entry.end() :]
     for at in range(kept, len(parameters)):
         if re.search(rf"\b{re.escape(entry[1])}_param_{at}\b", body):
-            raise BuildFailed("the kernel reads Triton's scratch memory, which TensorRT doesn't give it")
+            raise BuildFailed(
+                "the kernel reads Triton's scratch memory, which TensorRT doesn't provide; don't register it"
+            )
     text = ",\n\t".join(parameters[:kept])
     return ptx[: entry.start(2)] + text + ptx[entry.end(2) :]
 
 
 def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) -> str:
-    """Register ``function`` with TensorRT's plugin registry; its id, ``accel::<name>``.
+    """Registers ``function`` in TensorRT's plugin registry and returns its id, ``accel::<name>``.
 
-    Raises ``MissingExtra`` where TensorRT isn't installed or Triton isn't, ``UnsupportedHere`` where it has no such
-    plugins, and what ``compile_kernel`` raises.
+    Raises ``MissingExtra`` without TensorRT or Triton, ``UnsupportedHere`` if this TensorRT has no such plugins, and
+    the errors of ``compile_kernel``.
     """
     if importlib.util.find_spec("tensorrt") is None:
         raise MissingExtra("tensorrt", "tensorrt")
@@ -175,7 +182,7 @@ def _names(function: FusedGemm | FusedConv2d) -> list[str]:
 
 
 def _changed(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> dict[int, Any]:
-    """The axes of the output that aren't as long as the first input's."""
+    """Returns the sizes of the output by axis, for the axes that differ from the first input's."""
     if isinstance(function, FusedConv2d):
         height, width = _spatial(function, inputs[0].shape_expr)
         return {1: inputs[1].shape_expr[0], 2: height, 3: width}
@@ -183,7 +190,7 @@ def _changed(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> dict[i
 
 
 def sizes_of(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The scalars of the kernel, in the order of its parameters."""
+    """Returns the scalars of the kernel, in the order of its parameters."""
     first, second = inputs[0].shape_expr, inputs[1].shape_expr
     if isinstance(function, FusedConv2d):
         height, width = _spatial(function, first)
@@ -192,7 +199,7 @@ def sizes_of(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> tuple[
 
 
 def _spatial(function: FusedConv2d, image: Any) -> tuple[Any, Any]:
-    """Height and width of the output (the formula of ONNX's Conv)."""
+    """Returns height and width of the output, by the formula of ONNX's Conv."""
     found = []
     for at in range(2):
         reach = function.dilation[at] * (function.kernel[at] - 1) + 1
@@ -212,7 +219,7 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 
 def _typed(function: Callable[..., Any], names: Sequence[str], kind: Any, returns: Any) -> Callable[..., Any]:
-    """``function`` with a signature: TensorRT reads the inputs of a plugin from it."""
+    """Returns ``function`` with a signature, from which TensorRT reads the inputs of a plugin."""
     empty = inspect.Signature.empty
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind or empty) for name in names

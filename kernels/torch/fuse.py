@@ -1,8 +1,7 @@
-"""``accel.kernels.fuse(module)``: the fused operations for Linear and Conv+BN, with activation and residual.
+"""``accel.fuse(module)``: replaces Linear and Conv+BN, with activation and residual, by fused operations.
 
-The module is traced with torch.fx; where it can't be, its Linear and Conv2d modules are swapped one for one, with the
-neighbours they have in an ``nn.Sequential``. The result is run beside the original before it is handed out. The name of
-this module is called: ``from accel.kernels import fuse``, then ``fuse(module)``.
+Traces the module with torch.fx. If it can't be traced, replaces its Linear and Conv2d modules one by one, together with
+their neighbors in an ``nn.Sequential``. The result is compared with the original before it is returned.
 """
 
 from __future__ import annotations
@@ -10,26 +9,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, cast
 
 import torch
+from accel.errors import GateFailed, UnsupportedHere
 from torch import fx, nn
 
-from accel.errors import GateFailed, UnsupportedHere
-from accel.kernels.fuse_trace import adds_in_place, trace, writes_between
-from accel.kernels.fuse_verify import LIMITS, verify, verify_layer
-from accel.kernels.modules import FusedConv2d, FusedLinear
+from .modules import FusedConv2d, FusedLinear
+from .trace import adds_in_place, trace, writes_between
+from .verify import LIMITS, verify, verify_layer
 
 ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """One fused operation: where it was, what it is now made of; where it was verified by itself, its difference."""
+    """A fused operation: its place, its parts, and its difference if it was verified on its own."""
 
     name: str
     operation: str
@@ -47,7 +44,11 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class FuseReport:
-    """What ``fuse`` did: the matches, what it left alone and why, whether it was traced, the largest difference."""
+    """The report of ``fuse``.
+
+    ``matches``: the fused operations. ``left``: the name of each layer that was left, with the reason. ``traced``:
+    torch.fx traced the module. ``difference``: the largest difference, against ``limit``.
+    """
 
     matches: tuple[Match, ...]
     left: tuple[tuple[str, str], ...]
@@ -61,14 +62,15 @@ class FuseReport:
 
 
 def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None) -> tuple[nn.Module, FuseReport]:
-    """A fused copy of ``module`` (which stays as it is) and what was matched.
+    """Returns a fused copy of ``module``, and the report. ``module`` itself stays unchanged.
 
-    ``example_inputs`` are the positional inputs it is verified with. Without them no shape is known: residual sums stay
-    outside, modules that can't be traced (control flow, optional inputs) get one layer at a time, and each fused layer
-    is verified by itself with random inputs. Raises ``UnsupportedHere`` for a module of which some part is in training
-    mode and ``GateFailed`` where the copy computes something else.
+    ``example_inputs``: the positional inputs to verify the copy with. Without them no shape is known: residual sums
+    aren't fused, a module that can't be traced (control flow, optional inputs) is fused layer by layer, and each fused
+    layer is verified on its own with random inputs.
+
+    Raises ``UnsupportedHere`` if a part of ``module`` is in training mode, and ``GateFailed`` if the outputs differ.
     """
-    # Of any part: a batch norm in training mode that is folded away takes other numbers than those it would compute.
+    # Checks every part, because a folded batch norm would use other statistics than it would compute in training mode.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
@@ -83,7 +85,7 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
             if not adds_in_place(module):
                 raise
     if example_inputs is not None:
-        with contextlib.suppress(GateFailed):  # its Sequentials aren't called as they stand
+        with contextlib.suppress(GateFailed):  # raised if the module doesn't call a Sequential as a whole
             return _swapped(module, example_inputs, joined=True)
     return _swapped(module, example_inputs, joined=False)
 
@@ -104,7 +106,7 @@ def _reported(
     *,
     traced: bool,
 ) -> tuple[nn.Module, FuseReport]:
-    """``fused`` once it is verified, as far as there are inputs, and the report on it."""
+    """Verifies ``fused`` if there are inputs, and returns it with its report."""
     if example_inputs is None:
         worst = max(matches, key=lambda match: match.difference, default=None)
         difference, limit = (worst.difference, worst.limit) if worst else (0.0, LIMITS[torch.float32])
@@ -134,7 +136,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             taken, act = [*taken, after], name
         if (after := _only_user(taken[-1])) is not None and (other := _residual_of(after, taken[-1])) is not None:
             taken, residual = [*taken, after], other
-        if writes_between(taken, modules):  # the layer would read what was written after it
+        if writes_between(taken, modules):  # the layer would read values that are written later
             taken, following, act, residual = [node], None, "none", None
         last = taken[-1]
         name = f"fused_{len(matches)}"
@@ -145,7 +147,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        for gone in reversed(taken):  # no others: what nobody uses may write to its input
+        for gone in reversed(taken):  # only these: an unused node may still write to its input
             traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)
@@ -157,9 +159,11 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
 def _swap_children(
     module: nn.Module, path: str, matches: list[Match], left: list[tuple[str, str]], alone: bool, joined: bool
 ) -> nn.Module:
-    """``module`` with its Linear and Conv2d children swapped, ``joined`` with what follows them in a Sequential: that
-    may be called one by one, too, by code that takes what is between."""
-    # Not named_children(), which leaves out one that stands there twice.
+    """Returns ``module`` with its Linear and Conv2d children replaced.
+
+    ``joined``: fuses a layer with the modules after it in a Sequential. This is wrong if code calls them one by one.
+    """
+    # named_children() would leave out the second place of a module that occurs twice.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     skip = 0
     for at, (name, child) in enumerate(children):
@@ -194,7 +198,7 @@ def _match(name: str, layer: nn.Module, norm: nn.Module | None, act: str, residu
 
 
 def _verified(match: Match, layer: nn.Module, norm: nn.Module | None, fused: nn.Module) -> Match:
-    """The match with the largest difference of its layer, run by itself. ``GateFailed`` as from ``fuse``."""
+    """Runs a fused layer on its own and returns the match with its difference. Raises ``GateFailed`` like ``fuse``."""
     assert isinstance(layer, nn.Linear | nn.Conv2d)
     difference, limit = verify_layer(layer, norm, match.act, fused)
     return replace(match, difference=difference, limit=limit)
@@ -205,7 +209,7 @@ def _operation(layer: nn.Module) -> str:
 
 
 def _obstacle(layer: nn.Module) -> str:
-    """Why this layer can't be swapped; empty where it can."""
+    """Says why this layer can't be replaced, or returns "" if it can."""
     if type(layer) not in (nn.Linear, nn.Conv2d):
         return f"{type(layer).__name__} is a class of its own"
     if torch.nn.utils.parametrize.is_parametrized(layer):
@@ -245,11 +249,11 @@ def _act_of_node(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
 
 
 def _residual_of(node: fx.Node, last: fx.Node) -> fx.Node | None:
-    """The other operand of ``node`` if it is a plain sum of ``last`` and a tensor of the same shape and dtype."""
+    """Returns the other operand of ``node`` if it is a plain sum of ``last`` and a tensor of equal shape and dtype."""
     if node.op != "call_function" or node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return None
     if node.target is operator.iadd and node.args[0] is not last:
-        return None  # the other operand would be written to
+        return None  # the sum writes to the other operand
     other = node.args[1] if node.args[0] is last else node.args[0]
     mine, theirs = last.meta.get("tensor_meta"), other.meta.get("tensor_meta") if isinstance(other, fx.Node) else None
     if other is last or mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
@@ -280,15 +284,3 @@ def _fused(layer: nn.Module, norm: nn.Module | None, act: str) -> nn.Module:
         sizes(layer.padding),
         sizes(layer.dilation),
     ).eval()
-
-
-class _Callable(ModuleType):
-    """``accel.kernels.fuse(module)``: the package is a plain folder, so the function's place in it is this module's."""
-
-    def __call__(
-        self, module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None
-    ) -> tuple[nn.Module, FuseReport]:
-        return fuse(module, example_inputs)
-
-
-sys.modules[__name__].__class__ = _Callable

@@ -1,7 +1,8 @@
 """The Python face of the kernels: ``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``.
 
-They are PyTorch operators (``torch.ops.accel``): differentiable, kept whole by ``torch.compile``, right on the CPU
-(the reference, with the GPU's arithmetic) and dispatched on a GPU (``accel.kernels.dispatch``).
+The three functions are PyTorch operators (``torch.ops.accel``), which are differentiable and which ``torch.compile``
+keeps whole. On the CPU, an operator runs the reference with the GPU's arithmetic. On a GPU, an operator runs the kernel
+that ``accel.kernels.choose.dispatch`` chooses.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from accel.errors import BadFeeds
-from accel.kernels import operators
+
+from . import operators
 
 __all__ = ["fused_conv2d", "fused_gemm", "quantize_rowwise"]
 
@@ -27,14 +28,16 @@ def fused_gemm(
     col_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``act(row_scale * col_scale * (a @ b) + bias) + residual``, (M, N) in ``out_dtype``.
+    """Returns ``act(row_scale * col_scale * (a @ b) + bias) + residual``, (M, N) in ``out_dtype``.
 
-    ``a`` (M, K) and ``b`` (K, N), any strides, both float32, float16, bfloat16, int8 or float8_e4m3fn; ``bias`` (N,),
-    ``residual`` (M, N), ``row_scale`` (M,) and ``col_scale`` (N,); a scale of one element holds for all.
-    ``act`` is none, relu, gelu_tanh, gelu_erf or silu. ``out_dtype`` is that of ``a`` unless given; int8 and float8
-    inputs need it. Sums and epilogue are fp32 (int8: int32 sums), the output is rounded once.
+    ``a`` (M, K) and ``b`` (K, N) have any strides, and both are float32, float16, bfloat16, int8 or float8_e4m3fn.
+    ``bias`` is (N,), ``residual`` (M, N), ``row_scale`` (M,) and ``col_scale`` (N,). A scale of one element applies to
+    all.
 
-    Raises ``BadFeeds`` for operands that don't fit, ``UnknownName`` for an activation that doesn't exist.
+    ``act``: none, relu, gelu_tanh, gelu_erf or silu. ``out_dtype``: by default the dtype of ``a``; int8 and float8
+    inputs need it. Sums and epilogue are fp32 (int8: int32 sums), and the output is rounded once.
+
+    Raises ``BadFeeds`` for operands that don't match, and ``UnknownName`` for an unknown activation.
     """
     row_scale = _spread(row_scale, a.shape[0] if a.dim() else 1)
     col_scale = _spread(col_scale, b.shape[-1] if b.dim() else 1)
@@ -56,10 +59,10 @@ def fused_conv2d(
     dilation: int | tuple[int, int] = 1,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``act(col_scale * conv2d(x, weight) + bias) + residual``, NHWC, in ``out_dtype``.
+    """Returns ``act(col_scale * conv2d(x, weight) + bias) + residual``, NHWC, in ``out_dtype``.
 
-    ``x`` (N, H, W, C), ``weight`` (O, kernel height, kernel width, C), one group; ``bias`` and ``col_scale`` (O,),
-    ``residual`` as the output. dtypes, ``act`` and errors as for ``fused_gemm``.
+    ``x`` is (N, H, W, C), ``weight`` (O, kernel height, kernel width, C), one group. ``bias`` and ``col_scale`` are
+    (O,), and ``residual`` has the shape of the output. dtypes, ``act`` and errors as for ``fused_gemm``.
     """
     geometry = [_pair(*named) for named in (("stride", stride), ("padding", padding), ("dilation", dilation))]
     col_scale = _spread(col_scale, weight.shape[0] if weight.dim() else 1)
@@ -69,16 +72,16 @@ def fused_conv2d(
 
 
 def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` (M, K) as int8 or float8_e4m3fn and the fp32 scale of each row (M,): x is about ``q * scale[:, None]``.
+    """Quantizes ``x`` (M, K) to int8 or float8_e4m3fn. Returns q and the fp32 scale of each row, (M,).
 
-    scale = max|row| / 127 (int8) or / 448 (float8). The two go into ``fused_gemm`` as ``a`` and ``row_scale``.
-    Raises ``BadFeeds`` for anything but a float matrix and these two dtypes.
+    ``x`` is about ``q * scale[:, None]``, with scale = max|row| / 127 (int8) or / 448 (float8). ``fused_gemm`` takes q
+    as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` if ``x`` isn't a float matrix, or for another dtype.
     """
     return operators.quantize_rowwise(x, dtype)  # type: ignore[no-any-return]
 
 
 def _pair(name: str, value: Any) -> list[int]:
-    """(height, width) of a number for both, or of two."""
+    """Returns (height, width) from one number for both, or from two numbers."""
     found = list(value) if isinstance(value, list | tuple) else [value, value]
     if len(found) != 2 or not all(isinstance(size, int | torch.SymInt) for size in found):
         raise BadFeeds(f"{name} is {value!r}; pass a whole number, or two of them as (height, width)")

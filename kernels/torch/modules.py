@@ -1,15 +1,15 @@
-"""The fused operations as modules: what ``accel.kernels.fuse`` puts in the place of Linear and Conv2d."""
+"""The fused operations as modules, which ``accel.fuse`` puts in the place of Linear and Conv2d."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from accel.kernels.gemm import fused_conv2d, fused_gemm
+from .gemm import fused_conv2d, fused_gemm
 
 
 class FusedLinear(nn.Module):
-    """``act(x @ weight.T + bias) + residual`` for ``x`` (..., K) and ``weight`` (N, K), in one kernel."""
+    """Computes ``act(x @ weight.T + bias) + residual`` for ``x`` (..., K) and ``weight`` (N, K), in one kernel."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, act: str) -> None:
         super().__init__()
@@ -20,13 +20,13 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
         shape = (*x.shape[:-1], weight.shape[0])
-        # A residual that broadcasts or promotes changes the output's shape or dtype: that sum stays outside.
+        # A residual that broadcasts or promotes would change the output's shape or dtype, so it is added outside.
         inside = residual is not None and residual.shape == shape and residual.dtype == x.dtype
         flat = residual.reshape(-1, shape[-1]) if residual is not None and inside else None
         if x.numel():
             rows = x.reshape(-1, x.shape[-1])
             out = fused_gemm(rows, weight.t(), bias=bias, act=self.act, residual=flat).reshape(shape)
-        else:  # no kernel is for nothing
+        else:  # no kernel takes empty tensors
             out = nn.functional.linear(x, weight, bias)
             inside = False
         return out if inside or residual is None else out + residual
@@ -36,7 +36,7 @@ class FusedLinear(nn.Module):
 
 
 class FusedConv2d(nn.Module):
-    """``act(conv2d(x) + bias) + residual`` in one kernel; ``x`` and the result are NCHW views of NHWC memory.
+    """Computes ``act(conv2d(x) + bias) + residual`` in one kernel. ``x`` and the result are NCHW views of NHWC memory.
 
     ``weight`` is (O, kernel height, kernel width, C).
     """
@@ -61,7 +61,7 @@ class FusedConv2d(nn.Module):
             found: torch.Tensor = self(x[None], None if residual is None else residual[None])
             return found[0]
         x, weight, bias = _autocast(x, self.weight, self.bias)
-        if not x.numel():  # no kernel is for nothing
+        if not x.numel():  # no kernel takes empty tensors
             out = nn.functional.conv2d(x, weight.permute(0, 3, 1, 2), bias, self.stride, self.padding, self.dilation)
             return out if residual is None else out + residual
         inside = residual is not None and residual.dtype == x.dtype and residual.shape == self._shape_of(x)
@@ -78,7 +78,7 @@ class FusedConv2d(nn.Module):
         return out if inside or residual is None else out + residual
 
     def _shape_of(self, x: torch.Tensor) -> tuple[int, ...]:
-        """The shape of what comes out for ``x``, NCHW."""
+        """Returns the shape of the output for ``x``, NCHW."""
         taps = zip(x.shape[2:], self.weight.shape[1:3], self.stride, self.padding, self.dilation, strict=True)
         sizes = ((size + 2 * pad - far * (tap - 1) - 1) // step + 1 for size, tap, step, pad, far in taps)
         return (x.shape[0], self.weight.shape[0], *sizes)
@@ -91,7 +91,7 @@ class FusedConv2d(nn.Module):
 def _autocast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The operands in autocast's dtype where it is on, as for Linear and Conv2d, whose bias it rounds, too."""
+    """Returns the operands in autocast's dtype if autocast is on, like Linear and Conv2d, whose bias is rounded too."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x, weight, bias

@@ -1,7 +1,8 @@
 """The kernels as PyTorch operators ``accel::fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``.
 
-Each has an implementation for CPU and CUDA, a fake one (so that ``torch.compile`` and ``torch.export`` keep it as one
-node) and, the first two, an autograd formula. Importing this module registers them.
+Each operator has an implementation for CPU and CUDA, and a fake implementation, so that ``torch.compile`` and
+``torch.export`` keep an operator as one node. ``fused_gemm`` and ``fused_conv2d`` have an autograd formula. Importing
+this module registers the operators.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 
-from accel.kernels import dispatch, problem, reference
-from accel.kernels.spec import ConvSpec, GemmSpec
+from ..catalogue import problem, reference
+from ..catalogue.spec import ConvSpec, GemmSpec
+from ..choose import dispatch
 
 Tensor = torch.Tensor
 Maybe = Tensor | None
@@ -51,7 +53,7 @@ def _gemm_problem(
     act: str = "none",
     out_dtype: torch.dtype | None = None,
 ) -> tuple[GemmSpec, dict[str, Tensor]]:
-    """The arguments of ``accel::fused_gemm``, checked: what to compute, and the epilogue's operands by name."""
+    """Checks the arguments of ``accel::fused_gemm``. Returns the spec, and the operands of the epilogue by name."""
     operands = _given(bias=bias, residual=residual, row_scale=row_scale, col_scale=col_scale)
     return problem.gemm_spec(a, b, operands, act, out_dtype), operands
 
@@ -80,7 +82,7 @@ def _conv2d_problem(
     act: str = "none",
     out_dtype: torch.dtype | None = None,
 ) -> tuple[ConvSpec, dict[str, Tensor]]:
-    """The arguments of ``accel::fused_conv2d``, as above."""
+    """Checks the arguments of ``accel::fused_conv2d``. Returns the spec, and the operands of the epilogue by name."""
     operands = _given(bias=bias, residual=residual, col_scale=col_scale)
     geometry = (_pair(stride), _pair(padding), _pair(dilation))
     return problem.conv_spec(x, weight, operands, geometry, act, out_dtype), operands
@@ -122,7 +124,7 @@ def _act_gradient(act: str, grad: Tensor, before: Tensor) -> Tensor:
 
 
 def _backward(saved: Any, act: str, grad: Tensor, product: Tensor) -> tuple[Tensor, list[Maybe]]:
-    """The gradients at the product (..., N) and of bias, residual, row_scale and col_scale, by the chain rule."""
+    """Returns the gradient of the product (..., N) and those of bias, residual, row_scale and col_scale."""
     bias, residual, row, col = saved
     rows = None if row is None else row.float().unsqueeze(-1)
     columns = None if col is None else col.float()

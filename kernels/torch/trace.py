@@ -1,4 +1,4 @@
-"""Modules as graphs of torch.fx, as far as these are the same function."""
+"""Traces modules to torch.fx graphs, if the graph computes the same function."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ IN_PLACE: tuple[Any, ...] = (
 
 
 def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphModule | None:
-    """The graph of a module; None where torch.fx can't follow it, or what it writes down may be another function and
-    no ``example_inputs`` will show that."""
+    """Returns the graph of a module, or None if torch.fx can't trace it.
+
+    Also returns None if the graph may compute another function and there are no ``example_inputs`` to compare on.
+    """
     if isinstance(module, nn.Linear | nn.Conv2d):
         module = nn.Sequential(module).eval()
-    # What has a default may be left out or given, and a trace holds one of the two.
+    # A trace fixes whether an input with a default is given.
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return None
@@ -37,14 +39,16 @@ def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphMo
             return traced
         with torch.no_grad():
             ShapeProp(traced).propagate(*copy.deepcopy(tuple(example_inputs)))
-    except Exception:  # control flow, optional inputs, leaf functions: whatever fx can't follow
+    except Exception:  # control flow, optional inputs, leaf functions: everything that fx can't trace
         return None
     return traced
 
 
 def adds_in_place(module: nn.Module) -> bool:
-    """Whether the code of a part, or a function beside it that it calls, has ``x += y`` and the like: a trace has
-    ``x + y`` there, which leaves x as it was for others who see it."""
+    """Tells whether the code of a part, or a function in its file that it calls, has ``x += y`` or the like.
+
+    A trace has ``x + y`` instead, which doesn't change x for other users of x.
+    """
     return any(map(_kind_adds_in_place, {type(part) for part in module.modules()}))
 
 
@@ -65,7 +69,7 @@ def _kind_adds_in_place(kind: type[nn.Module]) -> bool:
 
 
 def writes_between(taken: list[fx.Node], modules: dict[str, nn.Module]) -> bool:
-    """Whether another node between the first and the last of ``taken`` may write to a tensor."""
+    """Tells whether another node between the first and the last of ``taken`` may write to a tensor."""
     node = taken[0]
     while node is not taken[-1]:
         node = node.next

@@ -1,4 +1,4 @@
-"""Whether a fused module computes what the original does: both run on the same inputs."""
+"""Verifies a fused module: runs it and the original on the same inputs and compares the outputs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accel.errors import GateFailed
 from torch import nn
 
-from accel.errors import GateFailed
-
-# The largest difference allowed, relative to the largest element of the output, by the output's dtype: a hundred
-# roundings of an fp32 chain, and four of the 16-bit formats (which the original rounds more often than the fused one).
+# The largest allowed difference, relative to the largest element of the output, by the output's dtype: a hundred
+# roundings in fp32, and four in the 16-bit formats, in which the original rounds more often than the fused module.
 LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
 ACTS = {
     "none": nn.Identity(),
@@ -26,12 +25,12 @@ ACTS = {
 def verify_layer(
     layer: nn.Linear | nn.Conv2d, norm: nn.Module | None, act: str, fused: nn.Module
 ) -> tuple[float, float]:
-    """``verify`` for one layer and what follows it, with random inputs made for it."""
+    """Runs ``verify`` for one layer and the modules fused with it, on random inputs."""
     before = nn.Sequential(layer, *([norm] if norm is not None else []), ACTS[act]).eval()
     shape: tuple[int, ...]
     if isinstance(layer, nn.Linear):
         shape = (4, layer.in_features)
-    else:  # three pixels out and more, whatever the padding
+    else:  # an image large enough for at least three output pixels with any padding
         taps = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
         shape = (2, layer.in_channels, *(far * (tap - 1) + 1 + 2 * step for tap, step, far in taps))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(layer.weight)
@@ -39,19 +38,19 @@ def verify_layer(
 
 
 def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[float, float]:
-    """The largest difference relative to its output's largest element, and the limit that held for it.
+    """Returns the largest difference, relative to the output's largest element, and its limit.
 
-    Raises ``GateFailed`` where it is over the limit, or where shape or dtype differ.
+    Raises ``GateFailed`` if the difference is over the limit, or the shape or dtype differs.
     """
     with torch.no_grad():
-        # Each gets inputs of its own: a model may write into them.
+        # Both modules get a copy of the inputs, because a module may write to its inputs.
         wanted = _tensors(before(*copy.deepcopy(tuple(inputs))))
         got = _tensors(after(*copy.deepcopy(tuple(inputs))))
     worst, limit = 0.0, LIMITS[torch.float32]
     for at, (reference, value) in enumerate(zip(wanted, got, strict=True)):
         if value.shape != reference.shape or value.dtype != reference.dtype:
             raise GateFailed(
-                f"fusing made output {at} {value.dtype} {list(value.shape)}, it was {reference.dtype} "
+                f"fusing made output {at} {value.dtype} {list(value.shape)}, and it was {reference.dtype} "
                 f"{list(reference.shape)}; leave this module unfused and report it"
             )
         if not reference.numel():

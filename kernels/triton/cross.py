@@ -1,4 +1,4 @@
-"""Cross-compilation of the Triton configurations: what can be proven about a GPU's code without that GPU."""
+"""Cross-compiles the Triton configurations, to check a GPU's code without that GPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import MissingExtra, UnsupportedHere
-from accel.kernels.configs import SHARED_LIMIT, Config, get, product
-from accel.kernels.reference import QMAX
-from accel.kernels.sass import find_cuobjdump
-from accel.kernels.spec import EpilogueSpec
-from accel.kernels.triton_launch import GROUP, PARTS_TILE, flags, tile
+
+from ..catalogue.configs import SHARED_LIMIT, Config, get, product
+from ..catalogue.reference import QMAX
+from ..catalogue.spec import EpilogueSpec
+from ..native.sass import find_cuobjdump
+from .launch import GROUP, PARTS_TILE, flags, tile
 
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
 MOST_IMPRECISE = 128  # as in csrc/cutlass/sm90.cu
-# What dispatch wants to be multiples of 16 before it takes a large tile (of the strides one is 1), and the kernels' own
-# memory. Rows, pixels and the epilogue's operands are as they come.
+# The arguments that dispatch requires to be multiples of 16 for a large tile (one of the strides is 1), and the
+# kernels' own memory. Rows, pixels and the epilogue's operands can be anything.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -28,8 +29,10 @@ CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made: shared memory and spills in bytes, the tensor-core instruction that is in its PTX
-    with the type of its operands (``wgmma e4m3``; several: one after another)."""
+    """A compiled kernel: shared memory and spills in bytes, and the tensor-core instructions in its PTX.
+
+    An instruction comes with the type of its operands (``wgmma e4m3``).
+    """
 
     config: str
     dtype: str
@@ -40,32 +43,33 @@ class Compiled:
     instruction: str
     kernel: str = ""
     imprecise: int = 0
-    """Of an fp8 product of sm_90: how much of K its tensor cores sum up in their 14 bits before fp32 takes over."""
+    """For an fp8 product on sm_90: how much of K the tensor cores sum up in 14 bits before fp32 takes over."""
 
     @property
     def problem(self) -> str:
-        """What is wrong with it; empty where nothing is."""
+        """Says in words what is wrong with the kernel, or returns ""."""
         if self.shared > SHARED_LIMIT[self.arch]:
-            return f"{self.shared} bytes of shared memory, sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
+            return f"{self.shared} bytes of shared memory, and sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
         if self.spilled:
             return f"{self.spilled} bytes spilled"
         if self.imprecise > MOST_IMPRECISE:
             return f"{self.imprecise} of K are summed in the 14 bits that sm_{self.arch} keeps of fp8"
         wanted = product(get(self.config), self.dtype, self.arch) if self.kernel != "sum_parts" else ""
         if self.instruction != wanted:
-            return f"{self.instruction or 'no tensor-core instruction'} where {wanted or 'none'} was to be"
+            return f"{self.instruction or 'no tensor-core instruction'} instead of {wanted or 'none'}"
         return ""
 
 
 def compile_config(
     config: Config, dtype: str, arch: int, *, epilogue: EpilogueSpec = FULL, sums: bool = False, aligned: bool = True
 ) -> Compiled:
-    """``config`` for ``dtype`` compiled for sm_``arch``; ``epilogue``: by default all there is, and fp16 output.
-    ``sums``: of a configuration that splits K, the kernel that adds the parts up. ``aligned``: the arguments in
-    ``DIVISIBLE`` are multiples of 16; else nothing is known of any address, size or stride. Triton makes other code of
-    each: loads of single elements take more registers than vectors.
+    """Compiles ``config`` for ``dtype`` and sm_``arch``.
 
-    Raises ``MissingExtra`` without Triton, ``UnsupportedHere`` where the configuration isn't shipped for that arch.
+    ``epilogue``: by default every operand, and fp16 output. ``sums``: compiles the kernel that adds up the parts, for a
+    configuration that splits K. ``aligned``: the arguments in ``DIVISIBLE`` are multiples of 16. Otherwise nothing is
+    known of any address, size or stride, and Triton loads single elements, which takes more registers than vectors.
+
+    Raises ``MissingExtra`` without Triton, and ``UnsupportedHere`` if the configuration isn't shipped for that arch.
     """
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -75,12 +79,14 @@ def compile_config(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from accel.kernels import triton_kernels
+    from . import kernels as triton_kernels
 
     kernel = "sum_parts" if sums else config.kernel
     function = getattr(triton_kernels, kernel)
     constants = _sum_constants(config, epilogue) if sums else _constants(config, dtype, epilogue)
-    divisible = DIVISIBLE - {"K"} if kernel == "gemm_tma" else DIVISIBLE  # rows of 16 bytes are enough for it
+    divisible = (
+        DIVISIBLE - {"K"} if kernel == "gemm_tma" else DIVISIBLE
+    )  # TMA only needs rows of a multiple of 16 bytes
     if not aligned:
         divisible = frozenset()
         constants = {name: value for name, value in constants.items() if not name.startswith("stride_")}
@@ -92,7 +98,7 @@ def compile_config(
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options: dict[str, Any] = {"enable_fp_fusion": True}
-    if not sums:  # those of its launch are the compiler's own
+    if not sums:  # the second kernel uses the compiler's defaults
         options |= {"num_warps": config.warps, "num_stages": config.stages}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(made.asm["cubin"])
@@ -134,18 +140,21 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
 
 
 def _imprecise(ttgir: str) -> int:
-    """The largest K of a warpgroup's fp8 product in Triton's intermediate code that isn't added up in fp32."""
+    """Returns the largest K in Triton's intermediate code that a warpgroup's fp8 product doesn't add up in fp32."""
     products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
     return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 
 
 def _instruction(ptx: str) -> str:
-    """Every tensor-core product in the PTX: ``mma.sync s8`` for mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32."""
+    """Names each tensor-core product in the PTX, e.g.
+
+    ``mma.sync s8`` for mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32.
+    """
     found = set()
     for name, rest in re.findall(r"^\s*(?:@\S+ )?(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.(\S+)", ptx, re.MULTILINE):
         if name == "tcgen05.mma":
             operands = re.findall(r"kind::\w+", rest)
-        else:  # after the tile and the orders: the type of the sum, of a, of b
+        else:  # after the tile and the orders come the types of the sum, a and b
             types = re.findall(r"(?<![a-z0-9_])(?:[usb]\d+|b?f\d+|tf32|e\dm\d)(?![a-z0-9_])", rest)
             operands = sorted(set(types[1:3]))
         found.add(" ".join([name.removesuffix(".mma_async"), *operands]))
@@ -153,7 +162,7 @@ def _instruction(ptx: str) -> str:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of local memory (spills) of a cubin, as cuobjdump reads them."""
+    """Returns the registers per thread and the bytes of local memory (spills) of a cubin, from cuobjdump."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

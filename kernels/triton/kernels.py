@@ -1,10 +1,11 @@
 # mypy: ignore-errors
-"""The Triton source: pointer GEMM (with split-K), TMA-descriptor persistent GEMM, implicit-GEMM convolution, row-wise
-quantization. One epilogue serves all of them.
+"""The Triton source of all kernels, with one epilogue for all of them.
 
-An operand that a problem does not have is passed as any pointer with its ``HAS_`` flag off. Upper-case
-arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` makes the
-products fp32: for the interpreter, whose bfloat16 and float8 dot products are wrong.
+The kernels are a pointer GEMM (with split-K), a persistent GEMM on TMA descriptors, an implicit-GEMM convolution, and
+row-wise quantization.
+A missing operand is passed as any pointer, with its ``HAS_`` flag off. Upper-case arguments of type ``constexpr`` are
+compile-time constants. ``UPCAST`` makes the products fp32, for the interpreter, whose bfloat16 and float8 dot products
+are wrong.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 @triton.jit
 def activate(x, ACT: tl.constexpr):
     if ACT == "relu":
-        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)  # a NaN stays one
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)  # keeps NaN
     elif ACT == "silu":
         x = x * tl.sigmoid(x)
     elif ACT == "gelu_erf":
@@ -30,8 +31,10 @@ def finish(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
     PIXELS=1, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Scales, bias, activation, residual in fp32 on a tile of the product; one rounding; the store, masked. ``FIRST``:
-    rows are the pixels of images with their channels first, PIXELS an image."""
+    """Applies scales, bias, activation and residual in fp32 to a tile of the product, rounds once, stores with a mask.
+
+    ``FIRST``: rows are the pixels of channels-first images, PIXELS an image.
+    """
     x = acc.to(tl.float32)
     if HAS_ROW:
         x = x * tl.load(row_scale + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
@@ -56,14 +59,14 @@ def multiply(x, y, acc, UPCAST: tl.constexpr):
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     if x.dtype.is_fp8():
-        # Hopper's tensor cores keep 14 bits of an fp8 sum: after each step of K it is added up in fp32.
+        # Hopper's tensor cores keep 14 bits of an fp8 sum, so each step of K is added up in fp32.
         return tl.dot(x, y, acc, max_num_imprecise_acc=x.shape[1], out_dtype=acc.dtype)
     return tl.dot(x, y, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit
 def tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The tile of a program, in groups of GROUP rows of tiles, so that neighbours share operands in L2."""
+    """Returns the tile of a program, in groups of GROUP rows of tiles, so that neighbors share operands in L2."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_group = GROUP * tiles_n
@@ -79,7 +82,10 @@ def gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Any strides, any alignment. With SPLIT > 1, part ``program_id(1)`` of K goes to ``out[part]``, (SPLIT, M, N)."""
+    """The GEMM for any strides and alignment. With SPLIT > 1, part ``program_id(1)`` of K goes to ``out[part]``.
+
+    ``out`` is then (SPLIT, M, N).
+    """
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     part = tl.program_id(1)
     rows = tile_m * BM + tl.arange(0, BM)
@@ -109,7 +115,7 @@ def sum_parts(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The second half of split-K: sums the parts in a fixed order, then the epilogue."""
+    """The second half of split-K: sums the parts in a fixed order, then applies the epilogue."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (rows < M)[:, None] & (cols < N)[None, :]
@@ -127,7 +133,10 @@ def gemm_tma(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: PROGRAMS programs walk the tiles. ``a`` (M, K) and ``b`` as (N, K), rows of 16n bytes."""
+    """The persistent GEMM: PROGRAMS programs share the tiles.
+
+    ``a`` (M, K) and ``b`` as (N, K) have rows of 16n bytes.
+    """
     a_tiles = tl.make_tensor_descriptor(a, shape=[M, K], strides=[K, 1], block_shape=[BM, BK])
     b_tiles = tl.make_tensor_descriptor(b, shape=[N, K], strides=[K, 1], block_shape=[BN, BK])
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
@@ -153,8 +162,10 @@ def conv2d(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Implicit GEMM: rows are output pixels, columns output channels; K runs over the taps, then the channels. All is
-    NHWC and OHWI, with ``FIRST`` NCHW and OIHW."""
+    """The convolution as implicit GEMM: rows are output pixels, columns output channels.
+
+    K runs over the taps, then the channels. Layouts are NHWC and OHWI, or with ``FIRST`` NCHW and OIHW.
+    """
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = tile_m * BM + tl.arange(0, BM)
     cols = tile_n * BN + tl.arange(0, BN)
@@ -196,8 +207,11 @@ def store_quotients(v, scale, q, at, K, QMAX: tl.constexpr, INTEGER: tl.constexp
 
 @triton.jit
 def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr):
-    """One row a program: its largest magnitude, then its quotients. A NaN in the row makes the scale NaN. The first BK
-    elements stay in registers; only what a longer row has after them is read twice."""
+    """Quantizes one row a program: finds its largest magnitude, then its quotients.
+
+    A NaN in the row makes the scale NaN. The first BK elements stay in registers. Only the rest of a longer row is read
+    twice.
+    """
     row = tl.program_id(0).to(tl.int64)
     steps = tl.arange(0, BK)
     start = x + row * stride_m

@@ -1,4 +1,4 @@
-"""From tensors to a launch of the Triton kernels: the same code on a GPU and in the interpreter."""
+"""Launches the Triton kernels with tensors, by the same code on a GPU and in the interpreter."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from accel.kernels.configs import Config, get
-from accel.kernels.reference import QMAX, TORCH_DTYPES
-from accel.kernels.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
+from ..catalogue.configs import Config, get
+from ..catalogue.reference import QMAX, TORCH_DTYPES
+from ..catalogue.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
 
-GROUP = 8  # rows of tiles that are walked together
-PARTS_TILE = {"BM": 16, "BN": 64}  # in which the parts of a split K are summed
+GROUP = 8  # rows of tiles that programs take together
+PARTS_TILE = {"BM": 16, "BN": 64}  # the tile in which the parts of a split K are summed
 
 
 def cdiv(a: int, b: int) -> int:
@@ -20,7 +20,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def flags(epilogue: EpilogueSpec) -> dict[str, Any]:
-    """The compile-time constants of an epilogue."""
+    """Returns the compile-time constants of an epilogue."""
     return {
         "ACT": epilogue.act,
         "HAS_BIAS": epilogue.bias,
@@ -31,19 +31,19 @@ def flags(epilogue: EpilogueSpec) -> dict[str, Any]:
 
 
 def tile(config: Config, dtype: str) -> dict[str, int]:
-    """The tile of a configuration as compile-time constants."""
+    """Returns the tile of a configuration as compile-time constants."""
     return {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k(dtype)}
 
 
 def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> dict[str, Any]:
-    """The tile, the arithmetic of the dtype and, for a compiler, the warps and stages."""
+    """Returns the tile, the arithmetic of the dtype, and for the compiler the warps and stages."""
     found: dict[str, Any] = {**tile(config, spec.in_dtype), "GROUP": GROUP, "INTEGER": spec.in_dtype == "int8"}
     found["UPCAST"] = interpreted and spec.in_dtype in ("bf16", "fp8_e4m3")
     return found if interpreted else found | {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def _epilogue_of(operands: dict[str, torch.Tensor], placeholder: torch.Tensor) -> list[torch.Tensor]:
-    """Every operand an epilogue can have, dense; ``placeholder`` for one that isn't there and won't be read."""
+    """Returns every operand that an epilogue can have, dense. A missing one is ``placeholder``, which isn't read."""
     names = ("bias", "residual", "row_scale", "col_scale")
     return [operands[name].contiguous() if name in operands else placeholder for name in names]
 
@@ -58,7 +58,7 @@ def run_gemm(
     *,
     interpreted: bool = False,
 ) -> torch.Tensor:
-    """``spec`` by ``config``; ``kernels`` is the module with the Triton source."""
+    """Computes ``spec`` by ``config``. ``kernels``: the module with the Triton source."""
     e = spec.epilogue
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
     given = _epilogue_of(operands, a)
@@ -94,7 +94,7 @@ def run_conv2d(
     *,
     interpreted: bool = False,
 ) -> torch.Tensor:
-    """``spec`` by ``config``; NHWC in and out."""
+    """Computes ``spec`` by ``config``. Takes and returns NHWC."""
     g, e = spec.gemm, spec.epilogue
     x, weight = x.contiguous(), weight.contiguous()
     shape = (spec.images, spec.out_height, spec.out_width, spec.c_out)
@@ -108,13 +108,13 @@ def run_conv2d(
 
 
 def geometry(spec: ConvSpec) -> dict[str, int]:
-    """The compile-time constants of a convolution."""
+    """Returns the compile-time constants of a convolution."""
     values = (*spec.kernel, *spec.stride, *spec.padding, *spec.dilation)
     return dict(zip(("KH", "KW", "SH", "SW", "PH", "PW", "DH", "DW"), values, strict=True))
 
 
 def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row-wise quantization: values in ``dtype`` and fp32 scales."""
+    """Quantizes rows. Returns the values in ``dtype`` and fp32 scales."""
     q = torch.empty(x.shape, dtype=TORCH_DTYPES[dtype], device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     config = row_config(x.shape[1], dtype)
@@ -126,8 +126,10 @@ def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tenso
 
 
 def row_config(columns: int, dtype: str) -> Config:
-    """The configuration in a block that holds a row in registers, of 1024 elements up to what is shipped: 16 a thread
-    at most."""
+    """Returns the configuration whose block holds a row in registers, at most 16 elements a thread.
+
+    The block has at least 1024 elements and at most as many as the largest shipped one.
+    """
     largest = get("quantize_8192")
     block = min(max(1 << (columns - 1).bit_length(), 1024), largest.block_k(dtype))
     return replace(largest, block_k_bytes=block * BYTES[dtype], warps=max(4, block // 512))
@@ -136,5 +138,5 @@ def row_config(columns: int, dtype: str) -> Config:
 def _give_scratch(device: torch.device) -> None:
     import triton
 
-    # Descriptors are built on the device, in memory that Triton asks for.
+    # Descriptors are built on the device, in memory that Triton requests from this allocator.
     triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))

@@ -1,16 +1,15 @@
 # mypy: ignore-errors
-"""The GEMM and the convolution as TensorRT calls a quick plugin's kernel: tensor inputs, then the scalars, then the
-output.
+"""The GEMM and the convolution with the parameters of TensorRT's quick plugins: tensor inputs, scalars, the output.
 
-TensorRT passes exactly the inputs that a plugin has, so there is one kernel a number of operands: those that there are
-of bias, row scale, column scale and residual, in this order. All are dense; ``nt`` (``TRANSPOSED``) is b as (N, K);
-images and weights are as in ONNX, channels first.
+TensorRT passes exactly the inputs that a plugin has, so each number of operands has its kernel. The operands that exist
+are in this order: bias, row scale, column scale, residual. All are dense. With ``nt`` (``TRANSPOSED``), b is (N, K).
+Images and weights are channels first, as in ONNX.
 """
 
 import triton
 import triton.language as tl
 
-from accel.kernels.triton_kernels import conv2d, gemm
+from .kernels import conv2d, gemm
 
 
 @triton.jit
@@ -42,7 +41,7 @@ def gemm_plugin_1(
     HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``x`` is the one that there is."""
+    """``x`` is the only operand of the epilogue."""
     dense(a, b, x, x, x, x, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
           BM, BN, BK, GROUP, UPCAST)  # fmt: skip
 
@@ -54,7 +53,7 @@ def gemm_plugin_2(
     HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A row scale stands behind a bias, a column scale behind either."""
+    """Two of the four operands: a row scale comes after a bias, and a column scale after either."""
     row = y if HAS_BIAS else x
     col = y if HAS_BIAS or HAS_ROW else x
     dense(a, b, x, row, col, y, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
@@ -68,7 +67,7 @@ def gemm_plugin_3(
     HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Only one of the four is missing: a column scale is the third where the residual is."""
+    """Three of the four operands: a column scale is the third if the residual is missing."""
     row = y if HAS_BIAS else x
     col = y if HAS_RESIDUAL else z
     dense(a, b, x, row, col, z, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
@@ -115,7 +114,7 @@ def conv_plugin_1(
     DH: tl.constexpr, DW: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``y`` is the one that there is of bias and residual."""
+    """``y`` is the bias or the residual, whichever exists."""
     convolve(x, weight, y, y, M, N, C, H, W, OH, OW, out, KH, KW, SH, SW, PH, PW, DH, DW, ACT, HAS_BIAS, HAS_RESIDUAL,
              BM, BN, BK, GROUP, UPCAST)  # fmt: skip
 

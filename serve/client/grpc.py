@@ -1,4 +1,9 @@
-"""A small client of the gRPC face, for ``accel infer``: arrays in, arrays out."""
+"""A small gRPC client for ``accel infer``: arrays in, arrays out.
+
+This client exists because tritonclient, which the tests use, would be one more dependency and would leave most of the
+work to accel. tritonclient doesn't split arrays into batches, cast arrays to the model's dtypes, join the outputs or
+explain a wrong address. grpcio and the messages of the protocol are installed with the server.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,10 @@ import numpy as np
 
 from accel.errors import BadData, UsageError, one_line
 from accel.progress import report
-from accel.serve import proto
-from accel.serve.inference import Code, ServeError
-from accel.serve.tensors import DATATYPES, decode_raw, encode, to_bytes
+
+from ..protocol import messages as proto
+from ..protocol.inference import Code, ServeError
+from ..protocol.tensors import DATATYPES, decode_raw, encode, to_bytes
 
 _CODES = {code.name: code for code in Code}
 _INT32_MAX = (1 << 31) - 1
@@ -26,7 +32,7 @@ _SCORES = ("FP32", "FP16", "BF16", "FP64")
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredClass:
-    """One class of a sample. ``label``: "" where the model has none."""
+    """One class of a sample. ``label``: "" if the model has no labels."""
 
     score: float
     index: int
@@ -40,8 +46,8 @@ def _scored(text: bytes) -> ScoredClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Inference:
-    """What a model answered: ``outputs`` by name (``BYTES`` as object arrays), joined over the batches sent.
-    ``classified``: they are strings that name the largest values, see ``classes``."""
+    """A model's answer. ``outputs``: arrays by name, joined over all requests; ``BYTES`` are object arrays.
+    ``requests``: number of requests. ``classified``: the outputs are strings that name classes, see ``classes``."""
 
     model: str
     version: str
@@ -51,7 +57,7 @@ class Inference:
     classified: bool = False
 
     def classes(self) -> dict[str, list[list[ScoredClass]]]:
-        """By output the largest values of each sample, largest first, where they were asked for."""
+        """Returns by output the classes of each sample, highest score first. Empty if no classes were requested."""
         if not self.classified:
             return {}
         return {
@@ -80,9 +86,13 @@ class Inference:
 
 
 class InferenceClient:
-    """``url``: host:port. ``ca``: PEM of who signed the server's certificate, for TLS. ``certificate`` and ``key``: PEM
-    of who asks, where the server wants to know. ``timeout``: seconds a call may take. Every call raises ``ServeError``
-    with the server's code and text. ``UsageError`` where only a part of the TLS files is given."""
+    """A connection to one server.
+
+    ``url``: host:port. ``token``: bearer token. ``ca``: PEM file with the CA of the server's certificate; turns TLS on.
+    ``certificate`` and ``key``: PEM files that identify the client. ``timeout``: seconds that a call may take. Every
+    call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if only a part of the TLS files is
+    given.
+    """
 
     def __init__(
         self,
@@ -112,7 +122,7 @@ class InferenceClient:
             self._channel = grpc.secure_channel(url, credentials, options)
 
     def call(self, method: str, **fields: Any) -> Any:
-        """One unary call of the service by its name."""
+        """Calls a unary method of the service by its name and returns its response message."""
         request, response, _ = proto.methods()[method]
         return self._send(method, request(**fields), response)
 
@@ -131,7 +141,7 @@ class InferenceClient:
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
-        """Why gRPC found no server, where that can be told from what is at the address; nothing where it can't."""
+        """Returns why the address has no gRPC server, found by a plain HTTP request. Empty if the reason is unknown."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
             return f"{self._url} has no port; give HOST:PORT, the server's --grpc-port (8001)"
@@ -145,16 +155,19 @@ class InferenceClient:
             return f"no server answers at {self._url}; start one with accel serve, or check --url"
         if begins == b"HTTP/":
             return f"{self._url} speaks HTTP, not gRPC; give the server's gRPC port (--url {host}:8001, usually)"
-        if begins[:1] == b"\x15" or (not begins and not self._tls):  # what TLS says to a stranger
-            return f"{self._url} doesn't speak gRPC in the clear; where it uses TLS pass --tls-ca, else check --url"
+        if begins[:1] == b"\x15" or (not begins and not self._tls):  # a TLS alert, or TLS closed the connection
+            return f"{self._url} doesn't speak gRPC in the clear; if it uses TLS, pass --tls-ca, else check --url"
         return f"{self._url} doesn't use TLS; leave out --tls-ca" if self._tls and begins else ""
 
     def infer_many(
         self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "", batch: int = 0, classes: int = 0
     ) -> Inference:
-        """As many requests as it takes: ``batch`` samples each (0: what the model takes at most). Integers and floats
-        of another width are cast to what the model takes. ``classes``: so many of each sample's largest values in place
-        of the outputs, with their labels; 0 for the outputs themselves."""
+        """Sends ``feeds`` in requests of ``batch`` samples (0: the model's largest batch) and joins the outputs.
+
+        Casts integers and floats of another width to the model's dtypes. ``classes``: the number of classes per sample
+        to ask for in place of the outputs; 0 asks for the outputs. Raises ``BadData`` if the arrays don't fit the
+        model.
+        """
         metadata, config = self._describe(model, version)
         largest = int(config.max_batch_size)
         feeds = _fitting(feeds, metadata)
@@ -176,9 +189,11 @@ class InferenceClient:
         std: tuple[float, ...] = (),
         classes: int | None = None,
     ) -> Inference:
-        """As ``infer_many`` for image files, read as ``images.ImageInput`` says, a sample each. ``classes`` None: three
-        where the model gives one row of scores for an image."""
-        from accel.serve.images import image_input
+        """Sends image files, a sample each, as ``infer_many`` sends arrays. ``ImageInput`` reads the files.
+
+        ``classes``: None asks for three classes if the model has one output with a row of scores per image.
+        """
+        from .images import image_input
 
         metadata, config = self._describe(model, version)
         image = image_input(metadata, config, mean, std)
@@ -194,7 +209,7 @@ class InferenceClient:
         return self._joined(metadata, batches, len(files), "images", version, classes, add_batch=not image.batched)
 
     def _describe(self, model: str, version: str) -> tuple[Any, Any]:
-        """``ModelMetadataResponse`` and ``ModelConfig``."""
+        """Returns the model's ``ModelMetadataResponse`` and ``ModelConfig``."""
         metadata = self.call("ModelMetadata", name=model, version=version)
         return metadata, self.call("ModelConfig", name=model, version=version).config
 
@@ -209,7 +224,7 @@ class InferenceClient:
         *,
         add_batch: bool = False,
     ) -> Inference:
-        """A request for each of ``batches`` (feeds, and how many samples), and their outputs as one."""
+        """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
         report(f"{metadata.name}: 0 of {total} {what}", 0.0)
@@ -225,7 +240,7 @@ class InferenceClient:
             }
         except ValueError:
             raise BadData(
-                f"the outputs of '{metadata.name}' differ in shape between the {what}; send equal ones"
+                f"the outputs of '{metadata.name}' differ in shape between the {what}; send {what} of equal shape"
             ) from None
         return replace(first, outputs=joined, requests=len(found))
 
@@ -266,7 +281,7 @@ class InferenceClient:
 
 
 def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:
-    """Neighbours that can be stacked, at most ``most`` together."""
+    """Yields lists of at most ``most`` neighboring arrays of the same shape."""
     batch: list[np.ndarray] = []
     for array in arrays:
         if batch and (len(batch) == most or batch[0].shape != array.shape):
@@ -278,26 +293,30 @@ def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.nda
 
 
 def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.ndarray]:
-    """The arrays that are the model's inputs, in its dtypes. ``BadData`` where one is another kind of thing."""
+    """Returns the arrays that are inputs of the model, in its dtypes. Raises ``BadData`` if an array can't be cast."""
     found = {}
     for tensor in metadata.inputs:
         if tensor.name not in feeds:
-            continue  # optional, or the server says that it isn't
+            continue  # the server refuses the request if the input isn't optional
         value, wanted = feeds[tensor.name], DATATYPES[tensor.datatype].numpy
         if wanted.kind == "O":
             value = to_bytes(value)
         elif value.dtype != wanted:
             kinds = {value.dtype.kind, wanted.kind}
             cast = value.astype(wanted) if value.dtype.kind in "iufbV" else None
-            # Whole numbers of a JSON file, or of a list, are numbers like others; bytes may be pixels not yet scaled.
+            # Whole numbers in a JSON file or a list are int64 and may stand for floats. Bytes may be unscaled pixels,
+            # so they are not cast to floats.
             whole = value.dtype == np.int64 and wanted.kind == "f"
             same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
             if cast is None or not (same or whole):
                 raise BadData(
-                    f"input '{tensor.name}' is {value.dtype}, the model takes {tensor.datatype}; save it as that"
+                    f"input '{tensor.name}' is {value.dtype}, the model takes {tensor.datatype}; save it as "
+                    f"{tensor.datatype}"
                 )
             if value.dtype.kind in "iub" and not np.array_equal(cast.astype(value.dtype), value):
-                raise BadData(f"input '{tensor.name}' holds numbers that don't fit {tensor.datatype}")
+                raise BadData(
+                    f"input '{tensor.name}' holds numbers that don't fit {tensor.datatype}; keep them in its range"
+                )
             value = cast
         found[tensor.name] = value
     if not found:
@@ -307,8 +326,10 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
 
 
 def not_finite(feeds: Mapping[str, np.ndarray]) -> list[str]:
-    """A sentence for each of the arrays that holds NaN or infinity. They are sent as they are: some models take a NaN
-    for a missing value, for others it is an accident upstream."""
+    """Returns a sentence for each array that holds NaN or infinity.
+
+    The arrays are still sent: some models take NaN for a missing value.
+    """
     found = []
     for name, value in feeds.items():
         if value.dtype.kind != "f":
@@ -328,7 +349,7 @@ def _pem(path: Path, option: str) -> bytes:
 
 
 def read_inputs(path: Path) -> dict[str, np.ndarray]:
-    """Arrays by name from ``.npz``, or from ``.json`` (an object of nested lists). Nothing is unpickled."""
+    """Reads arrays by name from ``.npz``, or from ``.json`` (an object of nested lists). Unpickles nothing."""
     return dict(_arrays(path))
 
 
@@ -344,7 +365,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             for name, values in body.items():
                 yield name, np.asarray(values)
             return
-        # Opened here: numpy leaves a file open that it can't read.
+        # This function opens the file, because numpy doesn't close a file that numpy can't read.
         with path.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):

@@ -1,4 +1,4 @@
-"""Image files as a model's input, for ``accel infer``: decoded, turned, resized, laid out and normalised."""
+"""Image files as a model's input, for ``accel infer``: decodes, rotates, resizes, lays out and normalizes images."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from accel.errors import BadData, MissingExtra, one_line
-from accel.serve import proto
-from accel.serve.tensors import DATATYPES
+
+from ..protocol import messages as proto
+from ..protocol.tensors import DATATYPES
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 _FORMATS = ("PNG", "JPEG")
@@ -21,7 +22,10 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The images that ``paths`` name, folders replaced by the images in them; empty where they name none."""
+    """Returns the images among ``paths``, with the images of each folder. Empty if ``paths`` has no images.
+
+    Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
+    """
     images = [path.is_dir() or path.suffix.lower() in ENDINGS for path in paths]
     if not any(images):
         return []
@@ -38,8 +42,11 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInput:
-    """The image that a model takes. ``height``, ``width``: None where any will do. ``channels_first``: NCHW, else NHWC.
-    ``batched``: the first dim is the batch. ``mean``, ``std``: one number or one a channel, of pixels in 0..1."""
+    """The image that a model takes.
+
+    ``height``, ``width``: pixels, None if the model takes any size. ``channels_first``: True for NCHW, False for NHWC.
+    ``batched``: the first dim is the batch. ``mean``, ``std``: one number, or one per channel, for pixels in 0..1.
+    """
 
     name: str
     datatype: str
@@ -52,7 +59,7 @@ class ImageInput:
     std: tuple[float, ...] = ()
 
     def read(self, path: Path) -> np.ndarray:
-        """One image as this input takes it, without a batch. ``BadData`` where it can't be read."""
+        """Returns one image as this input takes it, without a batch dim. Raises ``BadData`` if it can't be read."""
         pixels = np.asarray(self._decoded(path))
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
@@ -72,7 +79,7 @@ class ImageInput:
             raise MissingExtra("pillow", "serve") from None
         try:
             with warnings.catch_warnings():
-                # A small file that unpacks to a huge picture is refused, not warned of.
+                # Refuses a small file that unpacks to a huge image, of which Pillow only warns.
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
@@ -83,9 +90,9 @@ class ImageInput:
 
 
 def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> ImageInput:
-    """What kind of image a model takes, from its ``ModelMetadataResponse`` and ``ModelConfig``.
+    """Returns the image input of a model, from its ``ModelMetadataResponse`` and ``ModelConfig``.
 
-    ``BadData`` where it doesn't take one image, or ``mean`` and ``std`` don't fit it.
+    Raises ``BadData`` if the model doesn't take exactly one image, or ``mean`` and ``std`` don't fit it.
     """
     found = []
     formats = {tensor.name: proto.enum_name("ModelInput.Format", tensor.format) for tensor in config.input}
@@ -124,10 +131,10 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
 
 
 def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
-    """Whether the first of three dims is the channels, or the last; None where neither can be, or both."""
+    """Returns True if the first of three dims is the channels and False if the last is. None if neither or both fit."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
-    for channels in (3, 1, 4):  # the likeliest first: an image may be four pixels high
+    for channels in (3, 1, 4):  # the likeliest first, because an image may be four pixels high
         if (shape[0] == channels) != (shape[2] == channels):
             return shape[0] == channels
     return None

@@ -1,20 +1,20 @@
-"""From a transport's call to the request of a model, and from the model's response to the reply."""
+"""Turns a transport's call into the request for a model, and the model's response into the reply."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from accel.serve.classification import classify
-from accel.serve.inference import InferenceRequest, InferenceResponse, Parameter
-from accel.serve.tensors import decode_raw, decode_typed, encode, invalid, to_bytes, to_strings
-from accel.serve.transport import InferCall, InferReply, ReplyTensor, WantedOutput, WireInput
+from ..protocol.inference import InferenceRequest, InferenceResponse, Parameter
+from ..protocol.tensors import decode_raw, decode_typed, encode, invalid, to_bytes, to_strings
+from .classification import classify
+from .transport import InferCall, InferReply, ReplyTensor, WantedOutput, WireInput
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from accel.serve.model import ServedModel
-    from accel.serve.shared_memory import SharedMemory
+    from ..models.model import ServedModel
+    from .shared_memory import SharedMemory
 
 _FINAL = "triton_final_response"
 _EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -22,7 +22,8 @@ _SCHEDULING = ("sequence_id", "sequence_start", "sequence_end", "priority", "tim
 
 
 def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> InferenceRequest:
-    """The request that ``call`` makes of ``model``. ``ServeError`` INVALID_ARGUMENT where it makes none."""
+    """Returns the request for ``model`` that ``call`` describes. Raises ``ServeError`` INVALID_ARGUMENT if the inputs,
+    outputs or parameters of ``call`` don't fit the model."""
     inputs: dict[str, np.ndarray] = {}
     for given in call.inputs:
         if given.name in inputs:
@@ -45,7 +46,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
-            inline=call.single,  # a stream reads on while it is run
+            inline=call.single,  # a stream keeps reading while the model runs
         ),
         call.parameters,
     )
@@ -64,7 +65,10 @@ def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.nda
 
 
 def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:
-    """Move the parameters that the protocol knows to where they belong."""
+    """Set the fields of ``request`` that the protocol's own parameters name.
+
+    Keep the others in ``request.parameters``.
+    """
     if not given:
         return request
     rest = {}
@@ -90,12 +94,12 @@ def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
         setattr(request, key, value)
     else:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-            raise invalid(f"{key} has to be an integer that isn't negative")
+            raise invalid(f"{key} has to be an integer of 0 or more")
         setattr(request, "timeout_us" if key == "timeout" else key, value)
 
 
 def make_reply(model: ServedModel, call: InferCall, found: InferenceResponse, memory: SharedMemory) -> InferReply:
-    """The reply to ``call``, its outputs as they were asked for: classified, or placed in ``memory``."""
+    """Returns the reply to ``call``. An output is classified or written to shared memory if ``call`` asks for that."""
     wanted = {output.name: output for output in call.outputs or ()}
     tensors = []
     for name, value in found.outputs.items():

@@ -1,4 +1,4 @@
-"""The classification extension: an output as its k largest values, with their indices and labels."""
+"""The classification extension: replaces an output by its k largest values, with their indices and labels."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accel.serve.tensors import invalid
+from ..protocol.tensors import invalid
 
 
 def classify(value: np.ndarray, count: int, labels: Sequence[str], batched: bool) -> np.ndarray:
-    """``"value:index"`` or ``"value:index:label"`` of the ``count`` largest values, largest first, as ``bytes``.
+    """Returns the ``count`` largest values, largest first, as ``bytes``: ``"value:index"`` or ``"value:index:label"``.
 
-    ``value``: ``[batch, ...]`` where ``batched``; everything behind the batch is one list of classes. The result is
-    ``[batch, count]`` or ``[count]``; ``count`` is cut to the number of classes.
+    ``value`` has the shape ``[batch, ...]`` if ``batched``; all dims after the batch are flattened into one list of
+    classes. The result has the shape ``[batch, count]`` or ``[count]``. If there are fewer than ``count`` classes, the
+    result has them all. Raises ``ServeError`` INVALID_ARGUMENT if ``value`` does not hold numbers.
     """
     if value.dtype.kind not in "iufb" and value.dtype.name != "bfloat16":
         raise invalid(f"class result not available for output due to unsupported type '{value.dtype}'")
     rows = value.reshape(value.shape[0] if batched else 1, -1)
     count = min(count, rows.shape[1])
     wide = rows.astype(np.float64) if rows.dtype.kind not in "iub" else rows.astype(np.int64)
-    # Stable, so that the first of equal ones comes first.
+    # A stable sort puts the lower index first if two values are equal.
     order = np.argsort(-wide, axis=1, kind="stable")[:, :count]
     made: np.ndarray = np.empty((len(rows), count), dtype=object)
     form = "%d:%d" if wide.dtype.kind == "i" else "%f:%d"

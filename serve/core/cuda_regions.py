@@ -1,6 +1,6 @@
-"""CUDA shared memory: a GPU's memory that a client allocated, and shares by the handle that CUDA gives for it.
+"""CUDA shared memory: GPU memory that a client allocated and shares through a CUDA IPC handle.
 
-Tensors are copied to and from it; sessions get and give numpy arrays.
+The server copies tensors between this memory and numpy arrays, because sessions take and return numpy arrays.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import numpy as np
 from accel.errors import AccelError
 from accel.runtimes.base import has_nvidia_gpu
 from accel.runtimes.cuda_memory import CudaFailed, CudaRuntime
-from accel.serve.inference import Code, ServeError
+
+from ..protocol.inference import Code, ServeError
 
 HANDLE_BYTES = 64
 
 
 class Ipc(Protocol):
-    """What of CUDA is needed here. Addresses are the GPU's, or the host's for what is called ``host``."""
+    """The CUDA calls that this module needs. ``address`` is an address in GPU memory, ``host`` one in host memory."""
 
     def open(self, handle: bytes, device: int) -> int:
-        """The address of what ``handle`` shares."""
+        """Returns the address of the memory that ``handle`` shares."""
         ...
 
     def room(self, address: int) -> int:
-        """Bytes from ``address`` to the end of the allocation that it is in."""
+        """Returns the number of bytes from ``address`` to the end of its allocation."""
         ...
 
     def from_gpu(self, host: int, address: int, size: int, device: int) -> None: ...
@@ -40,15 +41,15 @@ class Ipc(Protocol):
 
 
 def available() -> bool:
-    """Whether this machine has a GPU and what is needed to use it."""
+    """Tells whether this machine has an NVIDIA GPU and the package ``cuda.bindings``."""
     try:
         return has_nvidia_gpu() and importlib.util.find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:  # nothing is called cuda
+    except ModuleNotFoundError:  # there is no package cuda at all
         return False
 
 
 class CudaIpc(CudaRuntime):
-    """``Ipc`` on the GPUs of this machine. ``UnsupportedHere`` where there are none."""
+    """``Ipc`` on the GPUs of this machine. Raises ``UnsupportedHere`` if there is no GPU."""
 
     def open(self, handle: bytes, device: int) -> int:
         self._call(self._cuda.cudaSetDevice(device))
@@ -73,7 +74,7 @@ class CudaIpc(CudaRuntime):
         self._copy(address, host, size, device, self._kinds.cudaMemcpyHostToDevice)
 
     def _copy(self, target: int, source: int, size: int, device: int, kind: Any) -> None:
-        self._call(self._cuda.cudaSetDevice(device))  # of this thread
+        self._call(self._cuda.cudaSetDevice(device))  # the device is a setting of the thread
         self._call(self._cuda.cudaMemcpy(target, source, size, kind))
 
     def close(self, address: int, device: int) -> None:
@@ -83,7 +84,7 @@ class CudaIpc(CudaRuntime):
 
 @dataclass
 class CudaRegion:
-    """``byte_size`` bytes at ``address`` of the GPU ``device``, which ``handle`` shares."""
+    """A registered region: ``byte_size`` bytes at ``address`` of the GPU ``device``, shared through ``handle``."""
 
     name: str
     device: int
@@ -95,17 +96,18 @@ class CudaRegion:
     _closed: bool = False
 
     def read(self, offset: int, size: int) -> memoryview:
-        """A copy of ``size`` bytes that are known to be within the region."""
+        """Returns a copy of ``size`` bytes from ``offset``. The caller has checked that they lie within the region."""
         found = np.empty(size, dtype=np.uint8)
         self._copy(self.ipc.from_gpu, found.ctypes.data, self.address + offset, size)
         return memoryview(found)  # type: ignore[arg-type]
 
     def write(self, offset: int, body: bytes | bytearray | memoryview) -> None:
+        """Copy ``body`` to ``offset``. The caller has checked that it fits into the region."""
         source = np.frombuffer(body, dtype=np.uint8)
         self._copy(self.ipc.to_gpu, self.address + offset, source.ctypes.data, source.nbytes)
 
     def _copy(self, copy: Any, target: int, source: int, size: int) -> None:
-        with self._copying:  # it isn't closed meanwhile
+        with self._copying:  # close() waits until the copy has ended
             if self._closed:
                 raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{self.name}'")
             try:
@@ -124,7 +126,11 @@ class CudaRegion:
 
 
 def open_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
-    """``INVALID_ARGUMENT`` where ``handle`` shares nothing, or less; ``UNIMPLEMENTED`` where no GPU can be used."""
+    """Returns the region that ``handle`` shares.
+
+    Raises ``ServeError`` INVALID_ARGUMENT if ``handle`` shares no memory or less than ``byte_size`` bytes, and
+    UNIMPLEMENTED if this machine has no usable GPU.
+    """
 
     def refused(code: Code, why: str) -> ServeError:
         return ServeError(code, f"failed to register CUDA shared memory region: '{name}', {why}")

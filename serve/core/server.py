@@ -1,4 +1,4 @@
-"""The server itself: one set of functions for every transport. It knows no wire type: see ``transport.py``."""
+"""The server itself: one set of functions for every transport, in the types of ``transport.py``."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import accel
 from accel.errors import BadRepository
-from accel.serve import cuda_regions
-from accel.serve.access import Access
-from accel.serve.calls import make_reply, read_request
-from accel.serve.cuda_regions import CudaRegion
-from accel.serve.inference import (
+from accel.version import __version__
+
+from ..models.config import ModelConfig
+from ..models.model import Retired, ServedModel, ServedTensor, unknown
+from ..models.repository import IndexRow, Repository
+from ..protocol.inference import (
     Code,
     InferenceRequest,
     InferenceResponse,
-    ModelStatistics,
     Parameter,
     ServeError,
+    StatisticsRow,
     Ticket,
 )
-from accel.serve.model import Retired, ServedModel, ServedTensor, unknown
-from accel.serve.model_config import ModelConfig, parse_json
-from accel.serve.peers import Peers
-from accel.serve.repository import IndexRow, Repository
-from accel.serve.settings import LogSettings, TraceSettings
-from accel.serve.shared_memory import OwnedMemory, Region
-from accel.serve.transport import InferCall, InferReply, Reply
-
-if TYPE_CHECKING:
-    from accel.serve.tracing import Tracing
+from ..security.access import Access
+from . import cuda_regions
+from .calls import make_reply, read_request
+from .control import Processes
+from .cuda_regions import CudaRegion
+from .local_control import LocalControl, read_config
+from .settings import LogSettings, TraceSettings
+from .shared_memory import OwnedMemory, Region
+from .tracing import Tracing
+from .transport import InferCall, InferReply, Reply
 
 log = logging.getLogger("accel.serve")
 
@@ -56,7 +56,7 @@ EXTENSIONS = (
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """What a client has to know of a model."""
+    """The metadata of a model: its versions, platform, inputs and outputs."""
 
     name: str
     versions: tuple[str, ...]
@@ -66,7 +66,7 @@ class ModelMetadata:
 
 
 class InferenceServer:
-    """Everything a client can ask. Each method takes the caller's ``token`` and raises ``ServeError``."""
+    """Answers every call of a client. Each method takes the caller's ``token`` and raises ``ServeError``."""
 
     def __init__(
         self,
@@ -77,14 +77,15 @@ class InferenceServer:
         max_waiting: int = 0,
         tracing: Tracing | None = None,
     ) -> None:
-        """``max_waiting``: threads of the transport that may wait for each model, so that one that hangs doesn't hold
-        them all; 0 is unbounded. Requests that hold no thread are bounded by the models' queues."""
+        """``max_waiting``: the number of transport threads that may wait for one model, so that a model that hangs
+        doesn't hold all threads; 0 means no limit. The models' queues limit the requests that hold no thread."""
         self.repository = repository
         self.access = access or Access()
         self.memory = OwnedMemory()
         self.tracing = tracing
-        self.trace, self.logging = tracing.settings if tracing else TraceSettings(), LogSettings()
-        self.peers = Peers(self)
+        trace = tracing.settings if tracing else TraceSettings()
+        self.local = LocalControl(repository, self.memory, trace, LogSettings())
+        self.processes: Processes = self.local
         self._strict = strict_readiness
         self._watchers: list[Callable[[], None]] = []
         repository.changed = self._changed
@@ -101,18 +102,18 @@ class InferenceServer:
         return True
 
     def ready(self, token: str | None = None) -> bool:
-        """Whether requests are welcome. With ``strict_readiness`` only if no model is broken."""
+        """Tells whether the server takes requests. With ``strict_readiness``, returns False if any model is broken."""
         self.access.check(token)
         return self.healthy()
 
     def healthy(self) -> bool:
-        """As ``ready``, for probes, which have no token."""
+        """Tells the same as ``ready``, for probes, which have no token."""
         if self._draining or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
 
     def on_change(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher``, on any thread, whenever ``healthy`` may have changed."""
+        """Call ``watcher`` whenever ``healthy`` may have changed. The call may come on any thread."""
         self._watchers.append(watcher)
 
     def _changed(self) -> None:
@@ -120,16 +121,16 @@ class InferenceServer:
             try:
                 watcher()
             except Exception:
-                log.exception("whoever watches the server's health could not be told")
+                log.exception("a change of the server's health could not be reported")
 
     def metadata(self, token: str | None = None) -> tuple[str, str, tuple[str, ...]]:
-        """Name, version, extensions."""
+        """Returns the name, the version and the extensions of the server."""
         self.access.check(token)
         cuda = ("cuda_shared_memory",) if cuda_regions.available() else ()
-        return NAME, accel.__version__, (*EXTENSIONS, *cuda)
+        return NAME, __version__, (*EXTENSIONS, *cuda)
 
     def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
-        """False for a model that isn't there."""
+        """Tells whether the model serves. Returns False if there is no such model."""
         self.access.check(token, model=name)
         try:
             self.repository.get(name, version)
@@ -151,11 +152,9 @@ class InferenceServer:
         self.access.check(token, model=name)
         return self.repository.get(name, version).config
 
-    def statistics(
-        self, name: str = "", version: str = "", token: str | None = None
-    ) -> list[tuple[str, str, ModelStatistics]]:
-        """Name, version and statistics of one version, of one model, or of all that the token is for; summed over the
-        processes of the server."""
+    def statistics(self, name: str = "", version: str = "", token: str | None = None) -> list[StatisticsRow]:
+        """Returns the statistics of one version, of all versions of a model, or of every model that the token is for.
+        The statistics are summed over the processes of the server."""
         self.access.check(token, model=name or None)
         if version:
             models = [self.repository.get(name, version)]
@@ -165,13 +164,13 @@ class InferenceServer:
                 raise unknown(name)
         else:
             models = [m for m in self.repository.models() if self.access.allowed(token, m.name)]
-        return self.peers.statistics(models)
+        return self.processes.statistics(models)
 
     # Inference
 
     def infer(self, call: InferCall, reply: Reply) -> Ticket:
-        """Check the call, run it, and reply: once, or several times from a decoupled model. ``reply`` is called on any
-        thread, possibly before this returns. Raises ``ServeError`` where the call is not taken."""
+        """Check the call, run it, and call ``reply``: once, or several times for a decoupled model. ``reply`` is called
+        on any thread, possibly before this method returns. Raises ``ServeError`` if the call is refused."""
         return self._infer(call, reply) if self.tracing is None else self.tracing.infer(self._infer, call, reply)
 
     def _infer(self, call: InferCall, reply: Reply) -> Ticket:
@@ -190,7 +189,7 @@ class InferenceServer:
                     try:
                         return model.submit(request, self._answer(model, call, reply))
                     except Retired:
-                        model = self._find(call)  # a newer one is in its place
+                        model = self._find(call)  # another version of the model has replaced it
             except BaseException:
                 self._leave(call)
                 raise
@@ -208,7 +207,8 @@ class InferenceServer:
             raise
 
     def _read(self, model: ServedModel, call: InferCall, arrived: int) -> InferenceRequest:
-        """The request; one that is none is the model's failure in the statistics, as in the executor."""
+        """Returns the request that ``call`` describes. The statistics of the model count a malformed call as a failure,
+        as the executor counts a request that it refuses."""
         try:
             if call.single and model.scheduling.decoupled:
                 raise ServeError(
@@ -221,7 +221,7 @@ class InferenceServer:
             raise
 
     def is_decoupled(self, name: str, version: str = "") -> bool:
-        """Whether a request may get several responses. False for a model that isn't there."""
+        """Tells whether a request may get several responses. Returns False if there is no such model."""
         try:
             return self.repository.get(name, version).scheduling.decoupled
         except ServeError:
@@ -229,7 +229,7 @@ class InferenceServer:
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
         memory = self.memory.of(call.owner)
-        spoiled = False  # the model gave a response of which no reply could be made
+        spoiled = False  # True if a response of the model couldn't be turned into a reply
 
         def answer(found: InferenceResponse | ServeError) -> None:
             nonlocal spoiled
@@ -285,7 +285,8 @@ class InferenceServer:
         return [row for row in self.repository.index(ready=ready) if self.access.allowed(token, row.name)]
 
     def load(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
-        """Load or reload. ``parameters``: ``config`` (ModelConfig as JSON) in place of ``config.pbtxt``."""
+        """Load or reload a model. The only parameter is ``config``: a ModelConfig as JSON that replaces the model's
+        ``config.pbtxt``."""
         self.access.check(token, model=name, control=True)
         given = dict(parameters or {})
         text = given.pop("config", None)
@@ -295,30 +296,30 @@ class InferenceServer:
             )
         if not self.access.open:
             try:
-                steps = self.repository.steps_to_load(name, _override(name, text))
+                steps = self.repository.steps_to_load(name, read_config(name, text))
             except BadRepository as error:
                 raise ServeError(Code.INVALID_ARGUMENT, str(error)) from None
             for step in steps:
                 self.access.check(token, model=step, control=True)
-        self.peers.everywhere("load", name, text)
+        self.processes.load(name, text)
 
     def unload(self, name: str, parameters: Mapping[str, Any] | None = None, token: str | None = None) -> None:
-        """``parameters``: ``unload_dependents``, whether an ensemble takes its steps with it."""
+        """Unload a model. The only parameter is ``unload_dependents``: also unload the steps of an ensemble."""
         self.access.check(token, model=name, control=True)
         dependents = (parameters or {}).get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise ServeError(Code.INVALID_ARGUMENT, "unload_dependents has to be a boolean")
         for step in self.repository.steps_of(name) if dependents else ():
             self.access.check(token, model=step, control=True)
-        self.peers.everywhere("unload", name, dependents)
+        self.processes.unload(name, dependents)
 
     def register_memory(self, name: str, key: str, offset: int, byte_size: int, token: str | None = None) -> None:
         owner = self.access.check(token, control=True)
-        self.peers.everywhere("register_memory", owner, name, key, offset, byte_size)
+        self.processes.register_memory(owner, name, key, offset, byte_size)
 
     def unregister_memory(self, name: str, token: str | None = None) -> None:
         owner = self.access.check(token, control=True)
-        self.peers.everywhere("unregister_memory", owner, name)
+        self.processes.unregister_memory(owner, name)
 
     def memory_status(self, name: str, token: str | None = None) -> list[Region]:
         return self.memory.of(self.access.check(token)).status(name)
@@ -327,14 +328,14 @@ class InferenceServer:
         self, name: str, handle: bytes, device: int, byte_size: int, token: str | None = None
     ) -> None:
         owner = self.access.check(token, control=True)
-        self.peers.everywhere("register_cuda_memory", owner, name, handle, device, byte_size)
+        self.processes.register_cuda_memory(owner, name, handle, device, byte_size)
 
     def unregister_cuda_memory(self, name: str, token: str | None = None) -> None:
         owner = self.access.check(token, control=True)
         if name and not cuda_regions.available():
             text = f"failed to unregister CUDA shared memory region: '{name}', GPUs not supported"
             raise ServeError(Code.UNIMPLEMENTED, text)
-        self.peers.everywhere("unregister_cuda_memory", owner, name)
+        self.processes.unregister_cuda_memory(owner, name)
 
     def cuda_memory_status(self, name: str, token: str | None = None) -> list[CudaRegion]:
         return self.memory.of(self.access.check(token)).cuda_status(name)
@@ -342,59 +343,35 @@ class InferenceServer:
     def trace_settings(
         self, model: str, changes: Mapping[str, list[str] | None], token: str | None = None
     ) -> dict[str, list[str]]:
-        """The settings after ``changes`` (None clears one)."""
+        """Make ``changes`` to the trace settings of ``model``, or of the server if ``model`` is empty, and return the
+        settings. None clears a setting."""
         self.access.check(token, model=model or None, control=bool(changes))
         if model:
             self.repository.get(model)
         if changes:
-            self.peers.everywhere("trace_settings", model, dict(changes))
-        return self.trace.of(model)
+            self.processes.change_trace_settings(model, dict(changes))
+        return self.local.trace.of(model)
 
     def log_settings(self, changes: Mapping[str, Parameter], token: str | None = None) -> dict[str, Parameter]:
-        """The settings after ``changes``."""
+        """Make ``changes`` to the log settings, and return the settings."""
         self.access.check(token, control=bool(changes))
         if changes:
-            self.peers.everywhere("log_settings", dict(changes))
-        return self.logging.all()
-
-    def apply(self, what: str, arguments: tuple[Any, ...]) -> None:
-        """One control command in this process alone: what ``peers`` calls in each."""
-        if what == "load":
-            name, text = arguments
-            self.repository.load(name, _override(name, text))
-        elif what == "unload":
-            self.repository.unload(*arguments)
-        elif what == "unload_others":
-            for name in set(self.repository.loaded()) - set(arguments[0]):
-                self.repository.unload(name)
-        elif what == "register_memory":
-            self.memory.of(arguments[0]).register(*arguments[1:])
-        elif what == "unregister_memory":
-            self.memory.of(arguments[0]).unregister(arguments[1], Region)
-        elif what == "register_cuda_memory":
-            self.memory.of(arguments[0]).register_cuda(*arguments[1:])
-        elif what == "unregister_cuda_memory":
-            self.memory.of(arguments[0]).unregister(arguments[1], CudaRegion)
-        elif what == "trace_settings":
-            self.trace.change(*arguments)
-        elif what == "log_settings":
-            self.logging.change(*arguments)
-        else:
-            raise ServeError(Code.UNIMPLEMENTED, f"unknown command {what!r}")
+            self.processes.change_log_settings(dict(changes))
+        return self.local.logging.all()
 
     # Ending
 
     def drain(self, timeout: float) -> bool:
-        """Take nothing new; True once everything that was taken is answered, False after ``timeout`` seconds."""
+        """Take no new requests, and wait until every request is answered. Returns False if that takes more than
+        ``timeout`` seconds."""
         self._draining = True
         self._changed()
         with self._lock:
             return self._lock.wait_for(lambda: not self._under_way, timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Release every model and region."""
+        """Release every model and every region of shared memory. Models get ``timeout`` seconds to answer."""
         self._draining = True
-        self.peers.close()
         self.repository.close(timeout)
         self.memory.keep(())
         if self.tracing is not None:
@@ -402,22 +379,13 @@ class InferenceServer:
 
     @property
     def taking(self) -> bool:
-        """Whether new requests are taken: until ``drain``."""
+        """Tells whether the server takes new requests, which it does until ``drain``."""
         return not self._draining
 
     @property
     def under_way(self) -> int:
-        """Requests taken and not answered."""
+        """Returns the number of requests that were taken and are not answered."""
         return self._under_way
-
-
-def _override(name: str, text: str | None) -> ModelConfig | None:
-    if text is None:
-        return None
-    try:
-        return parse_json(text, f"the config sent for '{name}'")
-    except BadRepository as error:
-        raise ServeError(Code.INVALID_ARGUMENT, str(error)) from None
 
 
 def _stopping() -> ServeError:

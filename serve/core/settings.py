@@ -1,4 +1,4 @@
-"""Trace and log settings, as the protocol's two settings calls see and change them."""
+"""Trace settings and log settings, which the protocol's two settings calls read and change."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel.serve.inference import Parameter
-from accel.serve.tensors import invalid
+from ..protocol.inference import Parameter
+from ..protocol.tensors import invalid
 
 _LEVELS = {"OFF", "TIMESTAMPS", "TENSORS"}
-_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest each may be
+_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest allowed value
 
 
 @dataclass
 class _Sampler:
-    """Which requests are traced: one in ``rate`` of those ``seen`` (0: none), while any are ``left`` (-1: always)."""
+    """Chooses the requests to trace: one in ``rate`` (0: none), until ``left`` requests were traced (-1: no limit)."""
 
     on: bool
     rate: int
@@ -37,8 +37,11 @@ class _Sampler:
 
 
 class TraceSettings:
-    """Settings of the server, and of each model over them. ``url``: where OpenTelemetry traces go, of one request in
-    ``rate``; without it, as in Triton without a trace file, they are kept and answered, and nothing is traced."""
+    """The trace settings of the server, and of each model that overrides them.
+
+    ``url``: the endpoint that gets the OpenTelemetry traces of one request in ``rate``. Without a URL the settings can
+    be read and changed but nothing is traced, as in Triton without a trace file.
+    """
 
     def __init__(self, url: str = "", rate: int = 1000) -> None:
         self._lock = threading.Lock()
@@ -53,7 +56,8 @@ class TraceSettings:
         self._samplers = {"": self._sampler("")}
 
     def of(self, model: str) -> dict[str, list[str]]:
-        """``trace_count`` is how many are left."""
+        """Returns the settings that hold for ``model``, "" for the server. ``trace_count`` says how many requests may
+        still be traced."""
         with self._lock:
             left = self._samplers.get(model, self._samplers[""]).left
             return {**self._values(model), "trace_count": [str(left)]}
@@ -68,17 +72,19 @@ class TraceSettings:
         )
 
     def sample(self, model: str, *, propagated: bool) -> bool:
-        """Whether this request is traced. ``propagated``: it came with a trace, and is part of it at any rate."""
+        """Tells whether to trace this request, and counts it. ``propagated``: the client sent a trace with the request,
+        which is then traced at any rate."""
         with self._lock:
             return self._samplers.get(model, self._samplers[""]).take(propagated)
 
     def changed(self) -> dict[str, dict[str, list[str] | None]]:
-        """What was set since the start, by model, "" for the server."""
+        """Returns the settings that were changed since the start, by model, "" for the server."""
         with self._lock:
             return {model: dict(own) for model, own in self._own.items() if own}
 
     def change(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
-        """Set, or clear where the value is None. ``INVALID_ARGUMENT`` for a setting or value that doesn't exist."""
+        """Set each setting of ``changes``, or clear it if its value is None. Raises ``ServeError`` INVALID_ARGUMENT if
+        a setting is unknown or its value is not allowed."""
         for key, value in changes.items():
             if key not in self._start:
                 raise invalid(f"invalid trace setting '{key[:64]}'; there are {', '.join(self._start)}")
@@ -97,7 +103,7 @@ class TraceSettings:
                     own[key] = list(value)
             if model and not own:
                 del self._own[model]
-            # A change of the server's is one of every model's that has settings of its own: all count anew.
+            # A change of the server's settings also changes those of every model, so all samplers start again.
             self._samplers = {name: self._sampler(name) for name in self._own}
 
 
@@ -111,7 +117,7 @@ def _check_number(key: str, value: list[str]) -> None:
 
 
 class LogSettings:
-    """What the server logs."""
+    """The log settings of the server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,7 +135,8 @@ class LogSettings:
             return dict(self._values)
 
     def change(self, changes: Mapping[str, Parameter]) -> None:
-        """``INVALID_ARGUMENT`` for a setting or value that doesn't exist, or the log's file."""
+        """Change the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown, if its value is not
+        allowed, or if it is ``log_file``, which only the command line sets."""
         for key, value in changes.items():
             if key not in self._values:
                 raise invalid(f"Unknown log setting '{key[:64]}'; there are {', '.join(self._values)}")

@@ -1,8 +1,8 @@
-"""Regions of memory that clients share with the server: POSIX shared memory, and that of GPUs (``cuda_regions``).
+"""Regions of memory that clients share with the server: POSIX shared memory, and GPU memory (``cuda_regions``).
 
-A region of POSIX shared memory is opened when it is registered; every slice of it is checked against its size. It is
-read and written by system calls and not mapped: a client can cut its memory short at any time, and touching a page that
-is gone would end the process.
+The server opens a region of POSIX shared memory when the client registers it, and checks every slice against its size.
+System calls read and write the region; it is not mapped. A client can shrink the memory at any time, and touching a
+mapped page that is gone would end the process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from accel.serve.cuda_regions import CudaRegion, open_region
-from accel.serve.inference import Code, ServeError
-from accel.serve.transport import Slice
+from ..protocol.inference import Code, ServeError
+from .cuda_regions import CudaRegion, open_region
+from .transport import Slice
 
 FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?[^/\x00]{1,250}")
@@ -29,7 +28,8 @@ MAX_REGIONS = 1024
 
 @dataclass
 class Region:
-    """``offset`` and ``byte_size``: the part of the shared-memory object ``key`` that was registered."""
+    """The registered part of the shared-memory object ``key``: ``byte_size`` bytes from ``offset``. ``file``: the open
+    file descriptor of the object."""
 
     name: str
     key: str
@@ -49,25 +49,25 @@ class SharedMemory:
         self._lock = threading.Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Take ``byte_size`` bytes at ``offset`` of the object ``key`` under ``name``.
+        """Register ``byte_size`` bytes from ``offset`` of the object ``key`` under ``name``.
 
-        ``ALREADY_EXISTS`` for a name that is taken, ``NOT_FOUND`` for an object that isn't there,
-        ``INVALID_ARGUMENT`` where it is smaller or ``key`` is no name of one.
+        Raises ``ServeError`` ALREADY_EXISTS if the name is taken, NOT_FOUND if there is no such object, and
+        INVALID_ARGUMENT if the object is too small or ``key`` cannot be the name of an object.
         """
         if not name or not _KEY.fullmatch(key) or key.strip("/") in (".", ".."):
             raise ServeError(Code.INVALID_ARGUMENT, f"failed to register shared memory region: bad name or key '{key}'")
         if byte_size <= 0 or offset < 0:
             raise ServeError(
                 Code.INVALID_ARGUMENT,
-                f"failed to register shared memory region '{name}': byte_size has to be above 0 and offset not below",
+                f"failed to register shared memory region '{name}': byte_size has to be above 0, and offset 0 or more",
             )
         with self._lock:
             self._check_new(name)
             self._regions[name] = _open(name, key, offset, byte_size)
 
     def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        """Take the memory of a GPU that ``handle`` shares under ``name``. ``ALREADY_EXISTS`` for a name that is taken,
-        for the rest see ``open_region``."""
+        """Register the GPU memory that ``handle`` shares under ``name``. Raises ``ServeError`` ALREADY_EXISTS if the
+        name is taken, and the errors of ``open_region``."""
         with self._lock:
             self._check_new(name)
             self._regions[name] = open_region(name, handle, device, byte_size)
@@ -79,8 +79,8 @@ class SharedMemory:
             raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; drop some")
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
-        """Forget a region, every one of the ``kind`` (None: of both) where no name is given. One that isn't there is no
-        error, as in Triton."""
+        """Forget the region ``name``, or every region if ``name`` is empty. ``kind``: forget regions of this kind only;
+        None means both kinds. As in Triton, an unknown name is no error."""
         with self._lock:
             gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
             for region in gone:
@@ -89,11 +89,12 @@ class SharedMemory:
             region.close()
 
     def status(self, name: str = "") -> list[Region]:
-        """The region of POSIX shared memory that is asked for (``NOT_FOUND``), or all of them."""
+        """Returns the region ``name`` of POSIX shared memory, or every such region if ``name`` is empty. Raises
+        ``ServeError`` NOT_FOUND if there is no region of this name."""
         return [region for region in self._listed(name, Region, "") if isinstance(region, Region)]
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
-        """The same of those on GPUs."""
+        """Returns regions of GPU memory, as ``status`` does for POSIX shared memory."""
         return [region for region in self._listed(name, CudaRegion, "CUDA ") if isinstance(region, CudaRegion)]
 
     def _listed(self, name: str, kind: Kind, called: str) -> list[Region | CudaRegion]:
@@ -104,13 +105,14 @@ class SharedMemory:
         return found
 
     def read(self, part: Slice) -> memoryview:
-        """A copy of the bytes of a slice. ``NOT_FOUND`` or ``INVALID_ARGUMENT`` where there are no such."""
+        """Returns a copy of the bytes of a slice. Raises ``ServeError`` NOT_FOUND if the region is not registered, and
+        INVALID_ARGUMENT if the slice reaches beyond the region."""
         with self._opened(part) as (file, start):
             if isinstance(file, CudaRegion):
                 return file.read(start, part.byte_size)
             found = memoryview(np.empty(part.byte_size, dtype=np.uint8))  # type: ignore[arg-type]
             at = 0
-            while at < part.byte_size:  # one call moves 2 GiB at most
+            while at < part.byte_size:  # one system call moves at most 2 GiB
                 count = os.preadv(file, [found[at:]], start + at)
                 if count == 0:
                     raise _cut_short(part)
@@ -118,7 +120,7 @@ class SharedMemory:
         return found
 
     def write(self, part: Slice, body: bytes | bytearray | memoryview) -> None:
-        """Put ``body``, which isn't longer than the slice, at its begin. Errors as ``read``."""
+        """Write ``body``, which must not be longer than the slice, to the start of the slice. Raises as ``read``."""
         with self._opened(part) as (file, start):
             if isinstance(file, CudaRegion):
                 file.write(start, body)
@@ -130,8 +132,8 @@ class SharedMemory:
 
     @contextlib.contextmanager
     def _opened(self, part: Slice) -> Iterator[tuple[int | CudaRegion, int]]:
-        """File, or region of a GPU, and position of a slice. The file is one of its own: the region may be dropped
-        meanwhile."""
+        """Yields the open file and the position of a slice, or the GPU region and the offset in it. The file descriptor
+        is a duplicate, because another thread may unregister the region meanwhile."""
         with self._lock:
             region = self._find(part)
             if isinstance(region, Region):
@@ -151,7 +153,7 @@ class SharedMemory:
             os.close(file)
 
     def _find(self, part: Slice) -> Region | CudaRegion:
-        """The region that ``part`` lies in, within its bounds."""
+        """Returns the region of ``part``, after checking that ``part`` lies within its bounds."""
         found = self._regions.get(part.region)
         if found is None:
             raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{part.region}'")
@@ -170,36 +172,33 @@ def _is(region: Region | CudaRegion, kind: Kind | None) -> bool:
 
 
 class OwnedMemory:
-    """The regions of a server, by who registered them: nobody else reads, writes, lists or drops them, or learns that
-    there are any, and two owners may use the same name."""
+    """The regions of a server, by the owner who registered them. Only the owner can read, write, list and unregister a
+    region, or learn that it exists. Two owners may use the same name."""
 
     def __init__(self) -> None:
         self._owners: dict[str, SharedMemory] = {}
         self._lock = threading.Lock()
 
     def of(self, owner: str) -> SharedMemory:
-        """Those of ``owner``: the name of a token, "" on a server without tokens."""
+        """Returns the shared memory of ``owner``. An owner is the name of a token, or "" on a server without tokens."""
         found = self._owners.get(owner)
         if found is None:
             with self._lock:
                 found = self._owners.setdefault(owner, SharedMemory())
         return found
 
-    def commands(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """What registers every region again."""
+    def regions(self) -> list[tuple[str, Region | CudaRegion]]:
+        """Returns every region with its owner."""
         with self._lock:
             owners = list(self._owners.items())
-        found: list[tuple[str, tuple[Any, ...]]] = []
+        found: list[tuple[str, Region | CudaRegion]] = []
         for owner, regions in owners:
-            found += [("register_memory", (owner, r.name, r.key, r.offset, r.byte_size)) for r in regions.status()]
-            found += [
-                ("register_cuda_memory", (owner, r.name, r.handle, r.device, r.byte_size))
-                for r in regions.cuda_status()
-            ]
+            found += [(owner, region) for region in regions.status()]
+            found += [(owner, region) for region in regions.cuda_status()]
         return found
 
     def keep(self, owners: Collection[str]) -> None:
-        """Forget the regions of everybody else."""
+        """Forget the regions of every owner who is not among ``owners``."""
         with self._lock:
             gone = [self._owners.pop(owner) for owner in list(self._owners) if owner not in owners]
         for regions in gone:
@@ -213,7 +212,7 @@ def _cut_short(part: Slice) -> ServeError:
 def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
     path = FOLDER / key.lstrip("/")
     try:
-        # No link is followed: a name in /dev/shm may be anyone's.
+        # Don't follow links: any user may create a name in /dev/shm.
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise ServeError(Code.NOT_FOUND, f"Unable to open shared memory region: '{key}' ({error.strerror})") from None

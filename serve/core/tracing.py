@@ -1,15 +1,15 @@
-"""OpenTelemetry traces of requests, sent to an OTLP endpoint: where the time of one request went.
+"""OpenTelemetry traces of requests, sent to an OTLP endpoint. A trace shows where one request spent its time.
 
     InferRequest              from the transport's call to the last response
-    └── <model>               in the model's executor; for an ensemble, the same again for each step below it
+    └── <model>               in the model's executor; an ensemble has one such span below it for each step
         ├── queue
         └── compute
-            ├── compute_input    stacked into a batch
-            ├── compute_infer    the session
-            └── compute_output   cut apart again
+            ├── compute_input    stacking the inputs into a batch
+            ├── compute_infer    running the session
+            └── compute_output   splitting the outputs of the batch
 
-The names of spans and attributes are Triton's where it has them. All are made when a request has its answer, from the
-durations that its executor books anyway. Without ``--trace`` nothing of this is imported.
+Spans and attributes have Triton's names if Triton has them. The spans are made once a request is answered, from the
+durations that its executor counts for the statistics. OpenTelemetry is imported only if ``--trace`` is given.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import accel
 from accel.errors import MissingExtra
-from accel.serve.inference import Durations, ServeError, Ticket
-from accel.serve.settings import TraceSettings
-from accel.serve.transport import InferCall, InferReply, Reply
+from accel.version import __version__
+
+from ..protocol.inference import Durations, ServeError, Ticket
+from .settings import TraceSettings
+from .transport import InferCall, InferReply, Reply
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -35,12 +36,12 @@ log = logging.getLogger("accel.serve")
 
 Take = Callable[[InferCall, Reply], Ticket]
 
-# An endpoint that doesn't answer holds up the end of the server for no longer than this.
+# An endpoint that doesn't answer delays the end of the server by at most this long.
 _LAST_EXPORT_MS = 3000
 
 
 class Tracing:
-    """Traces the requests that ``settings`` choose into ``provider``."""
+    """Records the requests that ``settings`` choose as spans of ``provider``."""
 
     def __init__(self, provider: TracerProvider, settings: TraceSettings) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -48,14 +49,14 @@ class Tracing:
 
         self.settings = settings
         self._provider = provider
-        self._tracer = provider.get_tracer("accel.serve", accel.__version__)
+        self._tracer = provider.get_tracer("accel.serve", __version__)
         self._extract = TraceContextTextMapPropagator().extract
         self._inside, self._server = set_span_in_context, SpanKind.SERVER
         self._failed: Callable[[str], Status] = lambda text: Status(StatusCode.ERROR, text)
 
     def infer(self, take: Take, call: InferCall, reply: Reply) -> Ticket:
-        """``take(call, reply)``, traced where the settings say so. Raises what it raises."""
-        # As in Triton: what comes with a trace is traced, whatever the rate.
+        """Return ``take(call, reply)``, and trace the request if the settings say so. Raises as ``take`` does."""
+        # As in Triton, a request that comes with a trace is traced at any rate.
         if not self.settings.sample(call.model, propagated=bool(call.trace)):
             return take(call, reply)
         traced = _Traced(self, call, reply)
@@ -68,7 +69,7 @@ class Tracing:
         return ticket
 
     def record(self, call: InferCall, begun: int, end: int, found: InferReply | ServeError, ticket: Any) -> None:
-        """The spans of a request that is over; ``begun`` and ``end`` in nanoseconds since 1970."""
+        """Record the spans of a request that has ended. ``begun`` and ``end`` are in nanoseconds since 1970."""
         version = call.version if isinstance(found, ServeError) else found.version
         attributes = {"triton.model_name": call.model, "triton.model_version": version, "triton.request_id": call.id}
         parent = self._extract(call.trace) if call.trace else None
@@ -83,7 +84,7 @@ class Tracing:
         span.end(end)
 
     def _model(self, parent: Context, name: str, version: str, spent: Durations, earliest: int, end: int) -> None:
-        """A model's span with those of its queue and compute, or of its steps."""
+        """Record the span of a model, and below it the spans of its queue and compute or of its steps."""
         begun = max(earliest, end - spent.total) if spent.total else earliest
         attributes = {"triton.model_name": name, "triton.model_version": version}
         span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun)
@@ -105,13 +106,13 @@ class Tracing:
         return begun + ns
 
     def close(self) -> None:
-        """Send what hasn't been sent, for at most three seconds."""
+        """Send the remaining spans, for at most three seconds."""
         self._provider.force_flush(_LAST_EXPORT_MS)
         self._provider.shutdown()
 
 
 class _Traced:
-    """One request until both its ticket and its last response are here; either may come first."""
+    """Waits for both the ticket and the last response of one request, in either order, and then records the trace."""
 
     __slots__ = ("_begun", "_call", "_end", "_found", "_lock", "_reply", "_ticket", "_tracing")
 
@@ -124,7 +125,7 @@ class _Traced:
         self._ticket: Ticket | None = None
 
     def reply(self, found: InferReply | ServeError) -> None:
-        """Instead of the transport's: on to it first, the client waits."""
+        """Pass a response on to the transport, at once because the client waits, and note the last response."""
         end = time.time_ns()
         self._reply(found)
         if isinstance(found, InferReply) and not found.final:
@@ -145,15 +146,16 @@ class _Traced:
     def ended(self, found: InferReply | ServeError, ticket: Ticket | None) -> None:
         try:
             self._tracing.record(self._call, self._begun, self._end or time.time_ns(), found, ticket)
-        except Exception:  # a trace is never worth a request
+        except Exception:  # a failed trace must not fail the request
             log.exception("a request could not be traced", extra={"model": self._call.model})
 
 
 def open_tracing(url: str, rate: int) -> Tracing:
-    """Traces of one request in ``rate`` (0: only of those that come with a trace) over OTLP/HTTP to ``url``.
+    """Returns a ``Tracing`` that sends the traces of one request in ``rate`` to ``url`` over OTLP/HTTP.
 
-    Everything else is set by OpenTelemetry's own environment variables (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS,
-    OTEL_BSP_SCHEDULE_DELAY ...). ``MissingExtra`` where the libraries are not installed.
+    A ``rate`` of 0 traces only requests that come with a trace. OpenTelemetry's own environment variables
+    (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY ...) set everything else. Raises
+    ``MissingExtra`` if the OpenTelemetry libraries are not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -164,7 +166,7 @@ def open_tracing(url: str, rate: int) -> Tracing:
         raise MissingExtra(str(error.name), "tracing") from None
     _log_as_the_server_does()
     resource = Resource.create({"process.pid": os.getpid()})
-    if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):  # nobody named it
+    if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):  # OTEL_SERVICE_NAME is not set
         resource = resource.merge(Resource({SERVICE_NAME: "accel"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
@@ -172,7 +174,7 @@ def open_tracing(url: str, rate: int) -> Tracing:
 
 
 def _log_as_the_server_does() -> None:
-    """An endpoint that doesn't answer is a line of the server's log."""
+    """Write the messages of OpenTelemetry, such as an endpoint that doesn't answer, to the server's log."""
     logger, own = logging.getLogger("opentelemetry"), logging.getLogger("accel.serve")
     if own.handlers:
         logger.handlers, logger.propagate = own.handlers, False

@@ -1,4 +1,4 @@
-"""The seam between the wire and the server: what a transport hands over and gets back, in no wire's own types."""
+"""The seam between a transport and the server: calls and replies, in types that belong to neither gRPC nor HTTP."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from accel.serve.inference import Parameter, ServeError
+from ..protocol.inference import Parameter, ServeError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from accel.serve.tls import Tls
+    from ..security.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a registered shared-memory region, in bytes."""
+    """A part of a registered shared-memory region: ``byte_size`` bytes from ``offset``."""
 
     region: str
     byte_size: int
@@ -25,7 +25,8 @@ class Slice:
 
 @dataclass(slots=True)
 class WireInput:
-    """An input as it came: ``raw`` bytes, or ``values`` one by one, or a ``slice`` of shared memory."""
+    """An input as the client sent it. The input's data is either in ``raw`` (bytes), in ``values`` (a list) or in
+    ``slice`` (shared memory)."""
 
     name: str
     datatype: str
@@ -37,8 +38,8 @@ class WireInput:
 
 @dataclass(slots=True)
 class WantedOutput:
-    """An output that is asked for. ``classification``: how many classes, 0 for the tensor itself. ``parameters``: what
-    the transport alone understands."""
+    """An output that the client asks for. ``classification``: the number of classes, or 0 for the tensor itself.
+    ``parameters``: the parameters that only the transport understands."""
 
     name: str
     classification: int = 0
@@ -51,12 +52,14 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 
 @dataclass(slots=True)
 class InferCall:
-    """One request for inference. ``outputs`` None is all of them. ``deadline``: seconds on ``time.monotonic()``'s clock
-    after which nobody waits. ``token``: the bearer token it came with; ``owner``: whose it is, which the server finds
-    out. ``single``: one response is all there can be.
-    ``holds_thread``: one of the transport's waits for the reply. ``binary``: how the transport gives back outputs that
-    weren't asked for by name. ``trace``: the ``TRACE_HEADERS`` that it came with; looked for where the server
-    traces."""
+    """One request for inference.
+
+    ``outputs``: None asks for all outputs. ``deadline``: the time, on the clock of ``time.monotonic()``, after which
+    the client no longer waits. ``token``: the caller's bearer token. ``owner``: the name of that token, which the
+    server fills in. ``single``: the transport can send one response only. ``holds_thread``: a thread of the transport
+    waits for the reply. ``binary``: send outputs that the client did not name as binary data. ``trace``: the
+    ``TRACE_HEADERS`` of the request, or None if the server does not trace.
+    """
 
     model: str
     version: str = ""
@@ -75,7 +78,7 @@ class InferCall:
 
 @dataclass(slots=True)
 class ReplyTensor:
-    """``array`` None: the data lies in the shared memory that was asked for."""
+    """An output of a reply. ``array``: None if the data was written to the shared memory at ``slice``."""
 
     name: str
     datatype: str
@@ -86,7 +89,8 @@ class ReplyTensor:
 
 @dataclass(slots=True)
 class InferReply:
-    """``final``: nothing follows for this request. ``hidden``: it says only that, to a client that didn't ask."""
+    """One response to a call. ``final``: no further response follows. ``hidden``: the response has no outputs and says
+    only that it is final, and the client did not ask to get such responses."""
 
     model: str
     version: str
@@ -101,16 +105,17 @@ Reply = Callable[[InferReply | ServeError], None]
 
 
 class Transport(Protocol):
-    """Something that listens, calls ``InferenceServer`` and knows its own wire."""
+    """Listens on a port, speaks one wire protocol, and calls ``InferenceServer``."""
 
     def start(self) -> int:
-        """Listen; the port."""
+        """Listen, and return the port."""
         ...
 
     def renew(self, tls: Tls) -> None:
-        """Take these certificates for new connections. ``UnsupportedHere`` where they can't be used: the old stay."""
+        """Use these certificates for new connections. Raises ``UnsupportedHere``, and keeps the old certificates, if
+        the new ones can't be used."""
         ...
 
     def stop(self, grace: float) -> None:
-        """Take no new calls, let those under way end for at most ``grace`` seconds, then cut them off."""
+        """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
         ...

@@ -1,6 +1,6 @@
 """Kubernetes and KServe manifests of a server: ``accel serve REPO --manifest kubernetes|kserve``.
 
-Field names are those of the Kubernetes API (apps/v1, v1, autoscaling/v2) and of KServe's serving.kserve.io.
+The field names come from the Kubernetes API (apps/v1, v1, autoscaling/v2) and from KServe's serving.kserve.io.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import Any
 
 from accel.errors import BadConfig, MissingExtra
 
-# A DNS label that begins with a letter (RFC 1035): what the names of Services and InferenceServices have to be.
+# Names of Services and InferenceServices are DNS labels that begin with a letter (RFC 1035).
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What is deployed. ``repository``: the folder or address that ``accel serve`` gets in the container.
+    """The server to deploy. ``repository``: the folder or address that ``accel serve`` gets in the container.
 
-    ``claim``: a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are
-    Kubernetes quantities for each replica, ``gpus`` whole NVIDIA GPUs; ``min_replicas`` to ``max_replicas`` by load.
-    ``drain_seconds``: how long a replica that is stopped answers what it has taken. ``words``: further options of its
-    ``accel serve``. ``secrets``: names of Secrets and the folders that they are mounted at.
+    ``claim``: a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
+    Kubernetes quantities of each replica, ``gpus`` is its number of NVIDIA GPUs. The load decides the number of
+    replicas, from ``min_replicas`` to ``max_replicas``. ``drain_seconds``: how long a stopped replica may take to
+    answer its requests. ``words``: further options of ``accel serve``. ``secrets``: the name of each Secret and the
+    folder at which it is mounted.
     """
 
     name: str
@@ -45,27 +46,27 @@ class Deployment:
     def __post_init__(self) -> None:
         if not _LABEL.fullmatch(self.name):
             raise BadConfig(
-                f"{self.name!r} can't name a deployment; use lower-case letters, digits and '-', a letter first"
+                f"{self.name!r} can't name a deployment; use lower-case letters, digits and '-', with a letter first"
             )
         if not self.image:
             raise BadConfig("a manifest needs the container image that has accel in it; pass --image NAME:TAG")
         for quantity in (self.cpu, self.memory):
             if not _QUANTITY.fullmatch(quantity):
-                raise BadConfig(f"{quantity!r} is no Kubernetes quantity; write it like 2, 500m or 4Gi")
+                raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
-            raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is no range; give 1 <= min <= max")
-        if not 1 <= self.target_cpu_percent <= 100:  # of what is requested, which is the limit as well
-            raise BadConfig(f"a target of {self.target_cpu_percent}% is never reached; give 1 to 100")
+            raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is not a range; give 1 <= min <= max")
+        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU, which is also the limit
+            raise BadConfig(f"a CPU target of {self.target_cpu_percent}% is out of range; give 1 to 100")
         if "--tls-client-ca" in self.words:
-            raise BadConfig("the probes of Kubernetes show no certificate; leave --tls-client-ca out, let a mesh ask")
+            raise BadConfig("the probes of Kubernetes have no client certificate; leave out --tls-client-ca")
 
 
 def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
-    """A Deployment with probes, a Service for both ports, and a HorizontalPodAutoscaler."""
+    """Returns a Deployment with probes, a Service for both ports, and a HorizontalPodAutoscaler."""
     labels = {"app.kubernetes.io/name": wanted.name, "app.kubernetes.io/managed-by": "accel"}
     selector = {"app.kubernetes.io/name": wanted.name}
     spec: dict[str, Any] = {
-        # The preStop pause lets the endpoints forget the pod before it stops taking requests.
+        # During the preStop pause, Kubernetes stops sending requests to the pod.
         "terminationGracePeriodSeconds": wanted.drain_seconds + 10,
         "containers": [_container(wanted)],
     }
@@ -77,7 +78,7 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
         "metadata": {"name": wanted.name, "labels": labels},
         "spec": {
             "selector": {"matchLabels": selector},
-            # A new replica answers before an old one goes.
+            # An update starts a new replica before it stops an old one.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {"metadata": {"labels": labels}, "spec": spec},
         },
@@ -108,14 +109,14 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
 
 
 def kserve(wanted: Deployment) -> list[dict[str, Any]]:
-    """A KServe InferenceService whose predictor is accel's own container, speaking protocol v2 over gRPC.
+    """Returns a KServe InferenceService whose predictor is accel's own container with protocol v2 over gRPC.
 
-    ``repository`` has to be an address or a mounted folder that the container itself can read.
+    The container itself must be able to read ``repository``: an address or a mounted folder.
     """
     container = _container(wanted) | {"name": "kserve-container"}
-    # Knative lets no container have one: its own proxy waits until the pod gets no more requests.
+    # Knative forbids the field, because Knative's proxy waits until the pod gets no more requests.
     del container["lifecycle"]
-    # Knative routes one port; h2c is how it knows gRPC.
+    # Knative routes one port, and recognizes gRPC by the port name h2c.
     container["ports"] = [{"name": "h2c", "containerPort": wanted.grpc_port, "protocol": "TCP"}]
     predictor: dict[str, Any] = {
         "minReplicas": wanted.min_replicas,
@@ -133,7 +134,8 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
             "metadata": {
                 "name": wanted.name,
                 "labels": {"app.kubernetes.io/managed-by": "accel"},
-                # Without it KServe takes Knative's own autoscaler, which knows no CPU, and refuses the document.
+                # Without this class, KServe chooses Knative's own autoscaler, which can't scale by CPU, and refuses the
+                # document.
                 "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
             },
             "spec": {"predictor": predictor},
@@ -150,7 +152,7 @@ def _container(wanted: Deployment) -> dict[str, Any]:
     def probe(path: str, period: int, failures: int) -> dict[str, Any]:
         get: dict[str, str | int] = {"path": path, "port": wanted.http_port}
         if "--tls-certificate" in wanted.words:
-            get["scheme"] = "HTTPS"  # the kubelet doesn't ask who signed it
+            get["scheme"] = "HTTPS"  # the kubelet doesn't verify the certificate
         return {"httpGet": get, "periodSeconds": period, "failureThreshold": failures}
 
     found: dict[str, Any] = {
@@ -162,7 +164,8 @@ def _container(wanted: Deployment) -> dict[str, Any]:
             {"name": "http", "containerPort": wanted.http_port},
         ],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
-        # Models may load for minutes: the start has ten of them, after that a dead server is noticed in half a minute.
+        # Loading models may take minutes, so Kubernetes waits ten minutes for the server to start. After the start,
+        # Kubernetes notices a dead server within 30 seconds.
         "startupProbe": probe("/v2/health/ready", 5, 120),
         "readinessProbe": probe("/v2/health/ready", 5, 2),
         "livenessProbe": probe("/v2/health/live", 10, 3),
@@ -182,7 +185,7 @@ def _volumes(wanted: Deployment) -> list[dict[str, Any]]:
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:
-    """The documents as ``kubectl apply -f`` takes them."""
+    """Returns the documents as the YAML that ``kubectl apply -f`` takes."""
     try:
         import yaml
     except ImportError as error:

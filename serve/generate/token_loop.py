@@ -1,17 +1,18 @@
-"""Models that write one token after the other, as a session that streams: what ``decoupled`` models need.
+"""Generates one token after the other: wraps a decoupled model's session as a session that streams tokens.
 
-Declared in the parameters of ``config.pbtxt``:
+Parameters of ``config.pbtxt`` declare the loop:
 
-stream_tokens     the input that gets tokens: (rows, length), or (rows, 1) for a model that takes one at a time
-stream_logits     the output with a number for each token of the vocabulary: (rows, vocabulary) or (rows, length, ...)
-stream_state.OUT  the input that gets the output OUT at the next step (a cache, a hidden state); made by the server.
-                  Without any the model gets everything written so far again at each step
-stream_mask       an input of ones, (rows, all tokens so far), and
-stream_positions  one with the positions of the tokens given, (rows, length): made by the server, too
-stream_end        the token that ends a row; stream_steps: how many tokens at most (256)
+stream_tokens     the input that gets tokens: (rows, length), or (rows, 1) for a model that takes one token at a time
+stream_logits     the output with the logits: (rows, vocabulary) or (rows, length, vocabulary)
+stream_state.OUT  the input that gets the output OUT at the next step, such as a KV cache. The server sends it.
+                  A model without a state gets all tokens so far at each step
+stream_mask       the input for the mask: ones of shape (rows, all tokens so far). The server makes it
+stream_positions  the input for the positions of the given tokens: (rows, length). The server makes it
+stream_end        the token that ends a row
+stream_steps      the largest number of generated tokens (256)
 
-The next token is the one with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), part by
-part.
+The next token is the one with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), as a
+response for each step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _KEYS = ("stream_tokens", "stream_logits", "stream_mask", "stream_positions", "s
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoop:
-    """What is fed back. ``states``: output name -> input name; see the module for the rest."""
+    """The tensors of a token loop. ``states``: output name -> input name. The module's docstring explains the rest."""
 
     tokens: str
     logits: str
@@ -48,11 +49,11 @@ class TokenLoop:
 
     @property
     def made(self) -> frozenset[str]:
-        """Inputs that the server makes."""
+        """Returns the inputs that the server makes."""
         return frozenset([*self.states.values(), *(name for name in (self.mask, self.positions) if name)])
 
     def offered(self, signature: Signature) -> Signature:
-        """What clients send and get of a model with this ``signature``."""
+        """Returns the signature that clients see of a model with ``signature``."""
         tokens = signature.input(self.tokens)
         length: Dim = tokens.shape[1] if isinstance(tokens.shape[1], str) else "prompt"
         prompt = TensorSpec(tokens.name, tokens.dtype, (tokens.shape[0], length), tokens.values)
@@ -64,8 +65,10 @@ class TokenLoop:
 
 
 def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None:
-    """The loop that a model's config declares, None where it isn't decoupled. ``BadRepository`` where it is and
-    declares none, or one that isn't the model's."""
+    """Returns the token loop that a model's config declares, or None if the model isn't decoupled.
+
+    Raises ``BadRepository`` if a decoupled model declares no token loop, or one that doesn't fit its signature.
+    """
     options = {k: v.string_value for k, v in config.parameters.items() if k.startswith(_PREFIX)}
     decoupled = config.model_transaction_policy.decoupled
 
@@ -80,8 +83,8 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         raise refused(f"unknown parameter {unknown[0]}; use {', '.join(_KEYS)} or {_STATE}OUTPUT")
     if missing := [key for key in _KEYS[:2] if not options.get(key)]:
         raise refused(
-            f"it is decoupled, and only a token loop streams: name its input and output with the parameters "
-            f"{' and '.join(_KEYS[:2])} ({missing[0]} is missing), or take model_transaction_policy out"
+            f"it is decoupled, and only a token loop streams: the parameter {missing[0]} is missing; name the loop's "
+            f"input and output with {' and '.join(_KEYS[:2])}, or take model_transaction_policy out"
         )
     inputs = {spec.name: spec for spec in signature.inputs}
     outputs = {spec.name: spec for spec in signature.outputs}
@@ -99,14 +102,15 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     tokens, logits = inputs[options["stream_tokens"]], outputs[options["stream_logits"]]
     for spec in (inputs[to] for to in named.values()):
         if len(spec.shape) != 2 or not spec.dtype.startswith(("int", "uint")):
-            raise refused(f"an input of the stream has to be integers of shape (rows, length), not {spec}")
+            raise refused(f"the inputs of the stream have to be integers of shape (rows, length), not {spec}")
     if len(logits.shape) not in (2, 3):
-        raise refused(f"stream_logits has to be (rows, vocabulary) or (rows, length, vocabulary), it is {logits}")
+        raise refused(f"stream_logits has to be (rows, vocabulary) or (rows, length, vocabulary), not {logits}")
     if tokens.shape[1] != 1 and not isinstance(tokens.shape[1], str):
-        raise refused(f"stream_tokens has to have a length that is dynamic or 1, it is {tokens}")
+        raise refused(f"the length of stream_tokens has to be dynamic or 1, not that of {tokens}")
     if not states and not isinstance(tokens.shape[1], str):
         raise refused(
-            f"{tokens} takes one token at a time, so the stream needs its state: {_STATE}OUTPUT with the input"
+            f"{tokens} takes one token at a time, so the stream needs its state; add the parameter {_STATE}OUTPUT with "
+            "the name of the state's input"
         )
     return TokenLoop(
         tokens=tokens.name,
@@ -129,7 +133,7 @@ def _number(options: Mapping[str, str], key: str, refused: Any, least: int = 0) 
 
 
 class TokenLoopSession:
-    """``session`` with ``stream``; it keeps nothing between two streams."""
+    """Adds ``stream`` to ``session``. Keeps no state between two streams."""
 
     def __init__(self, session: Session, loop: TokenLoop, signature: Signature) -> None:
         self._session = session
@@ -138,7 +142,7 @@ class TokenLoopSession:
         self._one_by_one = self._specs[loop.tokens].shape[1] == 1
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        """``token`` after ``token``: (rows, 1) each. ``BadFeeds`` for an empty prompt."""
+        """Yields one ``token`` per step, (rows, 1). Raises ``BadFeeds`` if the prompt is empty."""
         loop = self._loop
         given = np.asarray(feeds[loop.tokens])
         if not given.size:
@@ -146,7 +150,7 @@ class TokenLoopSession:
         others = {name: value for name, value in feeds.items() if name != loop.tokens}
         states = {name: self._zeros(self._specs[name], feeds) for name in loop.states.values()}
         ended = np.zeros(len(given), dtype=bool)
-        before = 0  # tokens that the states know
+        before = 0  # number of tokens in the states
         for _ in range(loop.steps):
             pieces = np.split(given, given.shape[1], axis=1) if self._one_by_one else [given]
             for piece in pieces:
@@ -165,7 +169,7 @@ class TokenLoopSession:
             given = token[:, None] if loop.states else np.concatenate([given, token[:, None]], axis=1)
 
     def _made(self, piece: np.ndarray, before: int) -> dict[str, np.ndarray]:
-        """The tokens given, and what is made for them."""
+        """Returns the tokens ``piece`` with their mask and positions. ``before``: number of tokens in the states."""
         loop, (rows, length) = self._loop, piece.shape
         made = {loop.tokens: piece}
         if loop.mask is not None:
@@ -176,8 +180,11 @@ class TokenLoopSession:
         return made
 
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
-        """The state before the first token. A dynamic dim that the feeds have too is as large as theirs; one that only
-        states have (what was written so far) starts empty."""
+        """Returns the state before the first token, zeros.
+
+        A dynamic dim has the size that the feeds give it. A dynamic dim that only states have, such as the tokens so
+        far, starts with size 0.
+        """
         known = {
             dim: size
             for name, value in feeds.items()

@@ -1,4 +1,4 @@
-"""``config.pbtxt``: read, completed from what the model's own file says, checked against it, and read as scheduling."""
+"""Reads ``config.pbtxt``, completes it from the model's signature, checks it, and makes the scheduling from it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 from google.protobuf import json_format, text_format
 
 from accel.errors import BadRepository, one_line
-from accel.serve import proto
-from accel.serve.profiles import Profile, rows_of
-from accel.serve.scheduling import LengthBatching, QueuePolicy, Scheduling
-from accel.serve.sequence_config import sequence_batching
-from accel.serve.tensors import BY_CONFIG, BY_FIELD, DATATYPES
 from accel.signature import BATCH, Dim, DimRange, Signature, TensorSpec
 
-# A protobuf message of the private pool: no generated class exists to annotate with.
+from ..protocol import messages as proto
+from ..protocol.tensors import BY_CONFIG, BY_FIELD, DATATYPES
+from ..scheduling.options import LengthBatching, QueuePolicy, Scheduling
+from ..scheduling.profiles import Profile, rows_of
+from .sequence_config import sequence_batching
+
+# A protobuf message of the private pool. No generated class exists for annotations.
 ModelConfig = Any
 
 PLATFORMS = {
@@ -26,17 +27,17 @@ PLATFORMS = {
     "engine": ("tensorrt_plan", "tensorrt"),
     "torch": ("pytorch_libtorch", "pytorch"),
 }
-# Our own options live in the config's free parameters, so that the file stays one that Triton reads.
+# accel's own options are free parameters of the config, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost (by what the batches cost, the default) or none (as the requests came)
+LENGTH_GROUPING = "length_grouping"  # cost (least total cost of the batches, the default) or none (order of arrival)
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
-TOOLKIT = "toolkit"  # what runs an engine without a manifest: tensorrt (the default) or tensorrt-rtx
+TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
 _NO_BATCH = -(1 << 31)
 
 
 def parse(text: str, where: str) -> ModelConfig:
-    """A ``config.pbtxt``. ``BadRepository`` with the line where it can't be read."""
+    """Reads the text of a ``config.pbtxt``. Raises ``BadRepository`` with the line if the text can't be parsed."""
     config = proto.message("ModelConfig")()
     if len(text) > _MAX_CONFIG:
         raise BadRepository(f"{where} is larger than {_MAX_CONFIG} bytes; a config is a few lines")
@@ -48,7 +49,7 @@ def parse(text: str, where: str) -> ModelConfig:
 
 
 def parse_json(text: str, where: str) -> ModelConfig:
-    """The config that a load request brings as JSON."""
+    """Reads the JSON config of a load request. Raises ``BadRepository`` if the text can't be parsed."""
     config = proto.message("ModelConfig")()
     try:
         json_format.Parse(text, config, descriptor_pool=proto.POOL)
@@ -58,14 +59,14 @@ def parse_json(text: str, where: str) -> ModelConfig:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """The config as Triton's HTTP face writes it."""
+    """Returns the config in the JSON form of Triton's HTTP API."""
     body: dict[str, Any] = json_format.MessageToDict(
         config,
         preserving_proto_field_name=True,
         always_print_fields_with_no_presence=True,
         descriptor_pool=proto.POOL,
     )
-    for tensor in (*body.get("input", ()), *body.get("output", ())):  # int64 is text in protobuf's JSON
+    for tensor in (*body.get("input", ()), *body.get("output", ())):  # protobuf's JSON writes int64 as text
         tensor["dims"] = [int(dim) for dim in tensor.get("dims", ())]
     return body
 
@@ -73,14 +74,16 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
 def complete(
     config: ModelConfig, name: str, signature: Signature, kind: str, *, batch_given: bool, gpu: bool = False
 ) -> None:
-    """Fill in what ``config`` leaves out and check the rest against the model's ``signature``.
+    """Fills in the fields that ``config`` leaves out and checks the others against the model's ``signature``.
 
-    ``batch_given``: whether the file says ``max_batch_size`` itself (0 and nothing look the same in the message).
-    ``gpu``: where it runs if the config doesn't say.
-    Raises ``BadRepository`` where the config contradicts the model.
+    ``batch_given``: tells whether the file sets ``max_batch_size``. The message doesn't tell a 0 from an unset field.
+    ``gpu``: tells whether the model runs on a GPU if the config doesn't say. Raises ``BadRepository`` if the config
+    contradicts the model.
     """
     if config.name and config.name != name:
-        raise BadRepository(f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts")
+        raise BadRepository(
+            f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts; take name out of it"
+        )
     config.name = name
     platform, backend = PLATFORMS[kind]
     config.platform = config.platform or platform
@@ -104,13 +107,16 @@ def complete(
 
 
 def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
-    """The signature that the config of ``what`` declares. ``BadRepository`` where it leaves a dtype or dims out.
-    ``scalars``: no dims are those of a single number (for each row)."""
+    """Returns the signature that ``config`` declares. ``what`` names the model in errors.
+
+    ``scalars``: a tensor without dims is a single number (for each row). Raises ``BadRepository`` if a data_type or,
+    without ``scalars``, dims are missing.
+    """
 
     def spec(tensor: Any) -> TensorSpec:
         if not tensor.data_type or not (tensor.dims or scalars):
             lacks = "dims" if tensor.data_type else "a data_type"
-            raise BadRepository(f"{what}: '{tensor.name}' has to have {lacks}")
+            raise BadRepository(f"{what}: '{tensor.name}' has to have {lacks}; add it to the config")
         dims: list[Dim] = [BATCH] if config.max_batch_size > 0 else []
         dims += [f"{tensor.name}_{axis}" if dim < 0 else int(dim) for axis, dim in enumerate(tensor.dims)]
         return TensorSpec(tensor.name, DATATYPES[datatype(tensor)].field, tuple(dims))
@@ -148,39 +154,42 @@ def _complete_tensors(
             )
     listed = {tensor.name for tensor in found}
     if listed and role == "output":
-        return  # outputs that the config leaves out are not offered
+        return  # clients don't see outputs that the config leaves out
     for spec in by_name.values():
         if spec.name not in listed | hidden:
             found.add(name=spec.name, data_type=config_dtype(spec), dims=config_dims(spec, batching))
 
 
 def kept_by_server(config: ModelConfig) -> set[str]:
-    """Inputs and outputs that clients don't send or get: the state and the controls of a sequence."""
+    """Returns the inputs and outputs that clients neither send nor get: states and controls of a sequence."""
     batching = config.sequence_batching
     states = {name for state in batching.state for name in (state.input_name, state.output_name)}
     return states | {entry.name for entry in batching.control_input}
 
 
 def config_dtype(spec: TensorSpec) -> int:
-    """The number of the spec's dtype in the config. ``BadRepository`` where the protocol has none for it."""
+    """Returns the config's number for the dtype of ``spec``. Raises ``BadRepository`` if the protocol lacks the
+    dtype."""
     if spec.dtype not in BY_FIELD:
-        raise BadRepository(f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry")
+        raise BadRepository(
+            f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry; cast it in the model"
+        )
     return proto.enum_number("DataType", DATATYPES[BY_FIELD[spec.dtype]].config)
 
 
 def config_dims(spec: TensorSpec, batching: bool) -> list[int]:
-    """The spec's dims as a config has them: -1 where dynamic, without the batch where the model batches."""
+    """Returns the dims of ``spec`` in the config's form: -1 for a dynamic dim, and no batch dim if ``batching``."""
     dims = [-1 if isinstance(dim, str) else dim for dim in spec.shape]
     return dims[1:] if batching else dims
 
 
 def datatype(tensor: Any) -> str:
-    """The protocol's name for the dtype of a config's input or output."""
+    """Returns the protocol's name for the dtype of a config's input or output."""
     return BY_CONFIG[proto.enum_name("DataType", tensor.data_type)]
 
 
 def _largest_batch(signature: Signature) -> int:
-    """The largest batch, where every input and output has the batch as its first dim; else 0."""
+    """Returns the model's largest batch size, or 0 unless the batch is the first dim of every input and output."""
     batch = signature.batch_dim
     specs = (*signature.inputs, *signature.outputs)
     if batch is None or not all(spec.shape and spec.shape[0] == batch for spec in signature.inputs):
@@ -191,7 +200,7 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """How many rows a batch may have. A range that nobody declared, accel's own, keeps no single row away."""
+    """Returns how many rows a batch may have. If the range is accel's default, a single row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -202,13 +211,16 @@ def batch_range(signature: Signature) -> DimRange:
 def scheduling(
     config: ModelConfig, signature: Signature, folder: Path | None = None, profiles: tuple[Profile, ...] = ()
 ) -> Scheduling:
-    """How requests are queued and batched. ``folder``: the model's, for what its config says is in a file;
-    ``profiles``: its engine's. ``BadRepository`` for what isn't supported."""
+    """Returns how the model's requests are queued and batched.
+
+    ``folder``: the model's folder, which has the files that the config names. ``profiles``: the optimization profiles
+    of an engine. Raises ``BadRepository`` if the config contradicts the model or needs an unsupported feature.
+    """
     name = config.name
     dynamic = config.HasField("dynamic_batching")
     sequences = config.sequence_batching
     batching = config.dynamic_batching
-    timing: Any = batching  # what says how long to wait for company
+    timing: Any = batching  # the part of the config that sets max_queue_delay_microseconds
     if config.HasField("sequence_batching"):
         timing = sequences.oldest if sequences.HasField("oldest") else sequences.direct
     largest = config.max_batch_size
@@ -264,8 +276,10 @@ def scheduling(
 
 
 def _rate_limit(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """What a run takes of the resources, and the priority. Where there are no devices a resource of each device and a
-    global one are the same."""
+    """Returns the amount of each resource that a run takes, and the model's priority.
+
+    A resource per device counts as a global resource, because all instances run on the same device.
+    """
     limits = [group.rate_limiter for group in config.instance_group]
     if any(limit != limits[0] for limit in limits):
         raise BadRepository(f"model '{config.name}': give all of its instance groups the same rate_limiter")
@@ -283,7 +297,7 @@ def _number(name: str, options: Mapping[str, str], key: str, default: int) -> in
     if text is None:
         return default
     if not text.isdigit():
-        raise BadRepository(f"model '{name}': the parameter {key} is {text!r}; write a number that isn't negative")
+        raise BadRepository(f"model '{name}': the parameter {key} is {text!r}; write a whole number of at least 0")
     return int(text)
 
 
@@ -297,8 +311,11 @@ def _policy(policy: Any) -> QueuePolicy:
 
 
 def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, str]) -> LengthBatching | None:
-    """Which dim may differ between the requests of a batch: the one named, else the only dynamic one beside the batch
-    of a model with a mask (without a mask padding would change what the model computes)."""
+    """Returns how requests of different lengths are batched, or None if they are not batched together.
+
+    The config may name the dim that differs between requests. If it doesn't, the dim is the model's only dynamic dim
+    besides the batch, if the model has a mask. Without a mask, padding would change the model's outputs.
+    """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]
     dim = options.get(LENGTH_DIM)
@@ -332,8 +349,8 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
 
 
 def gives_batch(text: str) -> bool:
-    """Whether a ``config.pbtxt`` that can be read says ``max_batch_size`` itself, be it 0."""
+    """Tells whether the text of a valid ``config.pbtxt`` sets ``max_batch_size``, to 0 or another number."""
     config = proto.message("ModelConfig")()
-    # Of a field that comes twice the last counts: only where the file has none is it the number before it.
+    # If a field comes twice, the last value counts. So _NO_BATCH stays only if the file doesn't set max_batch_size.
     text_format.Merge(f"max_batch_size: {_NO_BATCH}\n{text}", config, descriptor_pool=proto.POOL)
     return bool(config.max_batch_size != _NO_BATCH)

@@ -1,4 +1,4 @@
-"""Where the instances of a model run: ``kind``, ``gpus`` and ``profile`` of its instance groups."""
+"""Chooses the device on which a model's instances run: ``kind``, ``gpus`` and ``profile`` of its instance groups."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ from typing import TYPE_CHECKING
 
 from accel.errors import BadRepository
 from accel.runtimes.base import default_runtime, has_nvidia_gpu
-from accel.serve import proto
+
+from ..protocol import messages as proto
 
 if TYPE_CHECKING:
     from accel.artifact import Artifact
-    from accel.serve.model_config import ModelConfig
 
-# Kinds of artifacts that run on either: what runs them on a GPU, and what on a CPU.
+    from .config import ModelConfig
+
+# The runtime of each kind of artifact that runs on both a GPU and a CPU.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 
 def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | None:
-    """The runtime that the instance groups ask for, None for the artifact's own. ``BadRepository`` where it is not to
-    be had here: a model never is on another device than its config says."""
+    """Returns the runtime that the instance groups ask for, or None for the artifact's default runtime.
+
+    Raises ``BadRepository`` if this machine can't run the model there: a model never runs on another device than its
+    config says.
+    """
 
     def refused(what: str) -> BadRepository:
         return BadRepository(f"model '{name}': {what}")
 
     kinds = {proto.enum_name("ModelInstanceGroup.Kind", group.kind) for group in config.instance_group}
     if len(kinds) > 1:
-        raise refused("its instance groups are of different kinds; give all the same")
+        raise refused("its instance groups are of different kinds; give all the same kind")
     kind = next(iter(kinds), "KIND_AUTO")
     for group in config.instance_group:
         if group.profile:
             raise refused("the optimization profile is chosen by each batch's shapes; take profile out")
         if group.passive or group.secondary_devices:
-            raise refused("passive instances and secondary devices are not supported; take them out")
+            raise refused("passive instances and secondary_devices are not supported; take them out")
         if others := [gpu for gpu in group.gpus if gpu != 0]:
             raise refused(f"instances run on the first GPU only; start a server with CUDA_VISIBLE_DEVICES={others[0]}")
         if group.gpus and kind == "KIND_CPU":

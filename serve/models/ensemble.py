@@ -1,4 +1,5 @@
-"""Ensembles: several models as one, each step's outputs the inputs of others, run as soon as its inputs are there."""
+"""Ensembles: several models that serve as one. A step's outputs are the inputs of other steps. A step runs as soon as
+all its inputs exist."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from accel.errors import BadConfig
-from accel.serve.inference import (
+
+from ..protocol.inference import (
     Answer,
     Code,
     Durations,
@@ -23,8 +25,8 @@ from accel.serve.inference import (
     StepDurations,
     Ticket,
 )
-from accel.serve.queue import too_late
-from accel.serve.statistics import Recorder, ns
+from ..scheduling.queue import too_late
+from ..scheduling.statistics import Recorder, ns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,8 +38,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleStep:
-    """One model. ``input_map``: its input -> the ensemble's tensor that it gets; ``output_map``: its output -> the
-    ensemble's tensor that it makes. ``version`` "" is whichever is the one to use."""
+    """One model of an ensemble.
+
+    ``version``: "" stands for the newest version that serves. ``input_map``: input of the model -> tensor of the
+    ensemble that it gets. ``output_map``: output of the model -> tensor of the ensemble that it makes.
+    """
 
     model: str
     version: str = ""
@@ -47,23 +52,23 @@ class EnsembleStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Ensemble:
-    """The steps, in any order: who needs whose tensors says which comes first."""
+    """The steps of an ensemble, in any order. The tensors of the steps decide the order of the runs."""
 
     steps: tuple[EnsembleStep, ...]
 
 
 class Step(Protocol):
-    """What runs a step: as an ``Executor`` takes it."""
+    """Runs the requests of a step, as an ``Executor`` does."""
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket: ...
 
 
-# From a model's name and version to what runs it; raises ``ServeError`` where there is no such model.
+# Looks up the executor of a model by name and version. Raises ``ServeError`` if the model doesn't serve.
 Find = Callable[[str, str], Step]
 
 
 class _Run:
-    """One request on its way through the steps; the ticket."""
+    """One request on its way through the steps. ``submit`` returns it as the ``Ticket``."""
 
     def __init__(self, executor: EnsembleExecutor, request: InferenceRequest, answer: Answer, arrived: float) -> None:
         self.executor = executor
@@ -84,10 +89,10 @@ class _Run:
 
 
 class EnsembleExecutor:
-    """An ``Executor`` whose work is done by others, looked up by ``find`` at each request: they may be reloaded.
+    """An ``Executor`` that runs each step on the executor of another model. ``find`` looks the model up for each
+    request, because the model may be reloaded between two requests.
 
-    Raises ``BadConfig`` where the steps can't be run: a tensor that nobody or two make, or steps that wait for each
-    other.
+    Raises ``BadConfig`` if the steps can't be run: no step or two steps make a tensor, or steps wait for each other.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class EnsembleExecutor:
         self._closing = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Start the steps whose inputs are there, in this thread where their instances are idle."""
+        """Starts the steps whose inputs exist. An idle instance runs its step in this thread."""
         now = self._clock()
         run = _Run(self, request, answer, now)
         with self._lock:
@@ -151,8 +156,11 @@ class EnsembleExecutor:
                 run.ready.append(i)
 
     def _pump(self, run: _Run) -> None:
-        """Start what is ready. An answer that comes inside ``submit`` counts only when that has returned (its ticket is
-        missing before), so what it makes ready is started by the next turn of this loop and not by a deeper call."""
+        """Starts the steps that are ready.
+
+        An answer that comes inside ``submit`` counts only after ``submit`` has returned the ticket. So this loop starts
+        the steps that the answer makes ready, and the calls don't nest.
+        """
         while True:
             with self._lock:
                 if run.done or not run.ready:
@@ -199,7 +207,7 @@ class EnsembleExecutor:
             self._pump(run)
 
     def _advance(self, run: _Run, i: int) -> None:
-        """Take over what step ``i`` gave, once both its ticket and its answer are here."""
+        """Takes over the outputs of step ``i`` as soon as both its ticket and its answer exist."""
         with self._lock:
             if run.done or i not in run.tickets or i not in run.results:
                 return
@@ -238,7 +246,7 @@ class EnsembleExecutor:
         self._runs.pop(run, None)
 
     def fail(self, run: _Run, error: ServeError) -> None:
-        """Answer ``run`` with ``error``, unless it has its answer, and cancel the steps that are still under way."""
+        """Answers ``run`` with ``error`` unless it has an answer, and cancels its running steps."""
         with self._lock:
             if run.done:
                 return
@@ -259,7 +267,7 @@ class EnsembleExecutor:
                 self._drained.notify_all()
 
     def statistics(self) -> ModelStatistics:
-        """Of the ensemble: queue and compute are the sums over its steps."""
+        """Returns the ensemble's statistics. Queue and compute durations are the sums over its steps."""
         with self._lock:
             return self._recorder.copy()
 
@@ -268,8 +276,8 @@ class EnsembleExecutor:
             return len(self._runs)
 
     def close(self, timeout: float) -> None:
-        """Take nothing new, let what was taken end for at most ``timeout`` seconds, fail the rest. The steps' executors
-        are not its own and stay open."""
+        """Refuses new requests, lets the taken ones end for at most ``timeout`` seconds, and fails the rest. The
+        executors of the steps belong to other models and stay open."""
         with self._lock:
             self._closing = True
             self._drained.wait_for(lambda: not self._runs, timeout)
@@ -279,7 +287,7 @@ class EnsembleExecutor:
 
 
 def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> None:
-    """Raise ``BadConfig`` where the steps can't be run."""
+    """Raises ``BadConfig`` if the steps can't be run."""
     if not ensemble.steps:
         raise BadConfig(f"ensemble '{name}' has no steps; add one")
     made_by: dict[str, str] = {spec.name: "the request" for spec in signature.inputs}
@@ -296,17 +304,21 @@ def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> No
     for step in ensemble.steps:
         for tensor in step.input_map.values():
             if tensor not in made_by:
-                raise BadConfig(f"ensemble '{name}': step '{step.model}' needs tensor '{tensor}', which no step makes")
+                raise BadConfig(
+                    f"ensemble '{name}': step '{step.model}' needs tensor '{tensor}', which no step makes; "
+                    "map an output of a step to it"
+                )
     for spec in signature.outputs:
         if spec.name not in made_by:
-            raise BadConfig(f"ensemble '{name}': no step makes its output '{spec.name}'")
+            raise BadConfig(f"ensemble '{name}': no step makes its output '{spec.name}'; map a step's output to it")
     there = {spec.name for spec in signature.inputs}
     left = list(ensemble.steps)
     while left:
         ready = [step for step in left if there.issuperset(step.input_map.values())]
         if not ready:
             raise BadConfig(
-                f"ensemble '{name}': the steps {', '.join(step.model for step in left)} wait for each other"
+                f"ensemble '{name}': the steps {', '.join(step.model for step in left)} wait for each other; break the "
+                "circle of their input_maps"
             )
         for step in ready:
             there.update(step.output_map.values())

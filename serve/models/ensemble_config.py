@@ -1,4 +1,4 @@
-"""An ensemble's ``config.pbtxt``: models of the repository as steps of one that has no file of its own."""
+"""Reads an ensemble's ``config.pbtxt`` and checks its steps, which are other models of the repository."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from accel.errors import BadRepository
-from accel.serve.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
-from accel.serve.inference import Answer, Executor, InferenceRequest, ServeError, Ticket
-from accel.serve.model import Retired, ServedModel, ServedTensor
-from accel.serve.model_config import ModelConfig, datatype, declared_signature
-from accel.serve.tensors import shape_text
 from accel.signature import Signature
+
+from ..protocol.inference import Answer, Executor, InferenceRequest, ServeError, Ticket
+from ..protocol.tensors import shape_text
+from .config import ModelConfig, datatype, declared_signature
+from .ensemble import Ensemble, EnsembleExecutor, EnsembleStep
+from .model import Retired, ServedModel, ServedTensor
 
 Get = Callable[[str, str], ServedModel]
 
 
 class StepMissing(BadRepository):
-    """A step's model doesn't serve: an ensemble that may be tried again once it does."""
+    """The model of a step doesn't serve. The ensemble is tried again when the model serves."""
 
 
 def is_ensemble(config: ModelConfig) -> bool:
@@ -25,9 +26,14 @@ def is_ensemble(config: ModelConfig) -> bool:
 
 
 def complete_ensemble(config: ModelConfig, name: str) -> Signature:
-    """Fill in what the config leaves out; the signature that it declares. ``BadRepository`` where it declares none."""
+    """Fills in the fields that ``config`` leaves out and returns the signature that it declares.
+
+    Raises ``BadRepository`` if the config lacks inputs, outputs or steps, or has a field that an ensemble can't have.
+    """
     if config.name and config.name != name:
-        raise BadRepository(f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts")
+        raise BadRepository(
+            f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts; take name out of it"
+        )
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")
     given = {
@@ -36,7 +42,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
         "model_transaction_policy": config.model_transaction_policy.decoupled,
     }
     if refused := [field for field, there in given.items() if there]:
-        raise BadRepository(f"ensemble '{name}' can't have {refused[0]}; give it to the models that are its steps")
+        raise BadRepository(f"ensemble '{name}' can't have {refused[0]}; move it to the configs of its steps")
     config.name, config.platform = name, "ensemble"
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
@@ -50,7 +56,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
 
 
 def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: str) -> Executor:
-    """The executor that runs the steps on whichever versions serve at the time."""
+    """Returns an executor that runs each step on the version that serves at the time of the request."""
     steps = tuple(
         EnsembleStep(
             model=step.model_name,
@@ -71,13 +77,15 @@ def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: 
 
 
 def step_names(config: ModelConfig) -> list[str]:
-    """The models that an ensemble's config is made of, each once; none for another config."""
+    """Returns the names of an ensemble's models, each once. Empty if the config is not an ensemble's."""
     return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
 
 
 def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) -> list[str]:
-    """``names`` and the steps of those that are ensembles, each once, a step before what is made of it. In a circle
-    somebody has to be the first: it then lacks a step."""
+    """Returns ``names``, and the names of the steps of their ensembles, each once. Steps come before their ensemble.
+
+    If ensembles form a circle, one of them comes before its steps and fails to load.
+    """
     order: dict[str, None] = {}
     seen: set[str] = set()
     left = [(name, False) for name in reversed(list(names))]
@@ -93,8 +101,10 @@ def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) 
 
 
 def check_steps(config: ModelConfig, get: Get) -> None:
-    """Whether the models that serve now can be this ensemble's steps. ``BadRepository`` says which one can't, and why;
-    ``StepMissing`` where it doesn't serve."""
+    """Checks that the models that serve now can be the steps of this ensemble.
+
+    Raises ``BadRepository`` if a model can't be a step, and ``StepMissing`` if a model doesn't serve.
+    """
     name, largest = config.name, config.max_batch_size
     batch = (-1,) if largest else ()
     known = {t.name: (f"the ensemble's input is {_kind(t, batch)}", _tensor(t, batch)) for t in config.input}
@@ -136,7 +146,7 @@ def _step_model(name: str, step: Any, get: Get) -> ServedModel:
     except ServeError as error:
         raise StepMissing(f"ensemble '{name}' depends on '{step.model_name}', which is not served ({error})") from None
     if model.scheduling.decoupled:
-        raise BadRepository(f"ensemble '{name}': the decoupled model '{model.name}' can't be a step; call it itself")
+        raise BadRepository(f"ensemble '{name}': the decoupled model '{model.name}' can't be a step; call it directly")
     return model
 
 
@@ -153,11 +163,11 @@ def _may_agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 class _Serving:
-    """A model by its name: a request goes to what serves when it comes."""
+    """A model looked up by its name for each request, so that the request goes to the version that serves then."""
 
     def __init__(self, get: Get, name: str, version: str) -> None:
         self._get, self._name, self._version = get, name, version
-        get(name, version)  # ``ServeError`` where there is no such model
+        get(name, version)  # raises ``ServeError`` if the model doesn't serve
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
         while True:

@@ -1,7 +1,7 @@
-"""A model's folder in a repository: Triton's layout, read and opened.
+"""A model's folder in a repository, in Triton's layout: reads its config and opens the models in it.
 
-name/config.pbtxt         optional: completed from the model's own file
-name/labels.txt           named by an output's label_filename
+name/config.pbtxt         optional: the server completes it from the model's own file
+name/labels.txt           optional: an output's label_filename names it
 name/1/model.onnx         a version: a number above 0, with model.onnx, model.xml, model.engine, model.plan or model.pt2
 """
 
@@ -13,57 +13,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel.artifact import KINDS, Artifact, manifest_path
+from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.child import resolve, run_in_child
 from accel.errors import BadRepository, ChainBroken, InvalidModel
-from accel.serve import model_config
-from accel.serve.model_config import TOOLKIT, ModelConfig, declared_signature
-from accel.serve.sequence_config import INITIAL_STATES
-from accel.sources import main_file
-from accel.sources.onnx_file import external_files, open_onnx, probe_apart, read_proto
+from accel.sources.main_file import main_file
+from accel.sources.onnx.file import external_files, open_onnx, probe_apart, read_proto
+from accel.tables.kinds import KINDS, artifact_suffixes, kind_of
+
+from . import config as model_config
+from .config import TOOLKIT, ModelConfig, declared_signature
+from .sequence_config import INITIAL_STATES
 
 CONFIG = "config.pbtxt"
-TORCH_FILES = ("model.pt2", "model.pt")  # either may hold pickles
-PLAN = "model.plan"  # as Triton calls an engine
-# What says of a file without a manifest what it takes and gives.
+TORCH_FILES = ("model.pt2", "model.pt")  # Both formats may hold pickles.
+PLAN = "model.plan"  # Triton's name for an engine.
+# The functions that read the signature of a file without a manifest.
 _DESCRIBED = {
-    "onnx": "accel.sources.onnx_file:describe",
-    "openvino": "accel.converters.openvino_from_onnx:describe",
+    "onnx": "accel.sources.onnx.file:describe",
+    "openvino": "accel.converters.graph.read_ir:describe",
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
 
-# What a file is known by: changed bytes change it, a touched or replaced file too.
+# Name, size, time in ns and inode of each file. Changes if a file's bytes change, or a file is touched or replaced.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """What is opened at all. ``insecure``: also a model whose manifest doesn't hold. ``allow_pickle``: also exported
-    programs and TorchScript, whose archives may hold pickles."""
+    """The models that may be opened.
+
+    ``insecure``: also a model that differs from its manifest. ``allow_pickle``: also exported programs and TorchScript,
+    whose archives may hold pickles.
+    """
 
     insecure: bool = False
     allow_pickle: bool = False
 
 
 def valid_name(name: str) -> bool:
-    """Whether ``name`` can be the name of a model: one plain folder name, nothing that leads elsewhere."""
+    """Tells whether ``name`` can be the name of a model: one plain folder name that can't lead out of its folder."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 def valid_version(version: str) -> bool:
+    """Tells whether ``version`` can be a version: a number above 0 of at most 18 digits, without leading zeros."""
     return version.isascii() and version.isdigit() and not version.startswith("0") and len(version) < 19
 
 
 def fingerprint(folder: Path) -> Fingerprint:
-    """Every file below ``folder`` with its size, time and inode, sorted."""
+    """Returns every file below ``folder`` with its size, time and inode, sorted."""
     found = []
     for root, _, files in os.walk(folder, followlinks=True):
         for file in files:
             path = Path(root, file)
             try:
                 stat = path.stat()
-            except OSError:  # gone since it was listed
+            except OSError:  # removed since it was listed
                 continue
             found.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino))
     return tuple(sorted(found))
@@ -71,7 +77,7 @@ def fingerprint(folder: Path) -> Fingerprint:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model's folder."""
+    """The folder of one model."""
 
     path: Path
 
@@ -80,10 +86,11 @@ class ModelFolder:
         return self.path.name
 
     def versions(self) -> list[str]:
-        """Numbers of the versions there are, oldest first."""
+        """Returns the numbers of the existing versions, oldest first."""
         return sorted((p.name for p in self.path.iterdir() if p.is_dir() and valid_version(p.name)), key=int)
 
     def config_text(self) -> str | None:
+        """Returns the text of ``config.pbtxt``, or None if the model has none."""
         path = self.path / CONFIG
         try:
             return path.read_text(encoding="utf-8")
@@ -93,12 +100,12 @@ class ModelFolder:
             raise BadRepository(f"can't read {path}: {error}; write it as UTF-8 text") from None
 
     def config(self) -> tuple[ModelConfig, bool]:
-        """The config as written, and whether it says ``max_batch_size``."""
+        """Returns the config as written, and whether it sets ``max_batch_size``."""
         text = self.config_text() or ""
         return model_config.parse(text, f"{self.name}/{CONFIG}"), model_config.gives_batch(text)
 
     def chosen(self, config: ModelConfig) -> list[str]:
-        """The versions that the config's policy serves (the latest one by default), oldest first."""
+        """Returns the versions that the config's policy serves (the latest by default), oldest first."""
         versions = self.versions()
         if not versions:
             raise BadRepository(
@@ -112,13 +119,15 @@ class ModelFolder:
             wanted = [str(version) for version in policy.specific.versions]
             if missing := [version for version in wanted if version not in versions]:
                 raise BadRepository(
-                    f"failed to load '{self.name}', version {missing[0]} is at version policy specific and is not there"
+                    f"failed to load '{self.name}', its version_policy names version {missing[0]}, which does not "
+                    f"exist; put the model in {self.name}/{missing[0]}"
                 )
             return sorted(wanted, key=int)
         return versions[-max(1, policy.latest.num_versions) :]
 
     def open(self, version: str, config: ModelConfig, trust: Trust) -> Artifact:
-        """The artifact of a version. Raises an ``AccelError`` where it is not what it says it is."""
+        """Opens the artifact of a version. Raises an ``AccelError`` if the model's file is missing, not trusted or
+        differs from its manifest."""
         folder = self.path / version
         named = config.default_model_filename
         if named and Path(named).name != named:
@@ -128,7 +137,7 @@ class ModelFolder:
             path = next((folder / name for name in (PLAN, *TORCH_FILES) if (folder / name).is_file()), None)
         if path is None or not path.is_file():
             looked = named or f"model.onnx, model.xml, model.engine, {PLAN} or model.pt2"
-            models = sorted(p.name for p in folder.glob("*") if p.suffix in (".onnx", ".xml", ".engine", ".plan"))
+            models = sorted(p.name for p in folder.glob("*") if kind_of(p) or p.suffix == Path(PLAN).suffix)
             there = f"; it has {models[0]}: name it in {CONFIG} as default_model_filename" if models else ""
             raise BadRepository(f"model '{self.name}' version {version} has no {looked}{there}")
         if path.suffix in (".pt2", ".pt"):
@@ -139,20 +148,22 @@ class ModelFolder:
                 )
             if manifest_path(path).is_file() and not trust.insecure:
                 return _open(path, "torch", trust, config)
-            from accel.sources import open_source
+            from accel.sources.source import Source
 
-            return open_source(path)
-        kind = "engine" if path.suffix == Path(PLAN).suffix else KINDS.get(path.suffix)
+            return Source(path).open()
+        kind = "engine" if path.suffix == Path(PLAN).suffix else kind_of(path)
         if kind is None:
-            raise BadRepository(f"model '{self.name}': {path.name} is none of {', '.join(KINDS)}, .plan or .pt2")
+            raise BadRepository(
+                f"model '{self.name}': {path.name} is none of {', '.join(artifact_suffixes())}, .plan or .pt2"
+            )
         found = _open(path, kind, trust, config)
         if found.kind == "onnx":
-            # Whoever puts a file into a repository can put a manifest beside it that holds.
+            # The manifest proves nothing: anybody who can put a file into a repository can also write its manifest.
             probe_apart(path, found.digest, StageCache(), crashes_only=True)
         return found
 
     def labels(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-        """Class labels by output, from the files that the config names."""
+        """Returns the class labels by output, from the files that the config names."""
         found = {}
         for output in config.output:
             name = output.label_filename
@@ -163,12 +174,15 @@ class ModelFolder:
             try:
                 text = (self.path / name).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise BadRepository(f"model '{self.name}': can't read the labels in {name} ({error})") from None
+                raise BadRepository(
+                    f"model '{self.name}': can't read the labels in {name} ({error}); write one label a line as UTF-8"
+                ) from None
             found[output.name] = tuple(text.splitlines())
         return found
 
     def fingerprints(self, versions: list[str]) -> dict[str, Any]:
-        """By version what decides whether it has to be loaded again: its own files, config, labels, states."""
+        """Returns the fingerprint of each version. A version is loaded again if its own files, the config, the labels
+        or the initial states change."""
         shared = tuple(
             (p.name, p.stat().st_size, p.stat().st_mtime_ns, p.stat().st_ino)
             for p in sorted(self.path.iterdir())
@@ -197,18 +211,20 @@ def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:
 
 
 def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
-    """The file as it is, by what it declares itself (an engine: by its ``config``). A native parser reads it in a child
-    process."""
+    """Opens a file without a manifest. An engine's signature comes from its ``config``, any other from the file.
+
+    A native parser runs in a child process, because the parser may crash.
+    """
     if kind == "engine" and config.input and config.output:
         toolkit = config.parameters[TOOLKIT].string_value if TOOLKIT in config.parameters else "tensorrt"
         signature = declared_signature(config, path.name)
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"{path} has no manifest that holds, and nothing else says what an engine takes; build it again, or write "
+            f"{path} has no valid manifest, and nothing else says what an engine takes; build it again, or write "
             f"{CONFIG} with its input and output"
         )
-    companions: tuple[str, ...] = (path.with_suffix(".bin").name,) if kind == "openvino" else ()
+    companions = KINDS[kind].companions_of(path)
     if kind == "onnx":
         signature, properties = resolve(_DESCRIBED[kind])(path)
         companions = external_files(read_proto(path))

@@ -1,4 +1,4 @@
-"""From a model's folder to a version that serves: opened, completed, warmed up, scheduled."""
+"""Loads one version of a model: opens it, completes its config, warms it up and makes its executor."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any, cast
 import numpy as np
 
 from accel.artifact import Artifact
-from accel.cpu import available_cores
 from accel.errors import AccelError, BadRepository, one_line
+from accel.machine import available_cores
 from accel.runtimes.base import BaseSession, Session, default_runtime, get_runtime, open_session
-from accel.serve import model_config
-from accel.serve.devices import runtime_for
-from accel.serve.ensemble_config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble
-from accel.serve.executor import make_executor
-from accel.serve.inference import Executor
-from accel.serve.model import ServedModel
-from accel.serve.model_config import ModelConfig
-from accel.serve.model_files import ModelFolder, Trust
-from accel.serve.optional_inputs import with_optional_inputs
-from accel.serve.pinning import PinnedSession, cores_of
-from accel.serve.profiles import read_profiles
-from accel.serve.rate_limit import RateLimiter
-from accel.serve.response_cache import ResponseCache
-from accel.serve.scheduling import Scheduling
-from accel.serve.tensors import DATATYPES
-from accel.serve.token_loop import TokenLoopSession, token_loop
+
+from ..generate.token_loop import TokenLoopSession, token_loop
+from ..protocol.inference import Executor
+from ..protocol.tensors import DATATYPES
+from ..scheduling.executor import make_executor
+from ..scheduling.options import Scheduling
+from ..scheduling.profiles import read_profiles
+from ..scheduling.rate_limit import RateLimiter
+from ..scheduling.response_cache import ResponseCache
+from . import config as model_config
+from .config import ModelConfig
+from .devices import runtime_for
+from .ensemble_config import Get, check_steps, complete_ensemble, is_ensemble, make_ensemble
+from .files import ModelFolder, Trust
+from .model import ServedModel
+from .optional_inputs import with_optional_inputs
+from .pinning import PinnedSession, cores_of
 
 log = logging.getLogger("accel.serve")
 WARM_UP_FAILED = "warm-up failed"
@@ -39,10 +40,13 @@ MakeExecutor = Callable[..., Executor]
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How models are loaded. ``threads``: of each session where its config says nothing (0: see ``_share``). ``cores``:
-    what the sessions of a model have to share (0: all that this process may use). ``get``: how an ensemble finds its
-    models. ``cache``: what every model that asks for a response cache shares. ``limiter``: the resources that models
-    share. ``host_policies``: cores by the name that instance groups use."""
+    """Options for loading models.
+
+    ``threads``: threads of each session if its config sets none (0: see ``_share``). ``cores``: number of cores that
+    a model's sessions share (0: all cores of this process). ``make``: makes the executor. ``get``: finds the models of
+    an ensemble. ``cache``: the response cache that all models share. ``limiter``: limits the resources that models
+    share. ``host_policies``: cores by host policy, the name that instance groups use.
+    """
 
     trust: Trust = field(default_factory=Trust)
     threads: int = 0
@@ -58,7 +62,7 @@ class Loading:
 def load_version(
     folder: ModelFolder, version: str, loading: Loading, override: ModelConfig | None = None, files: Any = None
 ) -> ServedModel:
-    """Load one version. ``override``: the config to take in place of ``config.pbtxt``."""
+    """Loads one version. ``override``: a config that replaces ``config.pbtxt``. ``files``: the files' fingerprint."""
     if override is not None:
         config, batch_given = type(override)(), True
         config.CopyFrom(override)
@@ -116,8 +120,10 @@ def load_version(
 
 
 def _share(cores: int, instances: int) -> int:
-    """Threads of each of several sessions that run at the same time: each with all cores, they would take turns. 0, the
-    runtime's choice or what was recorded with the model, for the only one that may use all of them."""
+    """Returns the number of threads of each session. Sessions that run at the same time share the cores.
+
+    Returns 0 if a single session may use all cores. The runtime or the model's manifest then chooses the threads.
+    """
     if not cores and instances == 1:
         return 0
     return max(1, (cores or available_cores()) // instances)
@@ -141,7 +147,8 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     )
 
 
-# What would change the answers, were it passed over: better no model than another one.
+# Unsupported fields that change the answers, with the advice for each. A config that sets one of them is refused,
+# because a server that ignored the field would give other answers.
 _REFUSED = {
     "batch_input": "send those inputs with the request",
     "batch_output": "let the model give its outputs batch by batch",
@@ -159,7 +166,8 @@ def _supported(config: ModelConfig, name: str) -> None:
 
 
 def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:
-    """What the config's ``model_warmup`` says, else one run at batch 1 (or the smallest) and one at the largest."""
+    """Runs the samples of the config's ``model_warmup``. Without samples it runs once at the smallest batch size and
+    once at the largest."""
     if config.model_warmup:
         for sample in config.model_warmup:
             feeds = _sample(sample, config, artifact)
@@ -176,7 +184,7 @@ def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, larg
         try:
             session.run(feeds)
         except (AccelError, RuntimeError) as error:
-            # Random inputs can be ones that the model refuses: no reason not to serve it.
+            # The model may refuse random inputs. That is no reason not to serve the model.
             log.warning(WARM_UP_FAILED, extra={"model": config.name, "reason": one_line(error)})
 
 

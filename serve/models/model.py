@@ -1,4 +1,4 @@
-"""One version of one model, loaded: what it takes and gives, and requests on their way into its executor."""
+"""One loaded version of a model: its inputs and outputs, its statistics, and the checks before its executor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel.serve.inference import (
+from ..protocol.inference import (
     Answer,
     Code,
     Executor,
@@ -17,10 +17,10 @@ from accel.serve.inference import (
     ServeError,
     Ticket,
 )
-from accel.serve.model_config import ModelConfig, datatype
-from accel.serve.scheduling import Scheduling
-from accel.serve.statistics import Recorder, merged
-from accel.serve.tensors import DATATYPES, invalid, shape_text
+from ..protocol.tensors import DATATYPES, invalid, shape_text
+from ..scheduling.options import Scheduling
+from ..scheduling.statistics import Recorder, merged
+from .config import ModelConfig, datatype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedTensor:
-    """An input or output as clients see it. ``shape``: with the batch, -1 where a dim is dynamic."""
+    """An input or output as clients see it. ``shape``: has the batch dim, and -1 for each dynamic dim."""
 
     name: str
     datatype: str
@@ -40,12 +40,13 @@ class ServedTensor:
 
 
 class Retired(Exception):
-    """This version was replaced while a request was on its way to it: look it up again."""
+    """The version was replaced after a request looked it up. The caller has to look the model up again."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedModel:
-    """A version that serves. ``files``: what it was loaded from, to see whether it has to be loaded again."""
+    """A version that serves. ``files``: the fingerprint of its files; a changed fingerprint makes the server load the
+    version again. ``required``: names of the inputs that a request must have."""
 
     name: str
     version: str
@@ -74,11 +75,12 @@ class ServedModel:
         self._entered = 0
         self._retired = False
         self._state = threading.Condition()
-        self._recorder = Recorder()  # of what the executor doesn't see
+        self._recorder = Recorder()  # counts the requests that the executor doesn't see
         self._recording = threading.Lock()
 
     def check_input(self, name: str, kind: str, shape: Sequence[int]) -> ServedTensor:
-        """The input this tensor is for. ``INVALID_ARGUMENT`` where the name, datatype or shape isn't the model's."""
+        """Returns the model's input of this name. Raises ``ServeError`` INVALID_ARGUMENT if the name, the datatype or
+        the shape doesn't fit the model."""
         spec = self.inputs.get(name)
         if spec is None:
             raise invalid(f"unexpected inference input '{name}' for model '{self.name}'")
@@ -107,7 +109,7 @@ class ServedModel:
         return spec
 
     def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Whether all are there, agree about the batch and don't pass the largest."""
+        """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing, or the batch sizes differ or are too large."""
         if missing := self.required.difference(inputs):
             got = ",".join(f"'{name}'" for name in inputs)
             lacking = ",".join(f"'{name}'" for name in self.inputs if name in missing)
@@ -128,7 +130,7 @@ class ServedModel:
             raise invalid(f"inference request batch-size must be >= 1 for '{self.name}'")
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Into the executor. ``Retired`` where this version has been replaced since it was looked up."""
+        """Hands the request to the executor. Raises ``Retired`` if the version was replaced since it was looked up."""
         with self._state:
             if self._retired:
                 raise Retired
@@ -142,24 +144,24 @@ class ServedModel:
                     self._state.notify_all()
 
     def refused(self, error: ServeError, ns: int) -> None:
-        """Count a request that got ``error``, ``ns`` after it came, and never reached the executor."""
+        """Counts a request that got ``error``, ``ns`` nanoseconds after it came, and never reached the executor."""
         with self._recording:
             self._recorder.received()
             self._recorder.failed(error, ns)
 
     def spoiled(self, response: InferenceResponse) -> None:
-        """Count as failed what the executor has counted as success: its client got an error in place of it."""
+        """Counts a request as failed that the executor counted as success, because its client got an error."""
         with self._recording:
             self._recorder.spoiled(response.durations)
 
     def statistics(self) -> ModelStatistics:
-        """Of this version since it was loaded: every request for it that came, refused ones included."""
-        with self._recording:  # first: what is spoiled was a success before
+        """Returns the statistics of this version since it was loaded. Refused requests count too."""
+        with self._recording:  # copied before the executor's figures, which then include every spoiled success
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 
     def retire(self, timeout: float) -> None:
-        """Take no more requests, answer those that were taken for at most ``timeout`` seconds, release the model."""
+        """Refuses new requests, answers the taken ones for at most ``timeout`` seconds, and releases the model."""
         with self._state:
             self._retired = True
             self._state.wait_for(lambda: not self._entered, timeout)
@@ -167,6 +169,6 @@ class ServedModel:
 
 
 def unknown(name: str, version: str = "") -> ServeError:
-    """A model, or a version of it, that isn't served."""
+    """Returns the error of a request for a model or version that doesn't serve, in Triton's words."""
     which = f"'{name}' version {version}" if version else f"'{name}'"
     return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")

@@ -1,7 +1,7 @@
-"""Inputs that clients may leave out because the model has a default for them: ONNX initializers that are inputs, too.
+"""Inputs that clients may leave out, because the model has a default: ONNX initializers that are also inputs.
 
-Exporters list whole sets of weights that way, so that only those are offered which ``config.pbtxt`` names and calls
-``optional``; the others are what they are in the file, a constant.
+Some exporters list all weights that way. So clients see only the inputs that ``config.pbtxt`` names and calls
+``optional``. The others stay constants.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from dataclasses import replace
 
 from accel.artifact import Artifact
 from accel.errors import BadRepository
-from accel.serve.model_config import ModelConfig
-from accel.sources.onnx_file import inputs_with_defaults, read_proto
+from accel.sources.onnx.file import inputs_with_defaults, read_proto
+
+from .config import ModelConfig
 
 
 def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> Artifact:
-    """``artifact`` with those of its inputs with defaults that ``config`` names. ``BadRepository`` where it names one
-    as if clients had to send it, or one that can't be batched."""
+    """Returns ``artifact`` with the optional inputs that ``config`` names.
+
+    Raises ``BadRepository`` if the config doesn't call one of them optional, or one of them can't be batched.
+    """
     required = {spec.name for spec in artifact.signature.inputs}
     named = {tensor.name: tensor for tensor in config.input if tensor.name not in required}
     if not named or artifact.kind != "onnx":

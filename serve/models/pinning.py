@@ -1,4 +1,4 @@
-"""Sessions on cores of their own: Triton's ``host_policy`` of an instance group."""
+"""Sessions that run on given cores only: Triton's ``host_policy`` of an instance group."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     import numpy as np
 
     from accel.runtimes.base import Session
-    from accel.serve.model_config import ModelConfig
     from accel.signature import Feeds
+
+    from .config import ModelConfig
 
 _MOST_CORES = 4096
 
 
 def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
-    """``NAME,cpu-cores=0-3,6`` as the name and the cores. ``ValueError`` where it is something else."""
+    """Reads ``NAME,cpu-cores=0-3,6`` as name and cores. Raises ``ValueError`` if ``text`` has another form."""
     name, _, setting = text.partition(",")
     key, _, ranges = setting.partition("=")
     if not name or key != "cpu-cores":
@@ -37,8 +38,10 @@ def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The cores of each instance, none where its group names no policy. ``BadRepository`` for a policy that the server
-    wasn't told, or cores that it may not use."""
+    """Returns the cores of each instance. Empty for an instance whose group names no policy.
+
+    Raises ``BadRepository`` if no server option defines the policy.
+    """
     found = []
     for group in config.instance_group:
         name = group.host_policy
@@ -53,8 +56,8 @@ def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> li
 
 
 class PinnedSession:
-    """A session that was opened, and is run, on ``cores``. Its runtime's threads stay there: on Linux a thread starts
-    with the cores of the one that starts it."""
+    """A session that is opened and run on ``cores``. The runtime's threads stay on these cores, because on Linux a new
+    thread inherits the cores of the thread that starts it."""
 
     def __init__(self, opened: Callable[[], Session], cores: tuple[int, ...]) -> None:
         self._cores = frozenset(cores)
@@ -79,7 +82,7 @@ class PinnedSession:
             os.sched_setaffinity(0, before)
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """The session's, by this thread on those cores."""
+        """Runs the session in this thread, on the session's cores."""
         with self._pinned():
             return self._session.run(feeds)
 

@@ -1,11 +1,12 @@
-"""A repository that lies elsewhere (s3, gs, http ... whatever fsspec reads), mirrored into a folder of this machine.
+"""Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
-    models/<name>                  a link to
-    store/<digest>/<name>/...      the model as it was found at one time: whole or not there
-    store/<digest>/files.json      what each of its files was known by: ETag, time of change, size
+    models/<name>                  a link to the model's folder in the store
+    store/<digest>/<name>/...      a complete copy of the model as it was at one time
+    store/<digest>/files.json      the mark of each file: ETag, time of change, size
 
-A model that has changed is downloaded beside the one that serves, what hasn't changed of it is linked and not fetched
-again, and then the link is turned around. Names from elsewhere are hostile: none leads out of its folder.
+A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
+and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
+so a name that could lead out of its folder is refused.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from urllib.parse import unquote
 from accel.artifact import beside
 from accel.cache import StageCache
 from accel.errors import AccelError, BadRepository, MissingExtra, UnsupportedHere, one_line
-from accel.serve.model_files import valid_name
+
+from .files import valid_name
 
 log = logging.getLogger("accel.serve")
 
-# What the stores call that by which a file's bytes are known; each has some of them.
+# The fields that change when a file's bytes change. Each store has some of these fields.
 _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
-_DEEPEST = 6  # folders below a model: a listing that leads into itself ends there
-_KEPT_SECONDS = 600.0  # so long another process may still be loading what was replaced
+_DEEPEST = 6  # levels of folders below a model: ends a listing that leads into itself
+_KEPT_SECONDS = 600.0  # another process may still load a replaced copy for this long
 _RECORD = "files.json"
 
 
 @dataclass(frozen=True)
 class _Remote:
-    """A file or folder of a model, elsewhere. ``mark``: changes when its bytes do."""
+    """A remote file or folder of a model. ``mark``: changes when the file's bytes change."""
 
     address: str
     folder: bool
@@ -54,9 +56,9 @@ class _Remote:
 
 
 class Mirror:
-    """``address`` as a local ``folder`` of model folders, as of the last ``refresh``.
+    """A local ``folder`` with the models of ``address``, as of the last ``refresh``.
 
-    ``MissingExtra`` without fsspec, ``UnsupportedHere`` without the library of the address's scheme.
+    Raises ``MissingExtra`` without fsspec, and ``UnsupportedHere`` without the library for the address's scheme.
     """
 
     def __init__(self, address: str, root: Path | None = None) -> None:
@@ -71,9 +73,9 @@ class Mirror:
         self._lock = threading.Lock()
 
     def refresh(self, name: str | None = None) -> dict[str, str]:
-        """Bring the folder, or one model of it, up to date; by name of the model why it could not be.
+        """Updates the folder, or the model ``name`` in it. Returns the reason for each model that can't be updated.
 
-        ``BadRepository`` where nothing can be read there at all; the folder is then as it was.
+        Raises ``BadRepository`` if the address can't be read at all. The folder then stays as it was.
         """
         with self._lock, self._alone():
             names = [name] if name is not None else self._names()
@@ -83,7 +85,7 @@ class Mirror:
                     self._update(one)
                 except FileNotFoundError:
                     self._remove(one)
-                except Exception as error:  # whatever a store raises: the other models are not concerned
+                except Exception as error:  # a store may raise anything; the other models are updated all the same
                     failed[one] = _reason(error)
             if name is None:
                 for link in self.folder.iterdir():
@@ -94,7 +96,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process changes the folder meanwhile."""
+        """Keeps other processes from changing the folder."""
         with (self._root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -110,26 +112,30 @@ class Mirror:
         names = [name for name in found if valid_name(name)]
         for name in set(found) - set(names):
             log.warning("a folder of the repository is no model", extra={"folder": name[:256]})
-        if not names:  # an outage looks just so, and takes no model with it
+        if not names:  # an outage may look like this and must not remove the models
             raise BadRepository(f"{self.address} holds no folders of models; check the address")
         return names
 
     def _list(self, address: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What lies in a folder: the last part of its name, and what is known of it."""
+        """Yields the entries of a folder: the last part of the name, and the store's information."""
         for info in self._files.ls(address, detail=True):
             name = str(info["name"])
-            if name.rstrip("/") == address.rstrip("/"):  # the folder itself, which object stores list too
+            if name.rstrip("/") == address.rstrip("/"):  # object stores list the folder itself too
                 continue
             leaf = name.rstrip("/").rpartition("/")[2]
-            if "?" not in leaf:  # links that sort a listing
+            if "?" not in leaf:  # links with "?" in an HTTP listing only sort the listing
                 yield unquote(leaf) if self.address.startswith("http") else leaf, info
 
     def _walk(self, address: str, inside: tuple[str, ...]) -> Iterator[tuple[str, _Remote]]:
         if len(inside) > _DEEPEST:
-            raise BadRepository(f"the folders of {address[:300]} lie too deep in one another")
+            raise BadRepository(
+                f"{address[:300]} is more than {_DEEPEST} folders below its model; use fewer levels of folders"
+            )
         for leaf, info in self._list(address):
             if leaf in ("", ".", "..") or any(c in leaf for c in "/\\\0") or len(leaf) > 255:
-                raise BadRepository(f"{address[:300]} holds the name {leaf[:100]!r}, which leads elsewhere; rename it")
+                raise BadRepository(
+                    f"{address[:300]} holds the name {leaf[:100]!r}, which leads elsewhere; rename that file"
+                )
             place, name = (*inside, leaf), str(info["name"])
             if _is_folder(info):
                 yield "/".join(place), _Remote(name, True, None, "folder")
@@ -164,7 +170,7 @@ class Mirror:
         self._let_go(before)
 
     def _fetch(self, name: str, wanted: dict[str, _Remote], folder: Path, before: Path | None) -> int:
-        """Download what isn't here already; how many bytes."""
+        """Downloads the files that changed and links the others. Returns the downloaded bytes."""
         old = (self.folder / before).resolve() if before else None
         known: dict[str, str] = {}
         if old is not None:
@@ -186,7 +192,9 @@ class Mirror:
             self._files.get_file(remote.address, str(path))
             self._files.invalidate_cache()
             if _mark(self._files.info(remote.address)) != seen or remote.size not in (None, path.stat().st_size):
-                raise BadRepository(f"{remote.address} changed while it was downloaded; it is tried again later")
+                raise BadRepository(
+                    f"{remote.address} changed while it was downloaded; the next poll or load fetches it again"
+                )
             fetched += path.stat().st_size
         marks = {place: remote.mark for place, remote in wanted.items()}
         (folder / _RECORD).write_text(json.dumps(marks), encoding="utf-8")
@@ -211,7 +219,7 @@ class Mirror:
                 os.utime((self.folder / target).resolve().parent)
 
     def _drop_old(self) -> None:
-        """Remove what no link leads to any more, a while after."""
+        """Removes the copies that no link has led to for ``_KEPT_SECONDS``."""
         used = {target.parent.name for link in self.folder.iterdir() if (target := self._target(link))}
         for entry in self._store.iterdir():
             with contextlib.suppress(OSError):
@@ -237,12 +245,12 @@ def _open(address: str) -> Any:
     if scheme in ("http", "https"):
         from aiohttp import ClientTimeout
 
-        # A large model may take long; a server that sends nothing for a minute is gone.
+        # A large model may take long in total. A server that sends nothing for a minute is gone.
         options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=20, sock_read=60)}
     try:
         return fsspec.filesystem(scheme, **options)
     except ImportError as error:
-        raise UnsupportedHere(f"{scheme}:// needs a library of its own: {error}; install it beside fsspec") from None
+        raise UnsupportedHere(f"{scheme}:// needs another library: {error}; install it beside fsspec") from None
     except ValueError as error:
         raise UnsupportedHere(f"can't open {address}: {error}; use a folder, s3://, gs:// or http(s)://") from None
 

@@ -1,7 +1,7 @@
-"""The models of a repository and their states: loaded, reloaded without a gap, unloaded; by command, by polling, once.
+"""Loads, reloads and unloads the models of a repository: once, by polling or by command, and without a gap.
 
-A version that loads is put in the place of the old one first, and the old one then answers what it has taken. One that
-doesn't load changes nothing but the index, which says why.
+A new version first takes the place of the old one. Then the old one answers the requests that it has taken. If a
+version fails to load, the old one keeps serving and the index gives the reason.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import AccelError, BadRepository, one_line
-from accel.serve.ensemble_config import StepMissing, step_names, steps_first
-from accel.serve.inference import Code, ServeError
-from accel.serve.loading import Loading, load_version
-from accel.serve.model import ServedModel, unknown
-from accel.serve.model_config import ModelConfig
-from accel.serve.model_files import ModelFolder, valid_name, valid_version
+
+from ..protocol.inference import Code, ServeError
+from .config import ModelConfig
+from .ensemble_config import StepMissing, step_names, steps_first
+from .files import ModelFolder, valid_name, valid_version
+from .loading import Loading, load_version
+from .model import ServedModel, unknown
 
 log = logging.getLogger("accel.serve")
 
 MODES = ("none", "poll", "explicit")
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
-UNLOADED = "unloaded"  # the reason that is no failure
+UNLOADED = "unloaded"  # a reason that is no failure: a command unloaded the model
 
 
 @dataclass(frozen=True)
 class IndexRow:
-    """A line of the repository's index. ``version`` and ``state`` are empty where the model was never loaded."""
+    """A line of the repository's index. ``version`` and ``state`` are empty if the model was never loaded."""
 
     name: str
     version: str = ""
@@ -40,8 +41,8 @@ class IndexRow:
 
 @dataclass
 class _Entry:
-    """What is known of one model. ``seen``: fingerprints at the last attempt to load, so that polling tries once.
-    ``lacks_step``: an ensemble that is to be tried again when another model has been loaded."""
+    """The state of one model. ``seen``: fingerprints at the last attempt to load, so that polling tries each state of
+    the files once. ``lacks_step``: the model is an ensemble, to be tried again when another model has loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # by version; "" for the model as a whole
@@ -51,10 +52,13 @@ class _Entry:
 
 
 class Repository:
-    """``root``: the folder of model folders. ``mode``: ``none`` loads all once, ``poll`` looks for changes every
-    ``poll_seconds``, ``explicit`` loads what it is told (``startup`` at first, ``*`` for all). ``drain``: seconds that
-    a replaced or unloaded version has to answer what it took. ``refresh``: brings ``root``, or one model's folder in
-    it, up to date from elsewhere, and says which it could not."""
+    """The models of the folder ``root``, which has a folder for each model.
+
+    ``mode``: ``none`` loads all models once, ``poll`` looks for changes every ``poll_seconds``, ``explicit`` loads by
+    command (``startup`` names the models to load at start, ``*`` stands for all). ``drain``: seconds that a replaced or
+    unloaded version has for the requests it took. ``refresh``: updates ``root``, or one model's folder, from a remote
+    address and returns by model why it can't be updated.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class Repository:
         self._loading = replace(loading or Loading(), get=self.get)
         self._poll_seconds = poll_seconds
         self._entries: dict[str, _Entry] = {}
-        # What requests look up: replaced as a whole, never changed in place, so that reading takes no lock.
+        # Requests look models up here. The table is replaced as a whole, so that a lookup needs no lock.
         self._table: dict[str, dict[str, ServedModel]] = {}
         self._lock = threading.Lock()
         self._control = threading.Lock()  # one load or unload at a time
@@ -86,12 +90,13 @@ class Repository:
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
         self.started = False
-        self.changed: Callable[[], None] = lambda: None  # called when what serves, or is broken, may be another
+        self.changed: Callable[[], None] = lambda: None  # called when the serving or broken models may have changed
 
     # Looking up
 
     def get(self, name: str, version: str = "") -> ServedModel:
-        """The version asked for, else the newest. ``NOT_FOUND``, ``UNAVAILABLE`` or ``INVALID_ARGUMENT``."""
+        """Returns the requested version, by default the newest. Raises ``ServeError`` (NOT_FOUND, UNAVAILABLE,
+        INVALID_ARGUMENT) if there is no such version."""
         versions = self._table.get(name)
         if version and not valid_version(version):
             raise ServeError(
@@ -120,16 +125,16 @@ class Repository:
         raise unknown(name[:256])
 
     def versions(self, name: str) -> list[ServedModel]:
-        """Every version of a model that serves, oldest first."""
+        """Returns the serving versions of a model, oldest first."""
         return list(self._table.get(name, {}).values())
 
     def models(self) -> Iterator[ServedModel]:
-        """Every version of every model that serves."""
+        """Yields the serving versions of all models."""
         for versions in self._table.copy().values():
             yield from versions.values()
 
     def broken(self) -> list[str]:
-        """Names of the models that should serve and don't."""
+        """Returns the names of the models that should serve and don't."""
         with self._lock:
             found = [
                 name
@@ -139,7 +144,7 @@ class Repository:
             return found + [name for name in self._unfetched if name not in self._entries]
 
     def index(self, *, ready: bool = False) -> list[IndexRow]:
-        """Every model of the repository, by name; with ``ready`` those that serve."""
+        """Returns a row for each version of each model, sorted by name. ``ready``: only versions that serve."""
         rows: list[IndexRow] = []
         with self._lock:
             names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self._folders())})
@@ -169,7 +174,7 @@ class Repository:
     # Starting and ending
 
     def start(self) -> None:
-        """Load what is to be there from the start. A model that can't be loaded is logged and left out."""
+        """Loads the models that serve from the start. Logs a model that can't be loaded and leaves it out."""
         if self.mode != "explicit" or "*" in self._startup:
             self._refresh()
         names = [folder.name for folder in self._folders()]
@@ -179,7 +184,7 @@ class Repository:
                 self._refresh(name)
         for name in steps_first(names, self._fetched_steps):
             if name not in names and not (self.root / name).is_dir():
-                continue  # the ensemble says what it lacks
+                continue  # the error of the ensemble names the missing step
             try:
                 self._load(name)
             except ServeError as error:
@@ -191,7 +196,7 @@ class Repository:
             self._poller.start()
 
     def close(self, timeout: float) -> None:
-        """Answer what was taken for at most ``timeout`` seconds and release every model."""
+        """Answers taken requests for at most ``timeout`` seconds and releases every model."""
         self._stop.set()
         if self._poller is not None:
             self._poller.join(timeout)
@@ -204,23 +209,23 @@ class Repository:
         for thread in self._retiring:
             thread.join(timeout + 1)
 
-    # Control
+    # Loading and unloading by command
 
     def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Load or reload a model by command; of an ensemble also the steps that don't serve."""
+        """Loads or reloads a model by command. Also loads the steps of an ensemble that don't serve yet."""
         steps = self.steps_to_load(name, override)
         if reason := self._unfetched.get(name):
             raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
         for step in steps:
             try:
                 self._load(step)
-            except ServeError as error:  # the ensemble says what it lacks
+            except ServeError as error:  # the error of the ensemble names the missing step
                 log.error("model not loaded", extra={"model": step, "reason": str(error)})
         self._load(name, override)
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """The models that an ensemble needs and that don't serve, as loading it by command loads them, too."""
+        """Returns the models that an ensemble needs and that don't serve. ``load`` loads them too."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
@@ -233,7 +238,10 @@ class Repository:
         return [one for one in steps_first([name], steps_of) if one != name and one not in self._table]
 
     def _fetched_steps(self, name: str) -> list[str]:
-        """As ``_steps_in_config``; in the explicit mode, where nothing is fetched untold, the steps are here then."""
+        """Returns the names of the models that are steps of the ensemble ``name``.
+
+        In explicit mode, also fetches the models of the steps, because no other code fetches these models.
+        """
         steps = self._steps_in_config(name)
         if self.mode == "explicit":
             for step in filter(valid_name, steps):
@@ -242,7 +250,7 @@ class Repository:
         return steps
 
     def _steps_in_config(self, name: str) -> list[str]:
-        """The steps of an ensemble as its ``config.pbtxt`` has them; none where it is none, or can't be read."""
+        """Returns the steps in an ensemble's ``config.pbtxt``. Empty for other configs and unreadable ones."""
         if not valid_name(name):
             return []
         try:
@@ -251,7 +259,7 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Load the ensembles that lacked a step, as long as that gets one further."""
+        """Tries to load the ensembles that lacked a step. Repeats that until a round loads no further ensemble."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
@@ -266,7 +274,8 @@ class Repository:
                 return
 
     def _refresh(self, name: str | None = None) -> None:
-        """Have what lies elsewhere here. A model that can't be fetched stays as it is, and the index says why."""
+        """Updates models from the remote address. If a model can't be fetched, it stays as it is and the index says
+        why."""
         if self._fetch is None:
             return
         failed = self._fetch(name)
@@ -277,7 +286,7 @@ class Repository:
             log.error("model not fetched", extra={"model": one, "reason": reason})
 
     def steps_of(self, name: str) -> list[str]:
-        """The models that an ensemble that serves is made of, and those that these are made of."""
+        """Returns the steps of a serving ensemble, and the steps of the ensembles among them."""
         found: dict[str, None] = {}
         left = [name]
         while left:
@@ -288,7 +297,7 @@ class Repository:
         return [one for one in found if one != name]
 
     def unload(self, name: str, dependents: bool = False) -> None:
-        """Stop serving a model by command; with ``dependents`` also the steps of an ensemble."""
+        """Stops serving a model by command. ``dependents``: also the steps of an ensemble."""
         self._explicit()
         steps = self.steps_of(name) if dependents else []
         if name not in self._entries:
@@ -314,7 +323,7 @@ class Repository:
         if not folder.path.is_dir():
             raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")
         with self._control:
-            with self._lock:  # others look through the entries
+            with self._lock:  # other threads iterate over the entries
                 entry = self._entries.setdefault(name, _Entry())
             entry.loading = True
             try:
@@ -336,7 +345,7 @@ class Repository:
             wanted, prints = [], {}
         for version in wanted:
             old = entry.versions.get(version)
-            # With an override the config differs though no file does.
+            # An override changes the config without a change of the files.
             files = (prints[version], override.SerializeToString() if override is not None else b"")
             if old is not None and old.files == files:
                 made[version] = old
@@ -344,12 +353,12 @@ class Repository:
             try:
                 made[version] = load_version(folder, version, self._loading, override, files)
                 log.info("model loaded", extra={"model": name, "version": version})
-            except Exception as error:  # whatever a runtime raises: the others keep serving
+            except Exception as error:  # a runtime may raise anything; the other versions keep serving
                 failed[version] = _reason(error)
                 entry.lacks_step = isinstance(error, StepMissing) and override is None
                 if old is not None:
                     made[version] = old
-        # A new set that is broken as a whole leaves the old one serving.
+        # If all new versions are broken, the old ones keep serving.
         if not made:
             made = dict(entry.versions)
         self._publish(name, entry, dict(sorted(made.items(), key=lambda item: int(item[0]))), failed)
@@ -401,8 +410,8 @@ class Repository:
                 log.exception("polling the repository failed")
 
     def poll_once(self) -> None:
-        """Load what is new or changed, unload what is gone. ``BadRepository`` where what lies elsewhere is out of
-        reach: then nothing is touched."""
+        """Loads new and changed models and unloads removed ones. Raises ``BadRepository`` and changes nothing if the
+        remote address can't be read."""
         self._refresh()
         loaded = False
         folders = {folder.name: folder for folder in self._folders()}
@@ -420,14 +429,14 @@ class Repository:
         if loaded:
             self._try_ensembles()
         for name in [name for name in self._entries if name not in folders]:
-            if not self.root.is_dir():  # a share that went away for a moment takes no model with it
+            if not self.root.is_dir():  # a network share may be away for a moment; its models keep serving
                 return
             self._unload(name)
             with self._lock:
                 self._entries.pop(name, None)
 
     def loaded(self) -> list[str]:
-        """Names of the models that serve."""
+        """Returns the names of the models that serve."""
         return list(self._table)
 
 

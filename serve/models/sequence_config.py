@@ -1,4 +1,4 @@
-"""``sequence_batching`` of a ``config.pbtxt``: which inputs the server makes, what they hold, how many sequences."""
+"""Reads ``sequence_batching`` of a ``config.pbtxt``: states, controls, their values, and the number of sequences."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.errors import BadRepository
-from accel.serve import proto
-from accel.serve.inference import ServeError
-from accel.serve.scheduling import SequenceBatching
-from accel.serve.tensors import BY_CONFIG, BY_FIELD, DATATYPES, decode_raw, to_strings
+
+from ..protocol import messages as proto
+from ..protocol.inference import ServeError
+from ..protocol.tensors import BY_CONFIG, BY_FIELD, DATATYPES, decode_raw, to_strings
+from ..scheduling.options import SequenceBatching
 
 if TYPE_CHECKING:
     from accel.signature import Signature, TensorSpec
 
-INITIAL_STATES = "initial_state"  # the folder beside the versions that holds them, as in Triton
+INITIAL_STATES = "initial_state"  # the folder of the initial states, beside the versions as in Triton
 _KINDS = {
     "CONTROL_SEQUENCE_START": "START",
     "CONTROL_SEQUENCE_READY": "READY",
     "CONTROL_SEQUENCE_END": "END",
     "CONTROL_SEQUENCE_CORRID": "CORRID",
 }
-# The field that has the values for false and for true, and the dtype of an input that takes them.
+# The fields that have the values for false and for true, with the dtype of the input that takes them.
 _VALUES = {"int32_false_true": "int32", "fp32_false_true": "float32", "bool_false_true": "bool"}
 
 
 def sequence_batching(config: Any, signature: Signature, folder: Path | None) -> SequenceBatching | None:
-    """None where the model has no sequences. ``folder``: the model's. ``BadRepository`` for what contradicts the model
-    or isn't supported."""
+    """Returns the options of a stateful model, or None if the config has no ``sequence_batching``.
+
+    ``folder``: the model's folder. Raises ``BadRepository`` if the config contradicts the model or needs an unsupported
+    feature.
+    """
     if not config.HasField("sequence_batching"):
         return None
     given = config.sequence_batching
@@ -40,18 +44,18 @@ def sequence_batching(config: Any, signature: Signature, folder: Path | None) ->
         raise _refused(config, "minimum_slot_utilization is not supported; use oldest with a preferred_batch_size")
     most = given.oldest.max_candidate_sequences
     if most < 0:
-        raise _refused(config, f"max_candidate_sequences is {most}; write how many sequences there may be")
+        raise _refused(config, f"max_candidate_sequences is {most}; write a number of at least 0")
     inputs = {spec.name: spec for spec in signature.inputs}
     outputs = {spec.name: spec for spec in signature.outputs}
     controls: dict[str, str] = {}
     values: dict[str, tuple[float, float]] = {}
     for entry in given.control_input:
         if len(entry.control) != 1:
-            raise _refused(config, f"the control input '{entry.name}' has to have one control, not several or none")
+            raise _refused(config, f"the control input '{entry.name}' has {len(entry.control)} controls; give it one")
         [control] = entry.control
         kind = _KINDS[type(control).DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[control.kind].name]
         if kind in controls or entry.name in controls.values():
-            raise _refused(config, f"control {kind} or its input '{entry.name}' comes twice; take one out")
+            raise _refused(config, f"the control {kind} or its input '{entry.name}' comes twice; take one out")
         controls[kind] = entry.name
         spec = _there(config, "control input", entry.name, inputs)
         if kind == "CORRID":
@@ -96,7 +100,10 @@ def _there(config: Any, role: str, name: str, specs: dict[str, TensorSpec]) -> T
 def _check_dtype(config: Any, role: str, spec: TensorSpec, number: int) -> None:
     said = BY_CONFIG.get(proto.enum_name("DataType", number))
     if number and said != BY_FIELD.get(spec.dtype):
-        raise _refused(config, f"the {role} '{spec.name}' is {said} in the config and {spec.dtype} in the model")
+        raise _refused(
+            config,
+            f"the {role} '{spec.name}' is {said} in the config and {spec.dtype} in the model; correct the config",
+        )
 
 
 def _rows_left_out(config: Any, spec: TensorSpec) -> tuple[int | str, ...]:
@@ -110,22 +117,28 @@ def _check_dims(config: Any, spec: TensorSpec, dims: Any) -> None:
     )
     if dims and not fits:
         own = ["-1" if isinstance(dim, str) else str(dim) for dim in wanted]
-        raise _refused(config, f"the state '{spec.name}' has dims {list(dims)}, in the model [{', '.join(own)}]")
+        raise _refused(
+            config,
+            f"the state '{spec.name}' has dims {list(dims)}, in the model [{', '.join(own)}]; correct the config",
+        )
 
 
 def _false_true(config: Any, kind: str, spec: TensorSpec, control: Any) -> tuple[float, float]:
-    """What the input of a control holds where it doesn't apply, and where it does."""
+    """Returns the values of a control's input for false and for true."""
     found = [(field, list(getattr(control, field))) for field in _VALUES if getattr(control, field)]
     if len(found) != 1 or len(found[0][1]) != 2:
-        raise _refused(config, f"control {kind} needs one of {', '.join(_VALUES)}, with the value of false and of true")
+        raise _refused(
+            config, f"the control {kind} needs one of {', '.join(_VALUES)} with two values: for false and for true"
+        )
     [(field, (false, true))] = found
     if spec.dtype != _VALUES[field]:
-        raise _refused(config, f"control {kind} has {field}, but the input '{spec.name}' is {spec.dtype}")
+        right = next((name for name, dtype in _VALUES.items() if dtype == spec.dtype), "another input")
+        raise _refused(config, f"control {kind} has {field}, but the input '{spec.name}' is {spec.dtype}; use {right}")
     return false, true
 
 
 def _initial(config: Any, spec: TensorSpec, given: Any, folder: Path | None) -> np.ndarray:
-    """The state of a new sequence, without the batch."""
+    """Returns the state of a new sequence, without the batch dim."""
     _check_dtype(config, "initial state of", spec, given.data_type)
     dims = tuple(int(dim) for dim in given.dims)
     if any(dim < 0 for dim in dims):
@@ -134,10 +147,13 @@ def _initial(config: Any, spec: TensorSpec, given: Any, folder: Path | None) -> 
     if len(dims) != len(wanted) or any(
         isinstance(own, int) and own != dim for own, dim in zip(wanted, dims, strict=True)
     ):
-        raise _refused(config, f"the initial state of '{spec.name}' has dims {list(dims)}, the model takes {spec}")
+        raise _refused(
+            config,
+            f"the initial state of '{spec.name}' has dims {list(dims)}, the model takes {spec}; correct the config",
+        )
     kind = DATATYPES[BY_FIELD[spec.dtype]]
     if given.WhichOneof("state_data") != "data_file":
-        # Of an empty string: its length.
+        # 4 zero bytes are the length of an empty string.
         raw, source = bytes(math.prod(dims) * (4 if kind.name == "BYTES" else kind.numpy.itemsize)), "zero_data"
     else:
         name, source = given.data_file, f"{INITIAL_STATES}/{given.data_file}"

@@ -1,4 +1,4 @@
-"""``accel serve --check``: whether every model of a repository can be served, found by loading and warming it up."""
+"""``accel serve --check``: loads and warms up every model of a repository, and reports which models can be served."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from accel.serve import loading
-from accel.serve.options import ServeOptions
+from ..models import loading
+from .options import ServeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
-    """One version. ``state``: ``READY`` or ``UNAVAILABLE`` with the ``reason``. ``warning``: what went wrong when it
-    was run on random inputs, which may be ones that a good model refuses."""
+    """The result for one version of a model. ``state``: ``READY``, or ``UNAVAILABLE`` with a ``reason``. ``warning``:
+    the error of a run on random inputs, which even a good model may refuse."""
 
     name: str
     version: str
@@ -28,7 +28,10 @@ class CheckedModel:
 
 
 def check(options: ServeOptions) -> list[CheckedModel]:
-    """Load and warm up every model that the options would serve, and release it again. Settings are read too."""
+    """Load, warm up and release every model that these options would serve. Also reads the files that the options name.
+
+    Returns one row for each version of each model.
+    """
     options.tls()
     warm_up = _WarmUp()
     server = replace(options, mode="none", trace=None).open_server()
@@ -57,7 +60,7 @@ def check(options: ServeOptions) -> list[CheckedModel]:
 
 
 class _WarmUp(logging.Handler):
-    """Hears which models refused the random inputs of their warm-up."""
+    """Collects from the log which models refused the random inputs of their warm-up."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Everything ``accel serve`` can be told, in one place that travels to its processes as JSON."""
+"""``ServeOptions``: all options of ``accel serve``, in one object that its processes get as JSON."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from accel.errors import UsageError
-from accel.serve.access import Access, read_tokens
-from accel.serve.loading import Loading
-from accel.serve.model_files import Trust
-from accel.serve.pinning import parse_policy
-from accel.serve.rate_limit import RateLimiter, parse_limit
-from accel.serve.repository import Repository
-from accel.serve.response_cache import ResponseCache
-from accel.serve.tls import Tls
 
-if TYPE_CHECKING:
-    from accel.serve.server import InferenceServer
+from ..core.server import InferenceServer
+from ..core.tracing import open_tracing
+from ..models.files import Trust
+from ..models.loading import Loading
+from ..models.pinning import parse_policy
+from ..models.remote import Mirror
+from ..models.repository import Repository
+from ..scheduling.rate_limit import RateLimiter, parse_limit
+from ..scheduling.response_cache import ResponseCache
+from ..security.access import Access, read_tokens
+from ..security.tls import Tls
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """``repository``: a folder, or an address that fsspec reads. ``grpc_port``/``http_port``: 0 takes a free one, None
-    has no such face. ``models``: loaded at first in explicit mode. ``threads``: of each session, 0 for its share of
-    ``cores``, which are those that the sessions of a model have, 0 for all that the process may use. ``restart``: a
-    process of its own watches even over a single one and starts it again when it crashes. ``rate_limits``: NAME:COUNT
-    each, ``host_policies``: NAME,cpu-cores=RANGES each. ``drain``: seconds that requests have to end after SIGTERM.
-    ``trace``: the OTLP endpoint that traces of one request in ``trace_rate`` go to. ``tokens``, ``tls_*``,
-    ``log_file``: paths."""
+    """The options of one server.
+
+    ``repository``: a folder, or an address that fsspec reads. ``grpc_port`` and ``http_port``: 0 takes a free port,
+    None turns the protocol off. ``models``: the models to load at the start in explicit mode. ``cores``: the number of
+    cores that the sessions of one model share; 0 means all cores that the process may use. ``threads``: the number of
+    threads of each session; 0 means its share of ``cores``. ``restart``: a supervisor restarts the serving process if
+    it crashes, even if there is only one. ``rate_limits``: texts of the form NAME:COUNT. ``host_policies``: texts of
+    the form NAME,cpu-cores=RANGES. ``drain``: seconds that requests have to end after SIGTERM. ``trace``: the OTLP
+    endpoint that gets the traces of one request in ``trace_rate``. ``tokens``, ``tls_*`` and ``log_file`` are paths.
+    """
 
     repository: str
     host: str = "127.0.0.1"
@@ -65,7 +69,7 @@ class ServeOptions:
 
     @property
     def supervised(self) -> bool:
-        """Whether the serving is done by processes below this one."""
+        """Tells whether a supervisor starts the serving processes."""
         return self.processes > 1 or self.restart
 
     def to_text(self) -> str:
@@ -78,7 +82,8 @@ class ServeOptions:
         return cls(**options)
 
     def tls(self) -> Tls | None:
-        """``UsageError`` where only a part of it is given."""
+        """Returns the certificates, or None if the server doesn't use TLS. Raises ``UsageError`` if the certificate or
+        the key is missing."""
         if not (self.tls_certificate or self.tls_key or self.tls_client_ca):
             return None
         if not (self.tls_certificate and self.tls_key):
@@ -87,11 +92,9 @@ class ServeOptions:
         return Tls(certificate=Path(self.tls_certificate), key=Path(self.tls_key), client_ca=ca)
 
     def open_repository(self) -> Repository:
-        """The repository, nothing of it loaded."""
+        """Returns the repository, with no model loaded."""
         root, refresh = Path(self.repository), None
         if "://" in self.repository:
-            from accel.serve.remote import Mirror
-
             mirror = Mirror(self.repository)
             root, refresh = mirror.folder, mirror.refresh
         return Repository(
@@ -112,27 +115,21 @@ class ServeOptions:
         )
 
     def open_server(self) -> InferenceServer:
-        """The server, nothing loaded and nothing listening."""
-        from accel.serve.server import InferenceServer
-
-        tracing = None
-        if self.trace:
-            from accel.serve.tracing import open_tracing
-
-            tracing = open_tracing(self.trace, self.trace_rate)
+        """Returns the server, with no model loaded and no port open."""
+        tracing = open_tracing(self.trace, self.trace_rate) if self.trace else None
         access = read_tokens(Path(self.tokens)) if self.tokens else Access()
         return InferenceServer(
             self.open_repository(),
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # So many threads stay free for the other models when one hangs.
+            # The other threads stay free for the other models if one model hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 
 
 def _parsed(flag: str, texts: tuple[str, ...], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
-    """``UsageError`` where one of ``texts`` isn't what ``flag`` takes."""
+    """Returns the parsed ``texts`` by name. Raises ``UsageError`` if ``flag`` doesn't take one of the texts."""
     try:
         return dict(parse(text) for text in texts)
     except ValueError:

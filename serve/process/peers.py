@@ -1,7 +1,8 @@
-"""The other processes of the same server: what one is told, all do, and statistics are summed over them.
+"""The processes of one server: a command runs in all of them, and statistics are summed over them.
 
-Clients reach one process of several by chance. So each listens on a socket in a private folder, and the one that got a
-command hands it on. A process that was started again asks one of the others what it missed.
+A client reaches any one of the processes by chance. Each process therefore listens on a socket in a private folder, and
+the process that gets a command hands it on to the others. A process that was started again asks another process for the
+commands that it missed.
 """
 
 from __future__ import annotations
@@ -14,31 +15,37 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accel.errors import AccelError
-from accel.serve.inference import Code, DurationStatistic, Histogram, ModelStatistics, ServeError
-from accel.serve.model import ServedModel
-
-if TYPE_CHECKING:
-    from accel.serve.server import InferenceServer
+from ..core.control import Command, Control
+from ..core.local_control import LocalControl
+from ..models.model import ServedModel
+from ..protocol.inference import (
+    Code,
+    DurationStatistic,
+    Histogram,
+    ModelStatistics,
+    Parameter,
+    ServeError,
+    StatisticsRow,
+)
 
 log = logging.getLogger("accel.serve")
 
-# Seconds that a process has to answer the others; to load a model takes longer. Of one that was silent once less is
-# expected until it answers again, so that nothing that needs them all waits long each time.
+# Seconds that a process may take to answer another. A process that was silent once gets _SILENT_PATIENCE until it
+# answers again, so that one stopped process doesn't delay each command of the others.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
+# Seconds that a command waits until the commands before it have ended.
 _TURN_PATIENCE = 60.0
-
-Row = tuple[str, str, ModelStatistics]
+_LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
 
 
 def add_statistics(total: ModelStatistics, other: ModelStatistics) -> None:
-    """Add ``other`` to ``total``."""
+    """Add the statistics ``other`` of another process to ``total``."""
     for field in fields(ModelStatistics):
         mine, theirs = getattr(total, field.name), getattr(other, field.name)
         if isinstance(mine, DurationStatistic):
@@ -57,44 +64,74 @@ def add_statistics(total: ModelStatistics, other: ModelStatistics) -> None:
 
 
 class Peers:
-    """This process among the ``count`` of its server; alone until ``join``."""
+    """This process (number ``index``) and the other processes of its server, ``count`` in all: see ``Processes``.
 
-    def __init__(self, server: InferenceServer) -> None:
-        self._server = server
-        self._folder: Path | None = None
-        self._index, self._count, self._key = 0, 1, b""
+    ``folder``: holds the sockets; only this user may enter it. ``key``: the secret that the processes share.
+    """
+
+    def __init__(self, local: LocalControl, folder: Path, index: int, count: int, key: bytes) -> None:
+        self._local = local
+        self._folder, self._index, self._count, self._key = folder, index, count, key
         self._listener: Listener | None = None
         self._silent: set[int] = set()
-        # What was commanded so far, for a process that comes later: overridden configs by model.
-        self._overrides: dict[str, str] = {}
+        self._answers: dict[str, Callable[..., Any]] = {
+            "run": self._run_here,
+            "commands": local.commands,
+            "statistics": self._statistics_here,
+        }
 
-    def join(self, folder: Path, index: int, count: int, key: bytes) -> None:
-        """Listen for the others. ``folder`` is one that only this user can enter."""
-        self._folder, self._index, self._count, self._key = folder, index, count, key
-        path = folder / f"{index}.sock"
+    def listen(self) -> None:
+        """Answer the other processes from now on."""
+        path = self._folder / f"{self._index}.sock"
         path.unlink(missing_ok=True)
         self._listener = Listener(str(path), family="AF_UNIX", backlog=64)
         threading.Thread(target=self._accept, name="accel-peers", daemon=True).start()
 
-    def everywhere(self, what: str, *arguments: Any) -> None:
-        """Run a control command here, then in every other process. ``INTERNAL`` names one that failed alone."""
-        with self._turn(_LOAD_PATIENCE if what in ("load", "unload") else _TURN_PATIENCE):
-            self._apply(what, arguments)
+    def load(self, name: str, config: str | None) -> None:
+        self._run(Command.of(Control.load, name, config))
+
+    def unload(self, name: str, dependents: bool) -> None:
+        self._run(Command.of(Control.unload, name, dependents))
+
+    def unload_others(self, kept: Collection[str]) -> None:
+        self._run(Command.of(Control.unload_others, kept))
+
+    def register_memory(self, owner: str, name: str, key: str, offset: int, byte_size: int) -> None:
+        self._run(Command.of(Control.register_memory, owner, name, key, offset, byte_size))
+
+    def unregister_memory(self, owner: str, name: str) -> None:
+        self._run(Command.of(Control.unregister_memory, owner, name))
+
+    def register_cuda_memory(self, owner: str, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        self._run(Command.of(Control.register_cuda_memory, owner, name, handle, device, byte_size))
+
+    def unregister_cuda_memory(self, owner: str, name: str) -> None:
+        self._run(Command.of(Control.unregister_cuda_memory, owner, name))
+
+    def change_trace_settings(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
+        self._run(Command.of(Control.change_trace_settings, model, changes))
+
+    def change_log_settings(self, changes: Mapping[str, Parameter]) -> None:
+        self._run(Command.of(Control.change_log_settings, changes))
+
+    def _run(self, command: Command) -> None:
+        """Run ``command`` here, then in every other process. Raises ``ServeError`` INTERNAL, which names the processes,
+        if the command worked here and failed in another process."""
+        with self._turn(_LOAD_PATIENCE if command.name in _LONG_TURNS else _TURN_PATIENCE):
+            command.run(self._local)
             failed = [
-                f"process {index}: {answer[2]}"
-                for index, answer in self._ask("apply", what, arguments)
-                if answer[0] == "error"
+                f"process {index}: {answer[2]}" for index, answer in self._ask("run", command) if answer[0] == "error"
             ]
         if failed:
-            raise ServeError(Code.INTERNAL, f"{what} worked in one process and not in another: {'; '.join(failed)}")
+            raise ServeError(
+                Code.INTERNAL, f"{command.name} worked in one process and not in another: {'; '.join(failed)}"
+            )
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
-        """One command of the whole server at a time: two that crossed would leave the processes in different states.
-        ``UNAVAILABLE`` after ``patience`` seconds. The system ends the turn of a process that dies."""
-        if self._folder is None:
-            yield
-            return
+        """Hold the lock that lets the whole server run one command at a time: two commands that crossed would leave the
+        processes in different states. The system releases the lock of a process that dies. Raises ``ServeError``
+        UNAVAILABLE if the lock is not free after ``patience`` seconds."""
         with (self._folder / "turn").open("a") as file:
             end = time.monotonic() + patience
             while True:
@@ -109,21 +146,9 @@ class Peers:
                     time.sleep(0.005)
             yield
 
-    def _apply(self, what: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            self._server.apply(what, arguments)
-        except ServeError:
-            raise
-        except AccelError as error:
-            raise ServeError(Code.INVALID_ARGUMENT, str(error)) from None
-        if what in ("load", "unload"):
-            self._overrides.pop(arguments[0], None)
-        if what == "load" and arguments[1] is not None:
-            self._overrides[arguments[0]] = arguments[1]
-
-    def statistics(self, models: Sequence[ServedModel]) -> list[Row]:
-        """The statistics of these models, every process's added up."""
-        rows = {(m.name, m.version): m.statistics() for m in models}
+    def statistics(self, models: Sequence[ServedModel]) -> list[StatisticsRow]:
+        """Returns the statistics of ``models``, summed over the processes that answer."""
+        rows = {(name, version): found for name, version, found in self._local.statistics(models)}
         for _, answer in self._ask("statistics", list(rows)):
             if answer[0] == "done":
                 for name, version, statistics in answer[1]:
@@ -131,35 +156,23 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Do what the others were told before this process was there."""
-        with self._turn(_LOAD_PATIENCE):  # what they know must not change meanwhile
-            for _, answer in self._ask("state"):
+        """Run the commands that the server got before this process was there, as another process reports them."""
+        with self._turn(_LOAD_PATIENCE):  # the state of the others must not change meanwhile
+            for _, answer in self._ask("commands"):
                 if answer[0] != "done":
                     continue
-                for what, arguments in answer[1]:
+                for command in answer[1]:
                     try:
-                        self._apply(what, arguments)
+                        command.run(self._local)
                     except ServeError as error:
-                        log.error("could not catch up", extra={"command": what, "reason": str(error)})
+                        log.error("could not catch up", extra={"command": command.name, "reason": str(error)})
                 return
 
-    def _state(self) -> list[tuple[str, tuple[Any, ...]]]:
-        server = self._server
-        commands: list[tuple[str, tuple[Any, ...]]] = []
-        if server.repository.mode == "explicit":
-            loaded = server.repository.loaded()
-            commands += [("load", (name, self._overrides.get(name))) for name in loaded]
-            commands.append(("unload_others", (loaded,)))
-        commands += server.memory.commands()
-        commands += [("trace_settings", change) for change in server.trace.changed().items()]
-        logging_changes = {k: v for k, v in server.logging.all().items() if k != "log_file"}
-        return [*commands, ("log_settings", (logging_changes,))]
-
     def _ask(self, *request: Any) -> Iterator[tuple[int, Any]]:
-        """What each of the others answers. One that isn't there (it is being started again) is left out; one that is
-        there and says nothing answers with an error."""
+        """Yields the number and the answer of each other process. Leaves out a process that is not there, because it is
+        being started again. A process that is there and says nothing counts as an error."""
         for index in range(self._count):
-            if index == self._index or self._folder is None:
+            if index == self._index:
                 continue
             try:
                 answer = self._ask_one(index, request)
@@ -175,10 +188,9 @@ class Peers:
 
     def _ask_one(self, index: int, request: tuple[Any, ...]) -> Any:
         patience = _SILENT_PATIENCE if index in self._silent else _PATIENCE
-        assert self._folder is not None
         with _connect(str(self._folder / f"{index}.sock"), self._key, patience) as connection:
             connection.send(request)
-            if not connection.poll(_LOAD_PATIENCE if request[:2] == ("apply", "load") else patience):
+            if not connection.poll(_LOAD_PATIENCE if _is_load(request) else patience):
                 raise TimeoutError
             return connection.recv()
 
@@ -198,40 +210,44 @@ class Peers:
             try:
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
-            except Exception:  # a stranger without the key, or one that says nothing
+            except Exception:  # whoever connected doesn't have the key, or says nothing
                 log.warning("a connection between processes was refused")
                 return
             kind, *arguments = connection.recv()
             try:
-                connection.send(("done", self._do(kind, arguments)))
+                connection.send(("done", self._answers[kind](*arguments)))
             except ServeError as error:
                 connection.send(("error", error.code.name, str(error)))
             except Exception as error:
                 log.exception("a command between processes failed")
                 connection.send(("error", Code.INTERNAL.name, str(error)))
 
-    def _do(self, kind: str, arguments: list[Any]) -> Any:
-        if kind == "apply":
-            return self._apply(arguments[0], tuple(arguments[1]))
-        if kind == "state":
-            return self._state()
-        wanted = {tuple(row) for row in arguments[0]}
-        models = [m for m in self._server.repository.models() if (m.name, m.version) in wanted]
-        return [(m.name, m.version, m.statistics()) for m in models]
+    def _run_here(self, command: Command) -> None:
+        command.run(self._local)
+
+    def _statistics_here(self, versions: Collection[tuple[str, str]]) -> list[StatisticsRow]:
+        return self._local.statistics_of(set(versions))
 
     def close(self) -> None:
+        """Stop answering the other processes."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
 
 
+def _is_load(request: tuple[Any, ...]) -> bool:
+    """Tells whether ``request`` asks another process to load a model, which may take minutes."""
+    return any(isinstance(part, Command) and part.name == Control.load.__name__ for part in request)
+
+
 def _connect(path: str, key: bytes, patience: float) -> Connection:
-    """As ``multiprocessing.connection.Client``; ``TimeoutError`` where a step takes more than ``patience`` seconds."""
+    """Connect as ``multiprocessing.connection.Client`` does. Raises ``TimeoutError`` if a step takes more than
+    ``patience`` seconds."""
     with socket.socket(socket.AF_UNIX) as made:
         _limit(made, patience)
         try:
             made.connect(path)
-        except BlockingIOError:  # it accepts nobody, and the line before it is full
+        except BlockingIOError:  # the process accepts no connection, and its backlog is full
             raise TimeoutError from None
         connection = Connection(made.detach())
     try:
@@ -247,7 +263,7 @@ def _connect(path: str, key: bytes, patience: float) -> Connection:
 
 
 def _limit(connection: Connection | socket.socket, seconds: float) -> None:
-    """Let no single read or write take longer; it raises ``BlockingIOError`` then."""
+    """Make a read or write of ``connection`` raise ``BlockingIOError`` if it takes more than ``seconds``."""
     given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

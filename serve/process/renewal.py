@@ -1,4 +1,4 @@
-"""Tokens and certificates that are replaced while the server runs: read again when their files change."""
+"""Reads tokens and certificates again if their files change while the server runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accel.errors import AccelError
-from accel.serve.access import read_tokens
 
-if TYPE_CHECKING:
-    from accel.serve.options import ServeOptions
-    from accel.serve.server import InferenceServer
-    from accel.serve.transport import Transport
+from ..core.server import InferenceServer
+from ..core.transport import Transport
+from ..security.access import read_tokens
+from .options import ServeOptions
 
 log = logging.getLogger("accel.serve")
 
@@ -22,7 +20,8 @@ _EVERY = 5.0  # seconds
 
 
 class Renewal:
-    """Looks at the files every few seconds. Files that are no good, or half written, change nothing but the log."""
+    """Looks at the files every five seconds. If a file is broken or half written, the server logs that and keeps the
+    old tokens or certificates."""
 
     def __init__(self, options: ServeOptions, server: InferenceServer, transports: Iterable[Transport]) -> None:
         self._options, self._server, self._transports = options, server, tuple(transports)
@@ -47,7 +46,7 @@ class Renewal:
             self.look()
 
     def look(self) -> None:
-        """Read again what has changed since the last look."""
+        """Read the files again that have changed since the last look."""
         for name, (files, renew) in self._what.items():
             state = _state(files)
             if state == self._seen[name]:
@@ -74,7 +73,7 @@ class Renewal:
 
 
 def _state(files: Iterable[str]) -> list[tuple[int, int, int] | None]:
-    """What changes when one of ``files`` is written or replaced."""
+    """Returns a value that changes if one of ``files`` is written or replaced."""
     found: list[tuple[int, int, int] | None] = []
     for file in files:
         try:

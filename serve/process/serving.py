@@ -1,4 +1,4 @@
-"""One process that serves: it loads, listens, waits for SIGTERM, and ends when what it took is answered."""
+"""One serving process: loads models, listens, waits for SIGTERM, and ends once every request is answered."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from accel.serve.options import ServeOptions
-from accel.serve.renewal import Renewal
-from accel.serve.server import InferenceServer
-from accel.serve.transport import Transport
+from ..core.server import InferenceServer
+from ..core.transport import Transport
+from .options import ServeOptions
+from .peers import Peers
+from .renewal import Renewal
+from .stop_request import StopRequest
 
 log = logging.getLogger("accel.serve")
 
@@ -32,7 +33,7 @@ _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, message, process, and whatever the record was given as ``extra``."""
+    """Formats a record as one line of JSON: time, level, message, process, and the fields of ``extra``."""
 
     def format(self, record: logging.LogRecord) -> str:
         body: dict[str, Any] = {
@@ -48,7 +49,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logging(options: ServeOptions) -> None:
-    """JSON lines to stderr, or to ``log_file`` (opened again when it was moved away)."""
+    """Log JSON lines to stderr, or to ``log_file``, which is opened again after a log rotation moved it away."""
     logging.raiseExceptions = False  # a full disk costs log lines, not requests
     made: logging.Handler = (
         logging.handlers.WatchedFileHandler(options.log_file, encoding="utf-8")
@@ -60,13 +61,13 @@ def start_logging(options: ServeOptions) -> None:
     logger.handlers = [made]
     logger.propagate = False
     logger.setLevel(options.log_level.upper())
-    for name in ("aiohttp.server", "asyncio"):  # what they say of a connection, a line each, too
+    for name in ("aiohttp.server", "asyncio"):  # messages about connections become JSON lines
         other = logging.getLogger(name)
         other.handlers, other.propagate = [made], False
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what large tensors free: giving it back and fetching it again costs more than the copy itself."""
+    """Let glibc keep the memory of freed large tensors: returning it to the system costs more than copying a tensor."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -74,7 +75,7 @@ def keep_freed_memory() -> None:
 
 
 def raise_file_limit() -> None:
-    """Every connection is an open file: take as many as the system lets this process have."""
+    """Raise the limit of open files to the highest that the system allows: every connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -83,7 +84,7 @@ def raise_file_limit() -> None:
 
 
 def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str, Transport]:
-    """What it listens with, by name."""
+    """Returns the transports that the options ask for, by name: ``grpc``, ``http``."""
     found: dict[str, Transport] = {}
     common: dict[str, Any] = {
         "host": options.host,
@@ -93,39 +94,44 @@ def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str,
         "shared": options.supervised,
     }
     if options.grpc_port is not None:
-        from accel.serve.grpc_front import GrpcTransport
+        from ..transports.grpc.front import GrpcTransport
 
         found["grpc"] = GrpcTransport(server, port=options.grpc_port, **common)
     if options.http_port is not None:
-        from accel.serve.http_front import HttpTransport
+        from ..transports.http.front import HttpTransport
 
         found["http"] = HttpTransport(server, port=options.http_port, **common)
     return found
 
 
 class ServingProcess:
-    """``place``: folder, index and key among the processes of one server; None where it is alone."""
+    """``place``: the private folder, the number and the key of this process among the processes of one server, or None
+    if the server has this process alone."""
 
     def __init__(self, options: ServeOptions, place: tuple[Path, int, bytes] | None = None) -> None:
-        self.options, self._place = options, place
+        self.options = options
         self.server = options.open_server()
+        self._peers: Peers | None = None
+        if place is not None:
+            folder, index, key = place
+            self._peers = Peers(self.server.local, folder, index, options.processes, key)
         self.transports = open_transports(options, self.server)
         self.renewal = Renewal(options, self.server, self.transports.values())
         self.ports: dict[str, int] = {}
-        self._stop = threading.Event()
+        self._stop = StopRequest()
 
     def start(self) -> dict[str, int]:
-        """Load and listen; the ports."""
+        """Load the models and listen. Returns the ports by transport."""
         keep_freed_memory()
-        if self._place is None:
-            self._listen()  # first, so that a probe that comes early hears that it isn't ready
+        if self._peers is None:
+            self._listen()  # first, so that an early probe hears that the server is not ready yet
             self.server.repository.start()
             return self.ports
-        folder, index, key = self._place
         self.server.repository.start()
-        self.server.peers.join(folder, index, self.options.processes, key)
-        self.server.peers.catch_up()
-        self._listen()  # last: the others answer until this one is as they are
+        self._peers.listen()
+        self.server.processes = self._peers
+        self._peers.catch_up()
+        self._listen()  # the ports open last: until then, the other processes answer
         return self.ports
 
     def _listen(self) -> None:
@@ -133,27 +139,29 @@ class ServingProcess:
         self.renewal.start()
 
     def stop(self) -> None:
-        """Answer what was taken (new requests hear UNAVAILABLE), for at most the options' ``drain`` seconds; end."""
+        """Refuse new requests with UNAVAILABLE, wait at most ``options.drain`` seconds for open requests, and end."""
         self.renewal.stop()
         done = self.server.drain(self.options.drain if self.server.taking else 0.0)
         if not done:
-            log.warning("stopped before all was answered", extra={"requests": self.server.under_way})
+            log.warning("stopped before every request was answered", extra={"requests": self.server.under_way})
         for transport in self.transports.values():
-            transport.stop(5.0 if done else 1.0)  # what is answered still has to reach the wire
+            transport.stop(5.0 if done else 1.0)  # the last answers still have to reach the clients
+        if self._peers is not None:
+            self._peers.close()
         self.server.close(1.0)
 
     def run(self, ready: Any = None) -> None:
-        """Start, call ``ready``, wait for SIGTERM or SIGINT, stop. A second signal ends it at once."""
+        """Start, call ``ready``, wait for SIGTERM or SIGINT, and stop. A second signal ends the process at once."""
 
         def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-            if self._stop.is_set():
+            if self._stop.made:
                 os._exit(128 + number)
-            self._stop.set()
+            self._stop.make()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, asked)
         with contextlib.suppress(OSError, ValueError):  # no stderr to write to
-            faulthandler.enable(all_threads=False)  # a native crash says where it was
+            faulthandler.enable(all_threads=False)  # a crash in native code prints the Python stack
         raise_file_limit()
         self.start()
         log.info("serving", extra={"ports": self.ports, "models": sorted(self.server.repository.loaded())})
@@ -163,15 +171,16 @@ class ServingProcess:
             pass
         log.info("stopping", extra={"requests": self.server.under_way})
         if self.server.drain(self.options.drain):
-            # Clients hear UNAVAILABLE for a moment and go elsewhere; a closed door would cut off what is on its way.
+            # For a moment, clients get UNAVAILABLE and choose another server. Closing the port now would cut off
+            # requests that are on their way.
             time.sleep(_LAME_DUCK)
         self.stop()
         log.info("stopped")
 
 
 def end(code: int = 0) -> NoReturn:
-    """End this process now. The interpreter's own end would wait for threads that a session holds, for ever where it
-    hangs, and native libraries that crash while they unload would turn a good end into a bad one."""
+    """End this process now, without the interpreter's own shutdown. That would wait for the threads of sessions, for
+    ever if a session hangs, and a native library that crashes while it unloads would change the exit code."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -179,7 +188,7 @@ def end(code: int = 0) -> NoReturn:
 
 
 def main() -> None:
-    """A process of several: options and place come on stdin, ``ready`` goes to stdout."""
+    """Run one of several processes: read the options and the place from stdin, and write ``ready`` to stdout."""
     from accel.child import die_with_parent
     from accel.errors import AccelError
 

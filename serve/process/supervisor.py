@@ -1,7 +1,7 @@
-"""Several processes on one port (or one): started, watched, started again when they crash, ended together.
+"""Starts one or several processes on one port, watches them, restarts a process that crashes, and ends them together.
 
-Each has its own interpreter and its own share of the cores; the kernel spreads connections over them (SO_REUSEPORT). A
-crash costs the requests that this process had, and no others.
+Each process has its own interpreter and its own share of the cores. The kernel spreads the connections over the
+processes (SO_REUSEPORT). A crash costs the requests of the process that crashed, and no others.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from accel.cpu import available_cores
 from accel.errors import BadRepository, UnsupportedHere
-from accel.serve.options import ServeOptions
+from accel.machine import available_cores
+
+from .options import ServeOptions
+from .stop_request import StopRequest
 
 log = logging.getLogger("accel.serve")
 
-# So often in a row ended before any of them served, and nothing will help.
+# The supervisor gives up if a process dies this many times in a row before any process has served.
 _ATTEMPTS = 5
-_LONGEST_PAUSE = 10.0
+_LONGEST_PAUSE = 10.0  # seconds between two starts
 
 
 @dataclass
 class _Running:
-    """``again``: it died, and at this time (of ``time.monotonic()``) another is started in its place."""
+    """One process. ``again``: the time, on the clock of ``time.monotonic()``, at which a dead process is replaced; None
+    while the process lives."""
 
     process: subprocess.Popen[str]
     listener: threading.Thread | None = None
@@ -47,37 +50,37 @@ class _Running:
 
 
 def _bind(held: socket.socket, host: str, port: int) -> None:
-    """Bind to a port on which nobody listens, also where connections of a server that ended are still in TIME_WAIT."""
+    """Bind to a port on which nobody listens, even if connections of an earlier server are still in TIME_WAIT."""
     try:
         held.bind((host, port))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # Not at first: it would let in whoever sets it, too.
+        # The first try goes without SO_REUSEADDR, which would also let other programs that set it bind to the port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, port))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 class Supervisor:
-    """``options.processes`` processes."""
+    """Runs ``options.processes`` processes."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._held: list[socket.socket] = []
         self.options = self._with_ports(options)
         cores = sorted(os.sched_getaffinity(0))
         count = options.processes
-        # A share of its own where there is a core for each: they don't push each other around.
+        # If there is a core for each process, each gets its own cores, so that processes don't displace each other.
         self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
         if count > 1:
             self.options = replace(self.options, cores=max(1, available_cores() // count))
         self._key = secrets.token_bytes(32)
         self._running: dict[int, _Running] = {}
-        self._served = False  # one of them has
-        self._stop = threading.Event()
+        self._served = False  # True once a process has served
+        self._stop = StopRequest()
 
     def _with_ports(self, options: ServeOptions) -> ServeOptions:
-        """Take the ports: a socket that is bound and doesn't listen gets no connection and keeps others away."""
+        """Reserve the ports: a socket that is bound but doesn't listen gets no connections and keeps others away."""
         found = {}
         for name, port in (("grpc_port", options.grpc_port), ("http_port", options.http_port)):
             if port is None:
@@ -86,7 +89,7 @@ class Supervisor:
             held = socket.socket(family, socket.SOCK_STREAM)
             self._held.append(held)
             try:
-                # Without SO_REUSEPORT first: a server that is there already must be noticed.
+                # The probe goes without SO_REUSEPORT, so that the bind fails if a server already has the port.
                 with socket.socket(family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind((options.host, port))
@@ -102,14 +105,14 @@ class Supervisor:
         return replace(options, **found)
 
     def run(self) -> None:
-        """Until SIGTERM or SIGINT. ``BadRepository`` where the processes can't start at all."""
+        """Serve until SIGTERM or SIGINT. Raises ``BadRepository`` if no process can start."""
 
         def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-            if self._stop.is_set():
+            if self._stop.made:
                 for running in self._running.values():
                     running.process.kill()
                 os._exit(128 + number)
-            self._stop.set()
+            self._stop.make()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, asked)
@@ -144,10 +147,13 @@ class Supervisor:
                     self._running[index] = again
 
     def _died(self, index: int, running: _Running, code: int) -> float:
-        """Log it; the seconds until another is started. ``BadRepository`` where none gets as far as serving. Once one
-        has, the others don't end because of this one: what it lacks may come back."""
+        """Log that a process died, and return the seconds until it is restarted.
+
+        Raises ``BadRepository`` if no process has served yet and this one names a reason or has died too often. Once a
+        process has served, a dead process no longer ends the others: a file that it lacks may come back.
+        """
         if running.listener is not None:
-            running.listener.join(5)  # what it said last
+            running.listener.join(5)  # until the last line of its output is read
         self._served = self._served or running.ready
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if not self._served and running.reason:
@@ -164,7 +170,7 @@ class Supervisor:
     def _begin(self, folder: Path, index: int) -> _Running:
         cores = self._cores[index]
         process = subprocess.Popen(
-            [sys.executable, "-m", "accel.serve.process"],
+            [sys.executable, "-m", "accel.serve.process.serving"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,8 +1,7 @@
-"""What one inference is inside the server: request, response, failure, and who runs it.
+"""The types of one inference inside the server: request, response, error, statistics, and the ``Executor`` protocol.
 
-Everything here knows numpy only: no protobuf, no grpcio type, no HTTP. The transports (``grpc_front.py``,
-``http_front.py``) turn their wire into these and back; an ``Executor`` (``executor.py``, ``sequence.py``,
-``ensemble.py``) turns a request into responses.
+These types use numpy only: no protobuf, no grpcio type, no HTTP. The transports convert their wire formats to these
+types and back. An ``Executor`` (in ``scheduling`` and ``models/ensemble.py``) turns a request into responses.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ class Code(enum.Enum):
 
 
 class ServeError(AccelError):
-    """A request that gets an error instead of an answer. The text is what the client sees."""
+    """The error that a request gets instead of a response. The client gets the message as it is."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
         self.code = code
 
     def __reduce__(self) -> tuple[type[ServeError], tuple[Code, str]]:
-        """It crosses processes with its code."""
+        """Keep the code when the error is pickled and sent to another process."""
         return ServeError, (self.code, str(self))
 
 
 @dataclass(slots=True, kw_only=True)
 class InferenceRequest:
-    """``inputs``: arrays that were checked against the model's signature (batch dim included).
+    """A request for a model. ``inputs``: arrays that were checked against the model's signature (batch dim included).
 
-    ``outputs``: the names asked for, None for all. ``priority``: 1 is the most urgent, 0 the model's default.
-    ``timeout_us``: the queue timeout asked for, 0 for the model's default. ``deadline``: seconds on the server's
-    clock after which nobody waits for the answer any more, None for never. ``sequence_id``: 0 or "" for none.
-    ``inline``: whether the thread that submits it may run it; one that has further requests to submit may not, so that
-    they can be run together.
+    ``outputs``: the names of the wanted outputs, None for all. ``priority``: 1 is the most urgent, 0 is the model's
+    default. ``timeout_us``: the wanted queue timeout in microseconds, 0 for the model's default. ``deadline``: the
+    time, in seconds on the server's clock, after which the client no longer waits; None means no deadline.
+    ``sequence_id``: 0 or "" means no sequence. ``inline``: the submitting thread may run the request itself. A thread
+    with further requests to submit sets ``inline`` to False, so that the requests can be batched.
     """
 
     model: str
@@ -82,8 +81,8 @@ class InferenceRequest:
 
 @dataclass(slots=True, kw_only=True)
 class InferenceResponse:
-    """``outputs`` in the order asked for. ``final``: no further response of this request follows (decoupled models).
-    ``durations``: what the statistics say of it."""
+    """A response of a model. ``outputs`` are in the order of the request. ``final``: no further response to the request
+    follows; only decoupled models send several. ``durations``: the times that the statistics count for the response."""
 
     model: str
     version: str
@@ -96,19 +95,19 @@ class InferenceResponse:
 
 @dataclass(slots=True, kw_only=True)
 class Durations:
-    """Nanoseconds a request (or a batch) spent: for statistics, metrics and traces."""
+    """The nanoseconds that a request or a batch spent in each phase: for statistics, metrics and traces."""
 
     queue: int = 0
     compute_input: int = 0
     compute_infer: int = 0
     compute_output: int = 0
     total: int = 0
-    steps: list[StepDurations] | None = None  # of an ensemble, those that have ended
+    steps: list[StepDurations] | None = None  # the finished steps of an ensemble
 
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
-    """One step of an ensemble. ``end``: in nanoseconds since 1970."""
+    """The durations of one step of an ensemble. ``end``: in nanoseconds since 1970."""
 
     model: str
     version: str
@@ -116,46 +115,48 @@ class StepDurations:
     end: int
 
 
-# Called exactly once with ``final=True`` or an error; before that with each partial response of a decoupled model.
+# Called exactly once with a final response or an error. A decoupled model may call it with other responses before.
 Answer = Callable[[InferenceResponse | ServeError], None]
 
 
 class Ticket(Protocol):
-    """A request that was taken."""
+    """A request that an executor has taken."""
 
     durations: Durations
 
     def cancel(self) -> None:
-        """Nobody waits any more: it is not run if it hasn't been; answered with ``CANCELLED`` where it can be."""
+        """Cancel the request, because the client no longer waits. A request that is still queued doesn't run, and is
+        answered with CANCELLED."""
 
 
 class Executor(Protocol):
     """Runs the requests of one version of one model."""
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Take the request, or raise ``ServeError`` (UNAVAILABLE at once where the queue is full).
+        """Take the request, or raise ``ServeError``: UNAVAILABLE, at once, if the queue is full.
 
-        ``answer`` may be called before this returns (an idle instance runs the request inline) and on any thread.
+        ``answer`` is called on any thread. An idle instance runs the request inline, so that ``answer`` may be called
+        before this method returns.
         """
         ...
 
     def statistics(self) -> ModelStatistics:
-        """A consistent copy."""
+        """Returns a consistent copy of the statistics."""
         ...
 
     def pending(self) -> int:
-        """Requests that were taken and not answered."""
+        """Returns the number of requests that were taken and are not answered."""
         ...
 
     def close(self, timeout: float) -> None:
-        """Take nothing new (UNAVAILABLE), answer what was taken for at most ``timeout`` seconds, then fail the rest
-        with UNAVAILABLE; release the sessions."""
+        """Refuse new requests with UNAVAILABLE. Wait at most ``timeout`` seconds for the taken requests, then fail the
+        remaining ones with UNAVAILABLE. Release the sessions."""
         ...
 
 
 @dataclass(slots=True)
 class DurationStatistic:
-    """How often and for how many nanoseconds in all."""
+    """The number of events of one kind, and the sum of their durations in nanoseconds."""
 
     count: int = 0
     ns: int = 0
@@ -165,13 +166,13 @@ class DurationStatistic:
         self.ns += ns
 
 
-# Upper ends of the histograms' buckets in nanoseconds: 100 us to 10 s, three to a decade.
+# The upper ends of the histograms' buckets in nanoseconds: 100 us to 10 s, three to a decade.
 LATENCIES_NS = (*(step * 10**decade for decade in range(4, 9) for step in (10, 25, 50)), 10**10)
 
 
 @dataclass(slots=True)
 class Histogram:
-    """How many durations fell into which bucket; the last one is for what is above every bound."""
+    """The number of durations in each bucket. The last bucket counts durations above the highest bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES_NS) + 1))
 
@@ -184,8 +185,8 @@ class Histogram:
 
 @dataclass(slots=True)
 class ModelStatistics:
-    """The fields of Triton's ModelStatistics. success + fail = received, always, once nothing is pending. The
-    histograms are of the requests that ``success`` counts."""
+    """The fields of Triton's ModelStatistics. success + fail equals received whenever no request is pending. The
+    histograms count the same requests as ``success``."""
 
     received: int = 0
     inference_count: int = 0
@@ -200,7 +201,7 @@ class ModelStatistics:
     compute_output: DurationStatistic = field(default_factory=DurationStatistic)
     cache_hit: DurationStatistic = field(default_factory=DurationStatistic)
     cache_miss: DurationStatistic = field(default_factory=DurationStatistic)
-    # By batch size: input, infer, output.
+    # By batch size: the durations compute_input, compute_infer and compute_output.
     batches: dict[int, tuple[DurationStatistic, DurationStatistic, DurationStatistic]] = field(default_factory=dict)
     request_times: Histogram = field(default_factory=Histogram)
     queue_times: Histogram = field(default_factory=Histogram)
@@ -210,9 +211,13 @@ class ModelStatistics:
     real_tokens: int = 0
 
 
+# Name and version of a model, and its statistics.
+StatisticsRow = tuple[str, str, ModelStatistics]
+
+
 def infer(executor: Executor, request: InferenceRequest, timeout: float | None = None) -> InferenceResponse:
-    """Submit and wait for the one response. Raises what it was answered with; TimeoutError after ``timeout`` s,
-    the request being cancelled."""
+    """Submit a request, wait, and return its last response. Raises the ``ServeError`` that answers the request. Cancels
+    the request and raises ``TimeoutError`` after ``timeout`` seconds."""
     arrived = threading.Event()
     found: list[InferenceResponse | ServeError] = []
 

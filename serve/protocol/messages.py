@@ -1,7 +1,8 @@
-"""The messages of the Open Inference Protocol as Triton speaks it, and of its ``config.pbtxt``.
+"""The protobuf messages of the Open Inference Protocol as Triton speaks it, and of Triton's ``config.pbtxt``.
 
-``inference.binpb`` is a FileDescriptorSet (BSD-3, see ``LICENSE.txt``; made by ``regenerate.py``). It goes into a pool
-of its own: generated modules, or the default pool, would clash with a Triton client in the same process.
+``inference.binpb`` is a FileDescriptorSet that ``regenerate.py`` writes (BSD-3, see ``LICENSE.txt``). The
+FileDescriptorSet is loaded into a separate descriptor pool. Generated modules, or the default pool, would clash with a
+Triton client in the same process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SERVICE = "inference.GRPCInferenceService"
 def _load() -> Any:
     pool = descriptor_pool.DescriptorPool()
     files = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
-    for file in files.file:  # in the order of their imports
+    for file in files.file:  # a file comes after the files that it imports
         pool.Add(file)
     return pool
 
@@ -29,13 +30,13 @@ POOL = _load()
 
 @cache
 def message(name: str) -> Any:
-    """The class of the message ``name`` (without its package): ``message("ModelInferRequest")``."""
+    """Returns the class of a message. ``name`` has no package: ``message("ModelInferRequest")``."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"inference.{name}"))
 
 
 @cache
 def methods() -> dict[str, tuple[Any, Any, bool]]:
-    """By method name of the service: class of the request, class of the response, and whether both are streams."""
+    """Returns, by method name of the service, the classes of request and response, and whether both are streams."""
     service = POOL.FindServiceByName(SERVICE)
     return {
         method.name: (
@@ -48,10 +49,10 @@ def methods() -> dict[str, tuple[Any, Any, bool]]:
 
 
 def enum_number(enum: str, name: str) -> int:
-    """The number of an enum's value: ``enum_number("DataType", "TYPE_FP32")``."""
+    """Returns the number of an enum's value: ``enum_number("DataType", "TYPE_FP32")``."""
     return int(POOL.FindEnumTypeByName(f"inference.{enum}").values_by_name[name].number)
 
 
 def enum_name(enum: str, number: int) -> str:
-    """The name of an enum's value."""
+    """Returns the name of an enum's value."""
     return str(POOL.FindEnumTypeByName(f"inference.{enum}").values_by_number[number].name)

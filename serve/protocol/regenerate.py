@@ -1,5 +1,5 @@
-"""Writes ``inference.binpb`` from the descriptors of an installed ``tritonclient[grpc]``, and the ``.proto`` texts of
-both files from it (make descriptors)."""
+"""``make descriptors``: writes ``inference.binpb`` from the descriptors of an installed ``tritonclient[grpc]``, and the
+``.proto`` texts of both of its files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from google.protobuf import descriptor_pb2
 def main() -> None:
     from tritonclient.grpc import model_config_pb2, service_pb2
 
-    from accel.serve.proto.text import proto_text
+    from .text import proto_text
 
     folder = Path(__file__).parent
     files = descriptor_pb2.FileDescriptorSet()
-    for module in (model_config_pb2, service_pb2):  # imported before importing
+    for module in (model_config_pb2, service_pb2):  # a file comes after the files that it imports
         files.file.append(descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb))
     (folder / "inference.binpb").write_bytes(files.SerializeToString(deterministic=True))
     for file in files.file:

@@ -1,7 +1,7 @@
-"""Tensors on the wire and in numpy: the datatypes of the Open Inference Protocol, raw and typed contents.
+"""Converts tensors between the wire and numpy: the datatypes of the Open Inference Protocol, raw and typed contents.
 
-Raw contents are little-endian and row-major; a ``BYTES`` element is its length as uint32 and then its bytes. Fixed-size
-tensors are views of the bytes that arrived: nothing is copied and nothing is done for each element in Python.
+Raw contents are little-endian and row-major. An element of ``BYTES`` is its length as uint32, followed by its bytes. A
+tensor of fixed-size elements becomes a view of the received bytes, without a copy and without a Python loop.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from accel.serve.inference import Code, ServeError
+from .inference import Code, ServeError
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """A datatype by its protocol name. ``field``: accel's name for it. ``contents``: the typed field it comes in."""
+    """A datatype of the protocol. ``field``: accel's name of the datatype. ``contents``: the field of typed contents
+    that carries the datatype, None if only raw contents can."""
 
     name: str
     numpy: np.dtype[Any]
@@ -29,7 +30,7 @@ class Datatype:
 
     @property
     def config(self) -> str:
-        """Its name in ``config.pbtxt``."""
+        """Returns the name of the datatype in ``config.pbtxt``."""
         return "TYPE_STRING" if self.name == "BYTES" else f"TYPE_{self.name}"
 
 
@@ -59,11 +60,12 @@ _LENGTH = struct.Struct("<I")
 
 
 def invalid(message: str) -> ServeError:
+    """Returns a ``ServeError`` INVALID_ARGUMENT with this message."""
     return ServeError(Code.INVALID_ARGUMENT, message)
 
 
 def get_datatype(name: str, datatype: str) -> Datatype:
-    """The datatype that input ``name`` says it has."""
+    """Returns the datatype of input ``name``. Raises ``ServeError`` INVALID_ARGUMENT if there is no such datatype."""
     found = DATATYPES.get(datatype)
     if found is None:
         raise invalid(f"unsupported data type '{datatype}' for input '{name}', use one of {', '.join(DATATYPES)}")
@@ -71,7 +73,7 @@ def get_datatype(name: str, datatype: str) -> Datatype:
 
 
 def element_count(name: str, shape: Sequence[int]) -> int:
-    """Elements of ``shape``."""
+    """Returns the number of elements of ``shape``. Raises ``ServeError`` INVALID_ARGUMENT if a dim is negative."""
     for size in shape:
         if size < 0:
             raise invalid(f"input '{name}' has a negative dimension in its shape {shape_text(shape)}")
@@ -79,14 +81,15 @@ def element_count(name: str, shape: Sequence[int]) -> int:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as Triton writes it: ``[1,16]``."""
+    """Returns a shape as Triton writes it: ``[1,16]``."""
     return f"[{','.join(map(str, shape))}]"
 
 
 def decode_raw(
     name: str, datatype: str, shape: Sequence[int], data: bytes | bytearray | memoryview, model: str
 ) -> np.ndarray:
-    """The array that ``data`` holds: a read-only view of it, or an object array of ``bytes`` for ``BYTES``."""
+    """Returns the array in ``data``: a read-only view of it, or an object array of ``bytes`` for ``BYTES``. Raises
+    ``ServeError`` INVALID_ARGUMENT if the size of ``data`` doesn't fit ``shape``."""
     kind = get_datatype(name, datatype)
     count = element_count(name, shape)
     if kind.name == "BYTES":
@@ -102,7 +105,7 @@ def decode_raw(
 
 def _split(name: str, data: bytes | bytearray | memoryview, count: int, model: str) -> np.ndarray:
     body = bytes(data)
-    # Before anything is made of it: each element takes four bytes at least, so a count beyond that is a lie.
+    # Check the number of elements before allocating memory. Each element takes at least four bytes.
     if count * _LENGTH.size > len(body):
         raise invalid(
             f"expected {count} string elements for inference input '{name}' for model '{model}', "
@@ -131,8 +134,8 @@ def _split(name: str, data: bytes | bytearray | memoryview, count: int, model: s
 
 
 def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], model: str) -> np.ndarray:
-    """The array of the numbers (or ``bytes``) that came one by one. ``INVALID_ARGUMENT`` where there are more or fewer
-    than ``shape`` has, or one doesn't fit the datatype."""
+    """Returns the array of ``values``, which are numbers or ``bytes``. Raises ``ServeError`` INVALID_ARGUMENT if the
+    number of values doesn't fit ``shape``, or a value doesn't fit the datatype."""
     kind = get_datatype(name, datatype)
     count = element_count(name, shape)
     if len(values) != count:
@@ -150,7 +153,7 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
         if wide.ndim != 1:
             raise invalid(f"the values of input '{name}' for model '{model}' have to be one flat list")
         if kind.numpy.kind in "iub" and count and wide.dtype.kind not in "iub" and not _integers(values):
-            raise invalid(f"input '{name}' for model '{model}' is {datatype}, its values are {wide.dtype}")
+            raise invalid(f"input '{name}' for model '{model}' is {datatype}, but its values are {wide.dtype}")
         found = np.array(values, dtype=kind.numpy)
     except (ValueError, TypeError, OverflowError) as error:
         raise invalid(f"the values of input '{name}' for model '{model}' don't fit {datatype}: {error}") from None
@@ -158,12 +161,14 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
 
 
 def _integers(values: Sequence[Any]) -> bool:
-    """Whether all are integers: numpy makes floats of a list with both large unsigned and small ones."""
+    """Tells whether all values are integers. numpy can't tell: a list of both large unsigned and negative integers
+    becomes an array of floats."""
     return all(isinstance(value, int) for value in values)
 
 
 def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
-    """The raw contents of ``array``: its own memory where that is contiguous, joined elements for ``BYTES``."""
+    """Returns the raw contents of ``array``: the joined elements for ``BYTES``, else the memory of the array itself,
+    or of a copy if the array is not contiguous."""
     if datatype == "BYTES":
         parts: list[bytes] = []
         for value in array.ravel():
@@ -178,7 +183,8 @@ def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
 
 
 def to_strings(name: str, array: np.ndarray, model: str) -> np.ndarray:
-    """``bytes`` elements as ``str``, which is what sessions take."""
+    """Returns an array of ``bytes`` as an array of ``str``, as sessions take it. Raises ``ServeError`` INVALID_ARGUMENT
+    if an element is not UTF-8."""
     try:
         made: np.ndarray = np.empty(array.size, dtype=object)
         for i, value in enumerate(array.ravel()):
@@ -189,7 +195,7 @@ def to_strings(name: str, array: np.ndarray, model: str) -> np.ndarray:
 
 
 def to_bytes(array: np.ndarray) -> np.ndarray:
-    """Any array of strings (``str`` or ``bytes`` elements) as an object array of ``bytes``."""
+    """Returns an array of strings (``str`` or ``bytes`` elements) as an object array of ``bytes``."""
     made: np.ndarray = np.empty(array.size, dtype=object)
     for i, value in enumerate(array.ravel()):
         made[i] = value if isinstance(value, bytes) else str(value).encode()

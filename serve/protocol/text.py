@@ -1,6 +1,6 @@
-"""A file descriptor as the text of a ``.proto`` file, for those who want to compile the protocol into another language.
+"""Writes a file descriptor as the text of a ``.proto`` file, for users who compile the protocol into other languages.
 
-What protoc makes of the text is the descriptor again (comments aside, which descriptors don't carry).
+protoc compiles the text to the same descriptor. The text has no comments, because descriptors don't carry comments.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ _Field = descriptor_pb2.FieldDescriptorProto
 _TYPES = {number: name.removeprefix("TYPE_").lower() for name, number in _Field.Type.items()}
 
 _HEAD = """\
-// The Open Inference Protocol as Triton speaks it; licence: BSD-3-Clause, see LICENSE.txt.
+// The Open Inference Protocol as Triton speaks it; license: BSD-3-Clause, see LICENSE.txt.
 // Written by regenerate.py from the descriptors in inference.binpb: the official file without its comments.
 """
 
 
 def proto_text(file: Any) -> str:
-    """The text of one ``FileDescriptorProto`` in proto3. ``ValueError`` for what it can't say."""
+    """Returns the proto3 text of one ``FileDescriptorProto``. Raises ``ValueError`` if the file uses a feature that
+    this module can't write."""
     if file.syntax != "proto3" or file.extension or file.options.ListFields():
         raise ValueError(f"{file.name} is not plain proto3")
     parts = [_HEAD, 'syntax = "proto3";\n', f"package {file.package};\n"]
@@ -52,7 +53,7 @@ def _message(message: Any, package: str) -> Iterator[str]:
         if nested.name not in maps:
             yield from _inside(_message(nested, package))
     if message.extension or message.extension_range:
-        raise ValueError(f"{message.name} has extensions, which proto3 doesn't have")
+        raise ValueError(f"{message.name} has extensions, which proto3 does not allow")
     for reserved in message.reserved_range:
         last = reserved.end - 1
         yield f"  reserved {reserved.start};" if reserved.start == last else f"  reserved {reserved.start} to {last};"
@@ -118,6 +119,6 @@ def _service(service: Any, package: str) -> Iterator[str]:
         gives = f"{'stream ' if method.server_streaming else ''}{response}"
         if method.options.ListFields():
             raise ValueError(f"{method.name} has options")
-        end = " {}" if method.HasField("options") else ";"  # which protoc tells apart
+        end = " {}" if method.HasField("options") else ";"  # protoc makes different descriptors of the two endings
         yield f"  rpc {method.name}({takes}) returns ({gives}){end}"
     yield "}"

@@ -1,13 +1,17 @@
-"""Dynamic batching: which of the waiting requests are run together, as a function of the queue and the time alone.
+"""Dynamic batching: chooses the waiting requests that are run together. The choice depends on queue and time alone.
 
-The rules, in order. The head of the queue is always in the batch, and behind it come those that may be run with it
-(same inputs, dtypes and shapes but for the rows), in the order of service, up to the largest size the model takes.
+The candidates are the head of the queue and the requests behind it that have the same inputs, dtypes and shapes. Only
+the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size. The rules, in
+order:
 
-1. The longest run of them whose rows are a preferred size is a batch at once.
-2. Otherwise they are one when no further request fits, or when the oldest has waited ``max_delay_us``. A request with a
-   limit of its own (queue timeout, deadline) waits for at most half of it: the rest is for being run.
-3. Where the model takes certain sizes only, the batch is cut to the largest such size that its requests fill exactly,
-   unless that leaves out more than half of the rows; what doesn't fill a size is padded with copies of its last row.
+1. If the first requests together have a preferred number of rows, they are a batch at once. The largest such number
+   counts.
+2. Otherwise the candidates are a batch as soon as no further request fits, or the oldest has waited ``max_delay_us``.
+   A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The other half is left
+   for the run.
+3. If the model takes certain batch sizes only, the batch is cut to the largest size that its requests fill exactly.
+   The batch isn't cut if the cut would leave out more than half of the rows. The uncut batch is padded to the next size
+   with copies of the last row.
 """
 
 from __future__ import annotations
@@ -19,56 +23,58 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from accel.errors import AccelError
-from accel.serve.inference import Code, InferenceRequest, ServeError
-from accel.serve.profiles import FittingRows, Shapes
-from accel.serve.queue import NEVER, Entry, RequestQueue
-from accel.serve.scheduling import Scheduling
+
+from ..protocol.inference import InferenceRequest
+from ..protocol.tensors import invalid
+from .options import Scheduling
+from .profiles import FittingRows, Shapes
+from .queue import NEVER, Entry, RequestQueue
 
 if TYPE_CHECKING:
     from accel.signature import Signature
 
 
 class Choice(NamedTuple):
-    """``batch`` is to be run now; where it is empty, ``wake`` is when to ask again if nothing comes before."""
+    """The ``batch`` to run now. If ``batch`` is empty, ask again at ``wake``, or earlier if a request comes."""
 
     batch: list[Entry]
     wake: float
 
 
 class NotBatched(AccelError):
-    """The outputs of a batch can't be told apart by their first dim."""
+    """The outputs of a batch can't be split by their first dim."""
 
 
 class Batching(Protocol):
-    """How requests become one run of the session, and its outputs their answers."""
+    """Combines requests into one run of the session and splits the run's outputs into answers."""
 
     def admit(self, request: InferenceRequest) -> int:
-        """The request's rows; ``ServeError`` INVALID_ARGUMENT where it can't be run."""
+        """Returns the rows of the request. Raises ``ServeError`` INVALID_ARGUMENT if the request can't be run."""
         ...
 
     def describe(self, entry: Entry) -> None:
-        """Fill in what ``choose`` looks at. Called once, before the entry is queued."""
+        """Fills in the fields of ``entry`` that ``choose`` reads. Is called once, before ``entry`` is queued."""
         ...
 
     def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
-        """What an idle instance does at ``now``; changes nothing. ``hurry``: nothing more will come."""
+        """Returns what an idle instance does at ``now``. Changes nothing. ``hurry``: no further request will come."""
         ...
 
     def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
-        """The feeds of one run."""
+        """Returns the feeds of one run."""
         ...
 
     def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
-        """Each entry's own part of the outputs; ``NotBatched`` where they can't be told apart."""
+        """Returns the outputs of each entry. Raises ``NotBatched`` if the outputs of the run can't be split."""
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Positions of a variable dim in this run: those that are padding, and those that callers sent."""
+        """Counts the positions of the variable dim in this run: padding, and positions that callers sent."""
         ...
 
 
 class RowBatching:
-    """Batching along the first dim, or none (``max_batch_size`` 0, or not ``dynamic``)."""
+    """Batching along the first dim. Runs each request alone if ``max_batch_size`` is 0 or ``dynamic`` is False."""
 
     def __init__(self, signature: Signature, scheduling: Scheduling, *, name: str) -> None:
         self.name = name
@@ -86,7 +92,7 @@ class RowBatching:
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
-        # Rows that fill no size are filled up; any other dim has to come in its steps.
+        # Rows are padded to an allowed size. The size of every other dim has to be a multiple of the dim's step.
         self._stepped = [
             (spec.name, axis, dim, signature.dims[dim])
             for spec in signature.inputs
@@ -98,11 +104,11 @@ class RowBatching:
         if request.outputs is not None and self._outputs:
             for output in request.outputs:
                 if output not in self._outputs:
-                    raise self._refused(f"unexpected inference output '{output}' for model '{self.name}'")
+                    raise invalid(f"unexpected inference output '{output}' for model '{self.name}'")
         for name, axis, dim, sizes in self._stepped:
             size = request.inputs[name].shape[axis] if name in request.inputs else 0
             if size % sizes.step:
-                raise self._refused(
+                raise invalid(
                     f"input '{name}' has {dim} {size}, but model '{self.name}' takes multiples of {sizes.step}; pad or "
                     f"cut it to {sizes.beside(size)}"
                 )
@@ -112,38 +118,32 @@ class RowBatching:
         for name, value in request.inputs.items():
             first = value.shape[0] if value.ndim else -1
             if first < 1:
-                raise self._refused(f"input '{name}' has no batch dim of at least 1 for model '{self.name}'")
+                raise invalid(f"input '{name}' has no batch dim of at least 1 for model '{self.name}'")
             if rows not in (-1, first):
-                raise self._refused(f"input '{name}' batch size does not match other inputs for model '{self.name}'")
+                raise invalid(f"input '{name}' batch size does not match other inputs for model '{self.name}'")
             rows = first
         if rows > self.limit:
-            raise self._refused(f"inference request batch-size must be <= {self.limit} for '{self.name}'")
+            raise invalid(f"inference request batch-size must be <= {self.limit} for '{self.name}'")
         if self._fitting is not None:
             self._check_profiles(rows, self._fitting.of(_shapes(request)))
         return max(rows, 1)
 
     def _check_profiles(self, rows: int, sizes: Sequence[int]) -> None:
         if not sizes:
-            raise self._refused(f"the shapes are off the optimization profiles of model '{self.name}'; pad or cut them")
+            raise invalid(f"the shapes are off the optimization profiles of model '{self.name}'; pad or cut them")
         if rows > sizes[-1]:
-            raise self._refused(
-                f"inference request batch-size must be <= {sizes[-1]} at these shapes for '{self.name}'"
-            )
+            raise invalid(f"inference request batch-size must be <= {sizes[-1]} at these shapes for '{self.name}'")
 
     def sizes_of(self, entries: Sequence[Entry]) -> Sequence[int]:
-        """The sizes that the model takes of a batch of ``entries``; none where it takes every one."""
+        """Returns the batch sizes that the model takes at the shapes of ``entries``. Empty if it takes every size."""
         return self.sizes if self._fitting is None else self._fitting.of(_shapes(entries[0].request))
 
     def limit_of(self, entries: Sequence[Entry]) -> int:
-        """The largest of them."""
+        """Returns the largest batch size at the shapes of ``entries``."""
         if self._fitting is None:
             return self.limit
         sizes = self.sizes_of(entries)
         return sizes[-1] if sizes else 0
-
-    @staticmethod
-    def _refused(message: str) -> ServeError:
-        return ServeError(Code.INVALID_ARGUMENT, message)
 
     def describe(self, entry: Entry) -> None:
         if self.dynamic:
@@ -167,7 +167,7 @@ class RowBatching:
         return Choice([], due)
 
     def _gather(self, queue: RequestQueue, head: Entry) -> tuple[list[Entry], bool]:
-        """Those that may be run with ``head`` and fit, and whether the next one, or none at all, wouldn't."""
+        """Returns the requests that fit into one batch with ``head``, and whether that batch is full."""
         found: list[Entry] = []
         rows, limit = 0, self.limit
         for entry in queue:
@@ -184,13 +184,16 @@ class RowBatching:
         return found, False
 
     def due(self, entry: Entry, bounds: float = 1) -> float:
-        """Until when ``entry`` may wait for company, of those that wait for so many delay bounds."""
+        """Returns when ``entry`` stops waiting for other requests.
+
+        ``bounds``: the longest wait, in multiples of the delay bound.
+        """
         limit = min(entry.deadline, NEVER if entry.delayed else entry.expires)
         slack = (limit - entry.arrived) / 2 if limit < NEVER else NEVER
         return entry.arrived + min(bounds * self._delay, slack)
 
     def _cut(self, found: list[Entry], totals: Sequence[int]) -> list[Entry]:
-        """``found`` cut to a size that the model takes, where one is filled well enough."""
+        """Cuts ``found`` to an allowed batch size if that keeps at least half of the rows."""
         if not self.sizes and self._fitting is None:
             return found
         whole = totals[len(found) - 1]
@@ -198,7 +201,7 @@ class RowBatching:
         return found[: exact[-1]] if exact and 2 * totals[exact[-1] - 1] >= whole else found
 
     def size_of(self, entries: Sequence[Entry]) -> int:
-        """The rows of the run that ``entries`` are run in."""
+        """Returns the rows of the run that has ``entries``, padding included."""
         rows = sum(entry.rows for entry in entries)
         return next((size for size in self.sizes_of(entries) if size >= rows), rows) if self.batched else rows
 
@@ -230,7 +233,7 @@ class RowBatching:
             for entry, end in zip(entries, ends, strict=True)
         ]
 
-    def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:  # noqa: ARG002 - no dim of theirs varies
+    def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:  # noqa: ARG002 - no dim varies inside a batch
         return 0, 0
 
 

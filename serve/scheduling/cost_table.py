@@ -1,4 +1,4 @@
-"""What one run costs by its rows and the length of its longest row, measured when a model is loaded."""
+"""The seconds of one run by its rows and the length of its longest row, measured when a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from accel.errors import BadFeeds
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
-# Two runs of one shape, where one takes less than this: the first one of a shape is often slower than the others.
+# Seconds. A shape is run twice if its first run takes less: the first run of a shape is often slower than the others.
 _REPEAT_BELOW = 0.25
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """``seconds[i][j]``: one run of ``rows[i]`` rows padded to ``lengths[j]``. Between them it is interpolated, beyond
-    the last of either it grows in proportion."""
+    """``seconds[i][j]``: the seconds of one run of ``rows[i]`` rows padded to ``lengths[j]``.
+
+    Values between the measured rows and lengths are interpolated. Values beyond the last ones grow in proportion.
+    """
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -30,18 +32,19 @@ class CostTable:
 
     @classmethod
     def proportional(cls, overhead: int = 32) -> CostTable:
-        """For a model that wasn't measured: each run costs its positions, padding included, and ``overhead`` more."""
+        """Returns the table of a model that wasn't measured. A run costs a microsecond for each position, padding
+        included, and ``overhead`` microseconds more."""
         rows, lengths = (1, 4096), (1, 4096)
         return cls(rows, lengths, tuple(tuple((n * length + overhead) * 1e-6 for length in lengths) for n in rows))
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # More rows or longer ones are never cheaper: what says so is noise.
+        # More rows or longer rows never cost less. A measurement that says otherwise is noise.
         table = np.asarray(self.seconds, dtype=float)
         return np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
 
     def by_rows(self, length: int, most: int) -> np.ndarray:
-        """Seconds of a run of ``length``, float64[most + 1]: at index n with n rows."""
+        """Returns the seconds of a run padded to ``length``, float64[most + 1]. Index n is a run of n rows."""
         beyond = max(1.0, length / self.lengths[-1])
         at_length = np.array([np.interp(length, self.lengths, row) for row in self._table]) * beyond
         n = np.arange(most + 1)
@@ -59,14 +62,17 @@ def measure_costs(
     budget: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
-    """Run example inputs of every size and length, small ones first, for about ``budget`` seconds; what there was no
-    time for is filled in with a + b * positions + c * positions * length (attention), fitted to what was measured."""
+    """Measures runs of example inputs at every batch size and length, small ones first, for about ``budget`` seconds.
+
+    The cells that the budget leaves out are filled with a + b * positions + c * positions * length, fitted to the
+    measured cells. The last term is the cost of attention.
+    """
     table = np.full((len(sizes), len(lengths)), np.nan)
     cells = sorted((rows * length, i, j) for i, rows in enumerate(sizes) for j, length in enumerate(lengths))
     end = clock() + budget
     per_token = 0.0
     for count, (tokens, i, j) in enumerate(cells):
-        # The smallest three are always run: fewer are no fit.
+        # The three smallest are always run, because the fit has three coefficients.
         if count >= 3 and clock() + tokens * per_token > end:
             continue
         feeds = session.example_inputs(**{batch: sizes[i], dim: lengths[j]})
@@ -78,7 +84,7 @@ def measure_costs(
                 best = min(best, clock() - start)
                 if best > _REPEAT_BELOW:
                     break
-        except BadFeeds:  # off an engine's profiles: no batch is of that shape
+        except BadFeeds:  # outside an engine's optimization profiles, so no batch has this shape
             continue
         table[i, j] = best
         per_token = best / tokens
@@ -96,7 +102,7 @@ def _filled(table: np.ndarray, sizes: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def grid(low: int, high: int) -> list[int]:
-    """``low``, its doubles, ``high``."""
+    """Returns ``low``, its doublings below ``high``, and ``high``."""
     found = [low]
     while found[-1] * 2 < high:
         found.append(found[-1] * 2)

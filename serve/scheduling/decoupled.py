@@ -1,14 +1,14 @@
-"""Decoupled models: any number of responses for a request, as the session gives them."""
+"""Decoupled models: a request gets any number of responses, each as soon as the session gives it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from accel.serve.inference import Code, Durations, InferenceResponse, ServeError
-from accel.serve.instances import QueuedExecutor, Settled
-from accel.serve.queue import Entry, too_late
-from accel.serve.statistics import ns
+from ..protocol.inference import Code, Durations, InferenceResponse, ServeError
+from .instances import QueuedExecutor, Settled
+from .queue import Entry, too_late
+from .statistics import ns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StreamingSession(Protocol):
-    """A session that gives its outputs in parts."""
+    """A session that yields its outputs in parts."""
 
     def stream(self, feeds: Feeds) -> Iterator[Mapping[str, np.ndarray]]: ...
 
 
 class DecoupledExecutor(QueuedExecutor):
-    """Each request alone: its parts as they come, then, as Triton does, a final response without outputs.
+    """Runs each request alone. Answers with each part as it comes, then with a final response without outputs, as
+    Triton does.
 
-    A request that is cancelled while it streams gets CANCELLED in place of the next part, so that nothing follows it.
+    A request that is canceled while it streams gets CANCELLED in place of the next part, and no response after that.
     """
 
     def _cancel(self, entry: Entry) -> None:
@@ -58,7 +59,7 @@ class DecoupledExecutor(QueuedExecutor):
         for outputs in parts:
             if entry.unwanted or entry.done:
                 if (end := getattr(parts, "close", None)) is not None:
-                    end()  # a generator: let it free what it holds now
+                    end()  # a generator frees its buffers now, not when it is collected
                 return self._settle([(entry, ServeError(Code.CANCELLED, "Request was cancelled"))])
             before = self._clock()
             response = self._response(entry, self._batching.split(outputs, [entry])[0])

@@ -1,9 +1,10 @@
-"""The instances of a model: several sessions, the threads that run them, and the callers' own threads.
+"""The instances of a model: several sessions, their threads, and the threads of callers that run requests themselves.
 
-Every decision is ``RequestQueue``'s and ``Batching``'s and depends on the queue and the time alone; here is who
-carries it out. A caller that finds the queue empty and an instance idle runs its request itself: handing it to a thread
-and back costs more than a small model takes. While instances are busy requests gather, and an instance's thread takes a
-batch of them. ``_lock`` guards everything; no session is run and no answer given while it is held.
+``RequestQueue`` and ``Batching`` make every decision, from the queue and the time alone. This module carries the
+decisions out. A caller that finds the queue empty and an instance idle runs its request itself, because a small model
+takes less time than handing the request to another thread and back. While all instances are busy, requests gather in
+the queue, and an instance's thread takes a batch of them. ``_lock`` guards all state. No session is run and no answer
+is given while ``_lock`` is held.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from accel.errors import BadFeeds, RunFailed
-from accel.serve.batcher import Batching
-from accel.serve.inference import (
+
+from ..protocol.inference import (
     Answer,
     Code,
     Durations,
@@ -27,10 +28,11 @@ from accel.serve.inference import (
     ModelStatistics,
     ServeError,
 )
-from accel.serve.queue import NEVER, Entry, RequestQueue, too_late
-from accel.serve.rate_limit import Gate, RateLimiter
-from accel.serve.scheduling import Scheduling
-from accel.serve.statistics import Recorder, ns
+from .batcher import Batching
+from .options import Scheduling
+from .queue import NEVER, Entry, RequestQueue, too_late
+from .rate_limit import Gate, RateLimiter
+from .statistics import Recorder, ns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,8 +46,8 @@ Settled = list[tuple[Entry, Result]]
 
 
 class _Step(NamedTuple):
-    """What an instance's thread does next: answer what has expired, run ``batch`` on ``session``, or wait.
-    ``withdrawn``: others may have the resources that were waited for."""
+    """The next step of an instance's thread: answer ``expired`` requests, run ``batch`` on ``session``, or wait until
+    ``wake``. ``withdrawn``: this model no longer waits for shared resources, so other models may have them."""
 
     session: Session | None
     batch: list[Entry]
@@ -59,9 +61,9 @@ class _Step(NamedTuple):
 
 
 class QueuedExecutor:
-    """An ``Executor`` over ``sessions``, which it owns from now on.
+    """An ``Executor`` that runs requests on ``sessions``, owns the sessions and closes them.
 
-    ``start`` False starts no thread: ``poll`` then does what a thread would do next, and time passes as ``clock`` says.
+    ``start``: False starts no thread. Then ``poll`` does the next step of a thread, and ``clock`` alone gives the time.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class QueuedExecutor:
         self._clock = clock
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for the instances' threads
-        self._timer = threading.Condition(self._lock)  # for the one that expires requests while all instances are busy
+        self._timer = threading.Condition(self._lock)  # for the thread that answers expired requests
         self._drained = threading.Condition(self._lock)
         self._queue = RequestQueue(scheduling)
         self._recorder = Recorder(wall)
@@ -106,15 +108,15 @@ class QueuedExecutor:
 
     @staticmethod
     def _start(target: Callable[[], None], name: str) -> None:
-        # A daemon: a session that hangs must not keep the process from ending.
+        # A daemon thread, so that the process can end while a session hangs.
         threading.Thread(target=target, name=name, daemon=True).start()
 
     # Taking requests
 
     def submit(self, request: InferenceRequest, answer: Answer, *, arrived: float | None = None) -> Entry:
-        """Take the request, or raise ``ServeError``: INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED.
+        """Takes the request. Raises ``ServeError`` (INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED) to refuse it.
 
-        ``arrived``: when it came to the server, where it waited elsewhere before.
+        ``arrived``: when the request came to the server, if it waited in front of this executor. Default: now.
         """
         now = self._clock()
         try:
@@ -135,7 +137,7 @@ class QueuedExecutor:
         return entry
 
     def _take(self, entry: Entry) -> Session | None:
-        """Queue ``entry``, or give the session that its caller runs it on."""
+        """Queues ``entry`` and returns None, or returns the idle session that the caller runs ``entry`` on."""
         if self._closing:
             raise ServeError(Code.UNAVAILABLE, f"model '{self.name}' version {self.version} is being unloaded")
         session = None
@@ -151,7 +153,7 @@ class QueuedExecutor:
                 if not self._timed:
                     self._timed = True
                     self._start(self._watch, f"{self.name}-{self.version}-timeouts")
-                elif instant <= self._queue.next_instant():  # sooner than what it waits for
+                elif instant <= self._queue.next_instant():  # earlier than the instant that the thread waits for
                     self._timer.notify()
         self._outstanding[entry] = None
         if self._in_order is not None:
@@ -164,24 +166,24 @@ class QueuedExecutor:
                 self._queue.remove(entry)
         self._deliver(self._settle([(entry, ServeError(Code.CANCELLED, "Request was cancelled"))]))
 
-    # Running them
+    # Running requests
 
     def _may_run(self) -> bool:
         return self._gate is None or self._gate.enter()
 
     def _wake(self) -> None:
-        """The resources that were waited for may be there."""
+        """Wakes an instance's thread, because the shared resources may be free now."""
         with self._lock:
             self._work.notify()
 
     def _next(self, now: float) -> _Step:
-        """Decide, and take out of the queue what was decided about. Called with the lock held."""
+        """Decides the next step and removes its requests from the queue. Is called with the lock held."""
         expired: Settled = list(self._queue.expire(now))
         if not self._idle:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # a fault of ours: nobody shall wait for ever because of it
+        except Exception as error:  # a bug of the server: every waiting request gets an answer
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):
@@ -209,14 +211,14 @@ class QueuedExecutor:
             self._execute(step.session, step.batch)
 
     def poll(self) -> bool:
-        """Do what an idle instance would do now, in this thread; whether there was anything to do."""
+        """Does an idle instance's next step in this thread. Returns False if there was nothing to do."""
         with self._lock:
             step = self._next(self._clock())
         self._carry_out(step)
         return bool(step.batch or step.expired)
 
     def _serve(self) -> None:
-        """An instance's thread."""
+        """Runs the loop of an instance's thread."""
         while True:
             with self._lock:
                 while True:
@@ -230,10 +232,10 @@ class QueuedExecutor:
             try:
                 self._carry_out(step)
             except Exception:
-                _LOG.exception("model %s: an instance went on after an error of the server's own", self.name)
+                _LOG.exception("model %s: an instance continues after a bug of the server", self.name)
 
     def _watch(self) -> None:
-        """The thread that answers requests whose time is up, however long the sessions take."""
+        """Runs the loop of the thread that answers expired requests, however long the sessions take."""
         while True:
             with self._lock:
                 while True:
@@ -252,7 +254,7 @@ class QueuedExecutor:
         try:
             settled = self._run(session, entries)
         finally:
-            # Before the answers: whoever gets one and asks again finds the instance idle.
+            # The session is released before the answers, so that a client that asks again finds the instance idle.
             self._release(session)
             self._deliver(settled)
 
@@ -275,8 +277,10 @@ class QueuedExecutor:
             _LOG.exception("model %s: a session could not be closed", self.name)
 
     def _run(self, session: Session, entries: list[Entry]) -> Settled:
-        """Run what still waits of ``entries`` together. Where that fails each half is run by itself, so that in the end
-        only those requests fail that fail alone."""
+        """Runs the entries that have no answer yet in one batch.
+
+        If the batch fails, each half runs by itself, so that a request fails only if its own run fails.
+        """
         started = self._clock()
         late: Settled = [(entry, too_late()) for entry in entries if entry.deadline <= started]
         settled = self._settle(late) if late else []
@@ -322,7 +326,7 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """``session``: which of them failed on the inputs of ``entry`` alone."""
+        """Converts ``error`` to the client's error. ``session``: the session that failed on ``entry`` alone."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):
@@ -334,12 +338,12 @@ class QueuedExecutor:
                     return ServeError(Code.INVALID_ARGUMENT, failed)
         return ServeError(Code.INTERNAL, f"model '{self.name}' failed: {error or type(error).__name__}")
 
-    # Answering them
+    # Answering requests
 
     def _settle(self, results: Settled, spent: Durations | None = None) -> Settled:
-        """Fix these results and count them; those that came first stay. What is handed back is to be delivered.
+        """Makes these results final and counts them. Returns the results that the caller has to deliver.
 
-        ``spent``: the model was run once for all of them.
+        An entry that already has a result keeps that result. ``spent``: the durations of the run that gave the results.
         """
         with self._lock:
             now = self._clock()
@@ -372,7 +376,8 @@ class QueuedExecutor:
         self._delivered(len(settled))
 
     def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
-        """Deliver as the requests came. One thread delivers at a time, and what others settle meanwhile too."""
+        """Delivers answers in the order of the requests. One thread at a time delivers, also the results that other
+        threads settle meanwhile."""
         with self._lock:
             for entry, result in settled:
                 entry.result = result
@@ -401,21 +406,21 @@ class QueuedExecutor:
             if self._closing and not self._outstanding and not self._answering:
                 self._drained.notify_all()
 
-    # Looking at it, ending it
+    # Statistics and closing
 
     def statistics(self) -> ModelStatistics:
-        """A consistent copy."""
+        """Returns a consistent copy of the statistics."""
         with self._lock:
             return self._recorder.copy(len(self._queue))
 
     def pending(self) -> int:
-        """Requests that were taken and not answered."""
+        """Counts the requests that were taken and have no answer yet."""
         with self._lock:
             return len(self._outstanding)
 
     def close(self, timeout: float) -> None:
-        """Take nothing new, answer what was taken for at most ``timeout`` seconds (real ones), fail the rest with
-        UNAVAILABLE. A session that is still running then is released when it comes back."""
+        """Refuses new requests, answers the taken ones for at most ``timeout`` seconds of real time, and fails the rest
+        with UNAVAILABLE. A session that still runs then is closed when its run ends."""
         with self._lock:
             self._closing = True
             self._work.notify_all()

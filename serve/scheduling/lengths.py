@@ -1,15 +1,15 @@
-"""Batching of inputs that differ in one dim: short ones are not padded to the length of a long one that came with them.
+"""Batching of inputs that differ in one dim, so that a short input is not padded to the length of a long one.
 
-The waiting requests are sorted by length and cut into batches where the sum of what the batches cost is the least: the
-best cut of the first i ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i),
-which is dynamic programming over O(n * batch) cells. The least sum also is the earliest end of the last batch, so no
-other cut of the same requests has a smaller longest wait. An idle instance runs the batch whose oldest request may wait
-the shortest, but of those that can't all be in time it puts off what makes the fewest late.
+The waiting requests are sorted by length and cut into the batches with the least total cost. The best cut of the first
+i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). This is
+dynamic programming over O(n * batch) cells. The least total cost is also the earliest end of the last batch. So no
+other cut of the same requests has a shorter longest wait. An idle instance runs the most urgent batch. If not all
+batches can begin in time, the instance postpones batches so that the fewest requests are late.
 
-It runs it at once: company comes while instances are busy, and what waits for more of it makes others late. Where
-``Scheduling.eager`` is off, a batch goes when one of them would be late if they were run one after the other from then
-on: each request is to be run within the delay bound, or answered where that leaves it half of the bound to wait for
-company. Before that none goes, unless as many wait as fit into one.
+If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. If
+``eager`` is off, a batch runs at the latest time at which no request is late, if all batches run one after the other. A
+request is late if its answer comes after the delay bound. If its run takes more than half of the bound, the request is
+late if the run begins after half of the bound. A batch also runs as soon as the waiting requests fill a batch.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.errors import BadConfig
-from accel.serve.batcher import Choice, NotBatched, RowBatching
-from accel.serve.cost_table import CostTable
-from accel.serve.inference import Code, InferenceRequest, ServeError
-from accel.serve.profiles import Shapes
-from accel.serve.queue import NEVER, Entry, RequestQueue
-from accel.serve.scheduling import LengthBatching, Scheduling
 from accel.signature import numpy_dtype
+
+from ..protocol.inference import Code, InferenceRequest, ServeError
+from .batcher import Choice, NotBatched, RowBatching
+from .cost_table import CostTable
+from .options import LengthBatching, Scheduling
+from .profiles import Shapes
+from .queue import NEVER, Entry, RequestQueue
 
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# How many of the waiting requests are looked at: the queue's lock is held meanwhile.
+# At most this many waiting requests are cut into batches, because the queue's lock is held meanwhile.
 _WINDOW = 64
 
-# A late request gives way to those that can still be in time, until it has waited for so many delay bounds, or half
-# of its own timeout or deadline.
+# Requests that can still be in time go before a late request. The late request goes first again after it has waited
+# for this many delay bounds, or for half of its own timeout or deadline.
 _PATIENCE = 3
 
 
 def best_cut(
     lengths: Sequence[int], rows: Sequence[int], limit: int, costs: Callable[[int], np.ndarray]
 ) -> list[tuple[int, int]]:
-    """The cheapest cut of requests, sorted by length, into consecutive batches of at most ``limit`` rows.
+    """Returns the cheapest cut of requests, sorted by length, into consecutive batches of at most ``limit`` rows.
 
-    ``costs(length)[n]``: what a batch of n rows padded to ``length`` costs. Gives (begin, end) of each batch.
+    The result has (begin, end) of each batch. ``costs(length)[n]``: the cost of a batch of n rows padded to ``length``.
     """
     count = len(lengths)
     ends = np.concatenate([[0], np.cumsum(rows)])
@@ -68,7 +69,7 @@ def best_cut(
 
 
 class LengthBatchingRows(RowBatching):
-    """``RowBatching`` for a signature with one further dim that may differ inside a batch."""
+    """``RowBatching`` for a signature with one more dim that may differ inside a batch."""
 
     def __init__(
         self, signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str, costs: CostTable
@@ -93,7 +94,8 @@ class LengthBatchingRows(RowBatching):
         if len(sizes) != 1:
             raise ServeError(
                 Code.INVALID_ARGUMENT,
-                f"the dim '{self.options.dim}' has the sizes {sorted(sizes)} in one request for model '{self.name}'",
+                f"the dim '{self.options.dim}' has the sizes {sorted(sizes)} in one request for model '{self.name}'; "
+                "send one size",
             )
         return rows
 
@@ -122,10 +124,10 @@ class LengthBatchingRows(RowBatching):
         window = max(_WINDOW, 2 * self.limit)
         found = list(islice((entry for entry in queue if entry.key == head.key), window))
         eager = self.scheduling.eager
-        # Or company enough has come.
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # No cut costs more than each request by itself: what follows needn't be computed for each that comes.
+            # No cut costs more than running each request alone. With this cost as a bound, the best cut needn't be
+            # found.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -136,10 +138,13 @@ class LengthBatchingRows(RowBatching):
         return Choice(batches[0], now) if now >= latest else Choice([], latest)
 
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
-        """Which of ``batches``, sorted by urgency, begins under a delay bound. Wherever one of them would begin late,
-        what costs most for each of its requests up to there is put off: for batches of one request that leaves the
-        fewest late (Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs").
-        Only those of the first priority are put off for one another."""
+        """Returns the batch to run first. ``batches`` are sorted by urgency.
+
+        Whenever a batch would begin late, the batch with the highest cost per request among the batches up to this one
+        is postponed. If each batch has one request, the fewest requests are late (Moore 1968, "An n job, one machine
+        sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority level
+        are compared.
+        """
         if not self._delay:
             return batches[0]
         level = self._urgency(batches[0])[0]
@@ -162,7 +167,7 @@ class LengthBatchingRows(RowBatching):
         return in_time[0] if in_time else batches[0]
 
     def _latest(self, batches: Sequence[Sequence[Entry]]) -> float:
-        """When the first of ``batches`` has to begin so that none of them, run in this order, is late."""
+        """Returns the latest begin of the first batch at which no batch is late. ``batches`` run in this order."""
         latest, end = NEVER, 0.0
         for batch in batches:
             seconds = self._seconds(batch)
@@ -171,11 +176,11 @@ class LengthBatchingRows(RowBatching):
         return latest
 
     def _urgency(self, batch: Sequence[Entry]) -> tuple[int, float, int]:
-        """What the batch of the most urgent request sorts by."""
+        """Returns the sort key of a batch: the level, due time and number of its most urgent request."""
         return min((entry.level, self.due(entry), entry.seq) for entry in batch)
 
     def _seconds(self, batch: Sequence[Entry]) -> float:
-        """What it costs to run them together."""
+        """Returns the estimated seconds of one run of ``batch``."""
         longest = max(entry.length for entry in batch)
         return float(self._cost(longest, batch[0])[sum(entry.rows for entry in batch)])
 
@@ -187,7 +192,8 @@ class LengthBatchingRows(RowBatching):
         return [by_length[begin:end] for begin, end in cuts]
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
-        """By rows, those that fill up an allowed size included, of a batch of requests like ``one``."""
+        """Returns the seconds of a run by its number of rows, for requests of the shapes of ``one`` padded to
+        ``length``. The rows that pad the batch to an allowed size are included."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:
@@ -195,7 +201,7 @@ class LengthBatchingRows(RowBatching):
             sizes = self.sizes if self._fitting is None else self._fitting.of(self._shapes_at(one, length))
             found = costs[[next((size for size in sizes if size >= n), n) for n in range(self.limit + 1)]]
             if self._fitting is not None:
-                found[max(sizes, default=0) + 1 :] = np.inf  # off the profiles: never the cheapest
+                found[max(sizes, default=0) + 1 :] = np.inf  # outside the profiles: never the cheapest
             if len(self._by_length) < 4096:
                 self._by_length[key] = found
         return found
@@ -210,7 +216,7 @@ class LengthBatchingRows(RowBatching):
         )
 
     def sizes_of(self, entries: Sequence[Entry]) -> Sequence[int]:
-        """The sizes that the model takes of ``entries``, padded to the longest of them."""
+        """Returns the batch sizes that the model takes if ``entries`` are padded to the longest of them."""
         if self._fitting is None:
             return self.sizes
         return self._fitting.of(self._shapes_at(entries[0], max(self._length(entry.request) for entry in entries)))
@@ -225,7 +231,7 @@ class LengthBatchingRows(RowBatching):
         return {name: self._stacked(name, [feed[name] for feed in feeds], size, length) for name in feeds[0]}
 
     def _with_mask(self, entry: Entry) -> Mapping[str, np.ndarray]:
-        """The inputs, and a mask of ones where the model takes one and the caller sent none."""
+        """Returns the inputs of ``entry``. Adds a mask of ones if the model takes a mask and the caller sent none."""
         inputs, mask = entry.request.inputs, self.options.mask
         if mask is None or mask in inputs:
             return inputs
@@ -245,7 +251,7 @@ class LengthBatchingRows(RowBatching):
         for part in parts:
             whole[(slice(row, row + len(part)), *(slice(n) for n in part.shape[1:]))] = part
             row += len(part)
-        whole[row:] = whole[row - 1]  # rows that fill up an allowed size
+        whole[row:] = whole[row - 1]  # rows that pad the batch to an allowed size
         return whole
 
     def split(self, outputs: Mapping[str, np.ndarray], entries: Sequence[Entry]) -> list[Mapping[str, np.ndarray]]:
@@ -278,25 +284,29 @@ def _axes(shape: Sequence[int | str], dim: str) -> tuple[int, ...]:
 
 
 def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str) -> None:
-    """Raise ``BadConfig`` where length-aware batching can't be done as it says."""
+    """Raises ``BadConfig`` if ``options`` don't fit the model or its scheduling."""
     if not scheduling.dynamic:
-        raise BadConfig(f"model '{name}': batching by length needs dynamic batching; set both")
+        raise BadConfig(f"model '{name}': batching by length needs dynamic batching; set dynamic too")
     if options.dim not in signature.dims or options.dim == signature.batch_dim:
         others = ", ".join(dim for dim in signature.dims if dim != signature.batch_dim) or "none"
-        raise BadConfig(f"model '{name}': no dim called '{options.dim}' to batch lengths of; there is: {others}")
+        raise BadConfig(f"model '{name}' has no dim '{options.dim}' to batch by length; it has: {others}")
     inputs = {spec.name: spec for spec in signature.inputs}
     if options.mask is not None:
         if options.mask not in inputs:
-            raise BadConfig(f"model '{name}': the mask '{options.mask}' is not one of its inputs")
+            raise BadConfig(
+                f"model '{name}': the mask '{options.mask}' is not one of its inputs; it has: {', '.join(inputs)}"
+            )
         for size in inputs[options.mask].shape[1:]:
             if isinstance(size, str) and size != options.dim:
-                raise BadConfig(f"model '{name}': the mask {inputs[options.mask]} can't be made; let clients send it")
+                raise BadConfig(
+                    f"model '{name}': the server can't make the mask {inputs[options.mask]}; let clients send it"
+                )
     for what, names, known in (
         ("padding", options.pad, set(inputs)),
         ("an output", options.outputs, {spec.name for spec in signature.outputs}),
     ):
         for one in names:
             if known and one not in known:
-                raise BadConfig(f"model '{name}': {what} is given for '{one}', which it doesn't have")
+                raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; take it out")
     if any(axis < 1 for axis in options.outputs.values()):
-        raise BadConfig(f"model '{name}': an output is cut back along an axis from 1 on; axis 0 is the batch")
+        raise BadConfig(f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, take another")

@@ -1,4 +1,4 @@
-"""How the requests of a model are queued, batched and run: the options, as the repository's config gives them."""
+"""The options by which a model's requests are queued, batched and run. The repository's config gives them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from accel.serve.profiles import Profile
+    from .profiles import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueuePolicy:
-    """Bounds of one queue (one for each priority level). 0 is unbounded.
+    """Bounds of the queue of one priority level. 0 means no bound.
 
-    ``timeout_us``: how long a request may wait; ``timeout_action``: ``reject`` (UNAVAILABLE, "Request timeout expired")
-    or ``delay`` (behind those that are in time). ``allow_override``: a request may ask for a shorter timeout.
+    ``max_queue_size``: requests that may wait. ``timeout_us``: how long a request may wait. ``timeout_action``:
+    ``reject`` fails an expired request (UNAVAILABLE, "Request timeout expired"); ``delay`` serves it after the requests
+    that are in time. ``allow_override``: a request may set a shorter timeout.
     """
 
     max_queue_size: int = 0
@@ -28,10 +29,13 @@ class QueuePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthBatching:
-    """Batching of inputs that differ in one dim. ``dim``: its name in the signature. ``mask``: the input that says
-    which positions are real (made where the client sent none). ``pad``: value by input, 0 where not named.
-    ``outputs``: axis to cut back to the request's own length, by output. ``grouped`` False makes batches in the order
-    of arrival, whatever the lengths, and pads them to their longest."""
+    """Batching of inputs that differ in one dim.
+
+    ``dim``: the name of the dim in the signature. ``mask``: the input that says which positions are real; the server
+    makes it if the client sent none. ``pad``: the padding value of each input, 0 by default. ``outputs``: the outputs
+    to cut to the request's own length, each with the axis to cut. ``grouped``: True groups requests by length; False
+    makes batches in the order of arrival and pads each to its longest request.
+    """
 
     dim: str
     mask: str | None = None
@@ -42,10 +46,13 @@ class LengthBatching:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatching:
-    """Stateful models. ``states``: output name -> input name that gets it at the sequence's next request.
-    ``controls``: START, END, READY, CORRID -> input name. ``values``: what a control holds where it doesn't apply and
-    where it does, 0 and 1 where not named. ``initial``: by input name the state of a new sequence, without the batch;
-    zeros where not named. ``max_idle_us``: a sequence silent for longer ends."""
+    """Options of a stateful model.
+
+    ``states``: output name -> name of the input that gets this output at the sequence's next request. ``controls``:
+    START, END, READY, CORRID -> input name. ``values``: by control its value for false and for true, 0 and 1 by
+    default. ``initial``: by input name the state of a new sequence, without the batch dim, zeros by default.
+    ``max_idle_us``: a sequence without a request for longer ends. ``max_sequences``: open sequences at a time.
+    """
 
     states: Mapping[str, str] = field(default_factory=dict)
     controls: Mapping[str, str] = field(default_factory=dict)
@@ -57,14 +64,17 @@ class SequenceBatching:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduling:
-    """``max_batch_size``: 0 where the model has no batch dim (each request is run alone). ``dynamic``: requests of
-    several callers may be run together. ``preferred``: batch sizes to wait for. ``max_delay_us``: how long the oldest
-    may wait for company. ``allowed``: batch sizes that the model takes at all, None for every. ``profiles``: of an
-    engine, which say what sizes it takes at which other shapes. ``queue_rows``/``queue_bytes``: what may wait in all,
-    over every priority. ``response_cache``: equal requests are answered from the cache of the server. ``eager``: a
-    request that finds an instance idle and the queue empty is run at once, whatever ``max_delay_us`` and ``preferred``
-    say; False waits for company even then, as Triton does.
-    ``resources``: what a run takes of what the models share, by name; ``resource_priority``: see ``rate_limit.py``.
+    """Options of one model.
+
+    ``max_batch_size``: rows of the largest batch; 0 means that the model has no batch dim and runs each request alone.
+    ``dynamic``: requests of several callers may be run together. ``preferred``: batch sizes to wait for.
+    ``max_delay_us``: how long the oldest request may wait for others. ``allowed``: the batch sizes that the model
+    takes; None means every size. ``profiles``: the optimization profiles of an engine. ``queue_rows``/``queue_bytes``:
+    rows and bytes that may wait in total, over all priority levels. ``response_cache``: equal requests are answered
+    from the server's cache. ``eager``: True runs a request at once that finds an instance idle and the queue empty,
+    whatever ``max_delay_us`` and ``preferred`` say; False lets the request wait for others, as Triton does.
+    ``resources``: by name the amount of a shared resource that one run takes. ``resource_priority``: see
+    ``rate_limit.py``.
     """
 
     max_batch_size: int = 0
@@ -92,11 +102,11 @@ class Scheduling:
 
     @property
     def server_inputs(self) -> frozenset[str]:
-        """Inputs that the server makes (states and controls of a sequence): a client doesn't send them."""
+        """Returns the inputs that only the server makes: states and controls of a sequence."""
         sequence = self.sequence
         return frozenset() if sequence is None else frozenset([*sequence.states.values(), *sequence.controls.values()])
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Inputs that a client may leave out, because the server then makes them (the mask of lengths)."""
+        """Returns the inputs that the server makes if a client leaves them out: the mask of lengths."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

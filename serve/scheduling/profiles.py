@@ -1,4 +1,4 @@
-"""The optimization profiles of an engine: how many rows it takes at which other sizes."""
+"""The optimization profiles of an engine: the batch sizes that the engine takes at given other dims."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Shape = tuple[int, ...]
-# Of each input the smallest and the largest shape, rows first.
+# The smallest and the largest shape of each input, rows first.
 Profile = Mapping[str, tuple[Shape, Shape]]
-# Of each input what follows the rows.
+# The shape of each input without the rows.
 Shapes = tuple[tuple[str, Shape], ...]
 
 _MOST_KEPT = 4096
 
 
 def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
-    """The profiles that an artifact's manifest has of its engine; none for other artifacts."""
+    """Returns the profiles of an engine from its manifest's properties. Empty for other artifacts."""
     return tuple(
         {name: (tuple(ends[0]), tuple(ends[-1])) for name, ends in profile.items()}
         for profile in properties.get("profiles", ())
@@ -23,8 +23,8 @@ def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
 
 
 def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int, step: int = 1) -> tuple[int, ...]:
-    """The multiples of ``step`` up to ``most``, ascending, of which one of ``profiles`` holds a batch of ``shapes`` (of
-    any shapes where that is None)."""
+    """Returns the batch sizes at which one of ``profiles`` takes ``shapes``: multiples of ``step`` up to ``most``,
+    ascending. ``shapes``: None means any shapes."""
     found: set[int] = set()
     for profile in profiles:
         low = max((ends[0][0] for ends in profile.values() if ends[0]), default=1)
@@ -40,7 +40,7 @@ def _holds(ends: tuple[Shape, Shape], shape: Shape) -> bool:
 
 
 class FittingRows:
-    """``rows_of`` for the shapes that come."""
+    """``rows_of`` with a cache by shapes."""
 
     def __init__(self, profiles: Sequence[Profile], most: int, step: int = 1) -> None:
         self._profiles = profiles

@@ -1,7 +1,8 @@
-"""The queue of one model: priorities, bounds, timeouts. No thread and no clock in it: every method is told the time.
+"""The queue of one model: priorities, bounds, timeouts. The queue has no thread and no clock: the caller passes the
+time.
 
-Within a priority level the order is that of arrival; requests whose timeout says ``delay`` go behind those that are in
-time. Nothing here calls an ``Answer``: what has to be refused is raised or handed back.
+Within a priority level requests are served in the order of arrival. An expired request whose policy says ``delay`` is
+served after the requests that are in time. The queue calls no ``Answer``: it raises errors or returns them.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel.serve.inference import Answer, Code, Durations, InferenceRequest, InferenceResponse, ServeError
-from accel.serve.scheduling import QueuePolicy, Scheduling
-from accel.serve.statistics import ns
+from ..protocol.inference import Answer, Code, Durations, InferenceRequest, InferenceResponse, ServeError
+from .options import QueuePolicy, Scheduling
+from .statistics import ns
 
 if TYPE_CHECKING:
     import numpy as np
 
 NEVER = math.inf
 
-# The heap of instants is built anew when it holds this many times more than what waits.
+# The heap of instants is rebuilt when it has more than this many instants per waiting request.
 _STALE = 4
 
 
 class Entry:
-    """A request that was taken, from its arrival to its answer; the ``Ticket`` that ``submit`` gives.
+    """A taken request, from its arrival to its answer. ``submit`` returns it as the ``Ticket``.
 
-    ``rows``: of the batch, 1 where the model has none. ``key``: entries of one key may be run together. ``level``: of
-    priority. ``expires``: when its queue timeout ends. ``deadline``: when nobody waits any more. Both in seconds on the
-    server's clock. ``done``: it has its one answer, kept in ``result`` until that was delivered. ``unwanted``:
-    cancelled while it streams.
+    ``rows``: rows of its batch, 1 if the model has no batch dim. ``key``: entries with equal keys may be run together.
+    ``level``: priority level. ``expires``: end of the queue timeout, in seconds on the server's clock. ``deadline``:
+    the time after which the client no longer waits, in seconds on the same clock. ``done``: the entry has its answer.
+    ``result``: the answer, until it is delivered. ``unwanted``: the request was canceled while it streams.
     """
 
     __slots__ = (
@@ -69,7 +70,7 @@ class Entry:
         self.result: InferenceResponse | ServeError | None = None
 
     def book(self, started: float, spent: Durations) -> None:
-        """Waited until ``started``, then ran with others for what was ``spent``."""
+        """Records that the request waited until ``started`` and then ran in a batch that took ``spent``."""
         durations = self.durations
         durations.queue = ns(started - self.arrived)
         durations.compute_input = spent.compute_input
@@ -77,28 +78,28 @@ class Entry:
         durations.compute_output = spent.compute_output
 
     def cancel(self) -> None:
-        """Nobody waits any more: it is answered with CANCELLED, and not run where it hasn't been."""
+        """Answers the request with CANCELLED. A request that still waits is not run."""
         if self.owner is not None:
             self.owner(self)
 
 
 def queue_full() -> ServeError:
-    """What a request gets that a bound of the queue keeps out, in Triton's words."""
+    """Returns the error of a request that a bound of the queue refuses, in Triton's words."""
     return ServeError(Code.UNAVAILABLE, "Exceeds maximum queue size")
 
 
 def timed_out() -> ServeError:
-    """What a request gets that waited longer than its queue timeout, in Triton's words."""
+    """Returns the error of a request that waited longer than its queue timeout, in Triton's words."""
     return ServeError(Code.UNAVAILABLE, "Request timeout expired")
 
 
 def too_late() -> ServeError:
-    """What a request gets whose client has stopped waiting."""
+    """Returns the error of a request whose client has stopped waiting."""
     return ServeError(Code.DEADLINE_EXCEEDED, "Deadline exceeded before the request was run")
 
 
 def request_bytes(inputs: Mapping[str, np.ndarray]) -> int:
-    """What the inputs hold in memory. For strings numpy counts the pointers only, so they are counted here."""
+    """Returns the bytes of the inputs in memory. numpy counts only pointers for strings, so strings are added here."""
     total = 0
     for value in inputs.values():
         total += int(value.nbytes)
@@ -117,14 +118,15 @@ class _Level:
 
 
 class RequestQueue:
-    """What waits, over every priority level. Not thread-safe: its owner holds a lock."""
+    """The waiting requests of all priority levels. Not thread-safe: the owner holds a lock."""
 
     def __init__(self, scheduling: Scheduling) -> None:
         self._scheduling = scheduling
         self._levels: dict[int, _Level] = {}
-        self._order: list[int] = []  # the levels there are, most urgent first
+        self._order: list[int] = []  # numbers of the existing levels, most urgent first
         self._live: dict[int, Entry] = {}
-        # Instants at which something has to be done, each with a number: an entry that left leaves no reference here.
+        # The instants at which an entry expires, with the entry's number. A number doesn't keep an
+        # answered entry in memory.
         self._instants: list[tuple[float, int]] = []
         self._next_seq = 0
         self.rows = 0
@@ -137,7 +139,7 @@ class RequestQueue:
         return bool(self._live)
 
     def __iter__(self) -> Iterator[Entry]:
-        """In the order of service."""
+        """Yields the waiting requests in the order of service."""
         for number in self._order:
             level = self._levels[number]
             yield from level.in_time.values()
@@ -147,11 +149,11 @@ class RequestQueue:
         return self._live.get(entry.seq) is entry
 
     def head(self) -> Entry | None:
-        """Who is served next."""
+        """Returns the request that is served next, or None if the queue is empty."""
         return next(iter(self), None)
 
     def level_of(self, priority: int) -> int:
-        """The level for a priority asked for; like Triton, what isn't one of the model's levels is its default."""
+        """Returns the level for a request's priority: as in Triton, the default level if the model lacks that level."""
         levels = self._scheduling.priority_levels
         return priority if 1 <= priority <= levels else self._scheduling.default_priority if levels else 0
 
@@ -159,8 +161,10 @@ class RequestQueue:
         return self._scheduling.policies.get(level, self._scheduling.default_policy)
 
     def put(self, entry: Entry) -> None:
-        """Take ``entry`` in, waiting from ``entry.arrived`` on; raises ``ServeError`` UNAVAILABLE where a bound is
-        reached."""
+        """Queues ``entry``. The entry's queue timeout begins at ``entry.arrived``.
+
+        Raises ``ServeError`` UNAVAILABLE if a bound of the queue is reached.
+        """
         request = entry.request
         entry.level = self.level_of(request.priority)
         policy = self.policy_of(entry.level)
@@ -189,7 +193,7 @@ class RequestQueue:
             heapq.heappush(self._instants, (entry.deadline, entry.seq))
 
     def remove(self, entry: Entry) -> None:
-        """Let ``entry`` go, to be run or because it is cancelled."""
+        """Removes ``entry`` from the queue, to run it or because it is canceled."""
         level = self._levels[entry.level]
         del (level.delayed if entry.delayed else level.in_time)[entry.seq]
         del self._live[entry.seq]
@@ -197,7 +201,8 @@ class RequestQueue:
         self.nbytes -= entry.nbytes
 
     def expire(self, now: float) -> list[tuple[Entry, ServeError]]:
-        """Take out what may not wait any longer, each with what it gets; put behind what a timeout delays."""
+        """Removes the requests that may not wait longer and returns each with its error. Moves expired requests whose
+        policy says ``delay`` behind the others."""
         found: list[tuple[Entry, ServeError]] = []
         while self._instants and self._instants[0][0] <= now:
             _, seq = heapq.heappop(self._instants)
@@ -218,7 +223,7 @@ class RequestQueue:
         return found
 
     def next_instant(self) -> float:
-        """When ``expire`` will next have something to do; ``NEVER`` where nothing that waits has a limit."""
+        """Returns when ``expire`` next has work. ``NEVER`` if no waiting request has a timeout or deadline."""
         instants = self._instants
         if len(instants) > 64 and len(instants) > _STALE * len(self._live):
             instants[:] = [row for row in instants if row[1] in self._live]
@@ -229,7 +234,7 @@ class RequestQueue:
 
 
 def _timeout_us(policy: QueuePolicy, asked: int) -> int:
-    """The queue timeout in microseconds; a request may shorten it where the policy lets it, 0 is none."""
+    """Returns the queue timeout in microseconds, 0 for none. A request may shorten it if the policy allows that."""
     if asked > 0 and policy.allow_override:
         return min(asked, policy.timeout_us) if policy.timeout_us else asked
     return policy.timeout_us

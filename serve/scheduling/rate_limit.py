@@ -1,9 +1,9 @@
-"""Resources that models share: a run takes what its model's config asks for, and waits while others have it.
+"""Resources that models share: a run takes the amounts that its model's config names, and waits until they are free.
 
-Triton's ``rate_limiter`` of an instance group. There is as much of a resource as the server was told, else as the model
-that needs the most of it asks for. Who runs next among those that wait is decided by stride scheduling: each run moves
-a model ``priority`` further, and the one that is furthest behind goes first, so that priority 2 gets half the runs of
-priority 1 while both always have work. A model that has been idle has saved up no runs.
+This is Triton's ``rate_limiter`` of an instance group. The server's options say how much of a resource exists. Without
+that option as much exists as the most demanding model needs. Stride scheduling decides which waiting model runs next:
+each run moves its model forward by ``priority``, and the model that is furthest behind goes first. So a model of
+priority 2 gets half as many runs as a model of priority 1 while both always have work. An idle model saves up no runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel.errors import BadConfig
 
 
 class RateLimiter:
-    """``limits``: how much there is, by name. One serves every model of a process."""
+    """Shares resources between all models of a process. ``limits``: the existing amount of a resource, by name."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -25,18 +25,20 @@ class RateLimiter:
         self._gates: set[Gate] = set()
         self._waiting: set[Gate] = set()
         self._used: Counter[str] = Counter()
-        self._turn = 0  # of the run that was let in last
+        self._turn = 0  # the turn of the run that entered last
         self._arrivals = itertools.count()
 
     def gate(self, need: Mapping[str, int], priority: int, wake: Callable[[], None], *, name: str) -> Gate:
-        """The way to a run for one model; ``wake`` says that it is worth trying again. ``BadConfig`` where it needs
-        more than there is."""
+        """Returns the gate of one model. The limiter calls ``wake`` when ``enter`` may succeed.
+
+        Raises ``BadConfig`` if the model needs more of a resource than exists.
+        """
         for resource, count in need.items():
             limit = self._limits.get(resource)
             if limit is not None and count > limit:
                 raise BadConfig(
-                    f"model '{name}' needs {count} of the resource '{resource}' and there is {limit}; raise "
-                    f"--rate-limit-resource {resource}:{count}"
+                    f"model '{name}' needs {count} of the resource '{resource}' and there is {limit}; raise the limit "
+                    f"with --rate-limit-resource {resource}:{count}"
                 )
         made = Gate(self, need, max(1, priority), wake)
         with self._lock:
@@ -48,7 +50,7 @@ class RateLimiter:
         return max((gate.need.get(resource, 0) for gate in self._gates), default=0) if limit is None else limit
 
     def enter(self, gate: Gate) -> bool:
-        """Take what ``gate`` needs; False where others have it, or where those before it wait for it."""
+        """Takes the resources of ``gate``. Returns False if other models have them or wait for them before ``gate``."""
         with self._lock:
             self._wait(gate)
             if gate not in self._next():
@@ -65,7 +67,8 @@ class RateLimiter:
             self._waiting.add(gate)
 
     def _next(self) -> list[Gate]:
-        """Those that wait and can be let in together, the most urgent first; what one of them needs is kept for it."""
+        """Returns the waiting gates that can enter together, most urgent first. A gate that can't enter yet still
+        reserves its resources against the gates behind it."""
         free = {r: self._amount(r) - self._used[r] for gate in self._waiting for r in gate.need}
         found = []
         for gate in sorted(self._waiting, key=lambda gate: gate.turn):
@@ -76,7 +79,10 @@ class RateLimiter:
         return found
 
     def leave(self, gate: Gate, *, again: bool) -> None:
-        """Give back what ``gate`` took. ``again``: it has more to run, and stands in line with those that wait."""
+        """Gives back the resources that ``gate`` took.
+
+        ``again``: its model has more to run, so ``gate`` waits for the next run.
+        """
         with self._lock:
             self._used.subtract(gate.need)
             if again:
@@ -84,7 +90,7 @@ class RateLimiter:
         self.pass_on()
 
     def withdraw(self, gate: Gate) -> bool:
-        """``gate`` has nothing to run any more. Whether it waited: then ``pass_on`` is due."""
+        """Ends the wait of ``gate``. Returns True if ``gate`` waited; then the caller has to call ``pass_on``."""
         with self._lock:
             if gate not in self._waiting:
                 return False
@@ -92,14 +98,14 @@ class RateLimiter:
             return True
 
     def forget(self, gate: Gate) -> None:
-        """The model is gone; what it has taken it still gives back."""
+        """Removes the gate of an unloaded model. Runs that have entered still have to ``leave``."""
         with self._lock:
             self._gates.discard(gate)
             self._waiting.discard(gate)
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Wake those that can be let in. Not to be called with a lock that a ``wake`` takes."""
+        """Wakes the models that can enter. The caller must not hold a lock that a ``wake`` takes."""
         with self._lock:
             found = self._next()
         for gate in found:
@@ -107,7 +113,7 @@ class RateLimiter:
 
 
 class Gate:
-    """One model's way to its runs."""
+    """The gate that the runs of one model pass."""
 
     def __init__(self, limiter: RateLimiter, need: Mapping[str, int], priority: int, wake: Callable[[], None]) -> None:
         self._limiter = limiter
@@ -115,15 +121,18 @@ class Gate:
         self.turn = (0, 0)
 
     def enter(self) -> bool:
-        """Before a run; where it is False, ``wake`` will be called."""
+        """Asks for a run. Returns False if the run has to wait.
+
+        ``wake`` is then called as soon as another try may succeed.
+        """
         return self._limiter.enter(self)
 
     def leave(self, *, again: bool = False) -> None:
-        """After a run; ``again`` where more is to be run."""
+        """Ends a run. ``again``: the model has more to run."""
         self._limiter.leave(self, again=again)
 
     def withdraw(self) -> bool:
-        """Nothing is left to run; where it is True, ``pass_on`` has to follow."""
+        """Ends the wait of a model without work. Returns True if the caller has to call ``pass_on``."""
         return self._limiter.withdraw(self)
 
     def pass_on(self) -> None:
@@ -134,7 +143,7 @@ class Gate:
 
 
 def parse_limit(text: str) -> tuple[str, int]:
-    """``NAME:COUNT``. ``ValueError`` where it is something else."""
+    """Reads ``NAME:COUNT``. Raises ``ValueError`` if ``text`` has another form."""
     name, _, count = text.rpartition(":")
     if not name or not count.isdigit() or int(count) < 1:
         raise ValueError(text)

@@ -1,4 +1,4 @@
-"""A cache of responses: a request equal to one that was answered gets that answer, and the model isn't run."""
+"""A cache of responses: a request that equals an answered request gets the same answer without a run of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from cachetools import LRUCache
 
-from accel.serve.inference import (
+from ..protocol.inference import (
     Answer,
     Durations,
     Executor,
@@ -22,18 +22,18 @@ from accel.serve.inference import (
     ServeError,
     Ticket,
 )
-from accel.serve.queue import request_bytes
-from accel.serve.statistics import Recorder, merged, ns
+from .queue import request_bytes
+from .statistics import Recorder, merged, ns
 
 Key = tuple[int, bytes]
-_Row = tuple[Mapping[str, np.ndarray], int]  # the outputs, and what they hold
+_Row = tuple[Mapping[str, np.ndarray], int]  # the outputs and their bytes
 
-# What an entry holds besides its arrays, about.
+# Bytes of an entry besides its arrays, estimated.
 _OVERHEAD = 512
 
 
 class ResponseCache:
-    """At most ``max_bytes`` of outputs; the one that was used least recently goes first. One may serve many models."""
+    """Keeps at most ``max_bytes`` of outputs and drops the least recently used first. Several models may share it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -46,21 +46,21 @@ class ResponseCache:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Returns the bytes that the cache holds."""
         return int(self._found.currsize)
 
     def new_owner(self) -> int:
-        """A number for one loaded version: the same version loaded again may have other weights."""
+        """Returns a number for one load of a version. The same version may have other weights when loaded again."""
         return next(self._owners)
 
     def get(self, key: Key) -> Mapping[str, np.ndarray] | None:
-        """The outputs, not to be written to."""
+        """Returns the cached outputs as read-only arrays, or None if ``key`` is not in the cache."""
         with self._lock:
             row = self._found.get(key)
         return None if row is None else row[0]
 
     def put(self, key: Key, outputs: Mapping[str, np.ndarray]) -> None:
-        """Keep a copy: what comes from a session is often a part of a larger array, and may be written to."""
+        """Keeps a copy of ``outputs``: a session's output is often a view of a larger array, and may be written to."""
         size = request_bytes(outputs) + _OVERHEAD
         if size > self.max_bytes:
             return
@@ -71,15 +71,17 @@ class ResponseCache:
             self._found[key] = (kept, size)
 
     def forget(self, owner: int) -> None:
-        """Drop what belongs to a version that was unloaded."""
+        """Drops the entries of an unloaded version."""
         with self._lock:
             for key in [key for key in self._found if key[0] == owner]:
                 del self._found[key]
 
 
 def request_digest(request: InferenceRequest, *, name: str, version: str) -> bytes:
-    """A hash of the model, its version, the inputs and the outputs asked for. Cryptographic: a client must not be able
-    to make two requests that collide, since it would choose what others are answered."""
+    """Returns a hash of the model, its version, the inputs and the requested outputs.
+
+    The hash is cryptographic: a client that could make two requests collide could choose the answers of other clients.
+    """
     digest = hashlib.blake2b(repr((name, version, request.outputs)).encode(), digest_size=32)
     for key in sorted(request.inputs):
         value = request.inputs[key]
@@ -98,16 +100,16 @@ def request_digest(request: InferenceRequest, *, name: str, version: str) -> byt
 
 @dataclass
 class _Hit:
-    """The ticket of a request that was answered at once."""
+    """The ticket of a request that was answered from the cache."""
 
     durations: Durations = field(default_factory=Durations)
 
     def cancel(self) -> None:
-        """It has its answer."""
+        """Does nothing: the request already has its answer."""
 
 
 class CachingExecutor:
-    """``inner`` with a cache before it. Errors are not kept."""
+    """An ``Executor`` with a cache in front of ``inner``. Errors are not cached."""
 
     def __init__(
         self, inner: Executor, cache: ResponseCache, *, name: str, version: str, clock: Callable[[], float]
@@ -123,10 +125,10 @@ class CachingExecutor:
         self._closed = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """As the inner executor's; a hit is answered before this returns."""
+        """Answers a cached request before ``submit`` returns. Hands other requests to the inner executor."""
         start = self._clock()
         if self._closed or (request.deadline is not None and request.deadline <= start):
-            return self.inner.submit(request, answer)  # which refuses it
+            return self.inner.submit(request, answer)  # the inner executor refuses the request
         key = (self._owner, request_digest(request, name=self.name, version=self.version))
         outputs = self._cache.get(key)
         looked_up = ns(self._clock() - start)
@@ -143,7 +145,7 @@ class CachingExecutor:
         return hit
 
     def _keeping(self, key: Key, looked_up: int, answer: Answer) -> Answer:
-        """``answer``, but a response is put into the cache before."""
+        """Wraps ``answer`` so that a response is cached before it is delivered."""
 
         def keep(result: InferenceResponse | ServeError) -> None:
             start = self._clock()
@@ -156,7 +158,8 @@ class CachingExecutor:
         return keep
 
     def statistics(self) -> ModelStatistics:
-        """A hit counts as received and as success, but not as an inference."""
+        """Returns the inner executor's statistics with the hits. A hit counts as received and success, not as an
+        inference."""
         with self._lock:
             own = self._recorder.copy()
         return merged(self.inner.statistics(), own)
@@ -165,7 +168,7 @@ class CachingExecutor:
         return self.inner.pending()
 
     def poll(self) -> bool:
-        """The inner executor's step, where it was made without threads."""
+        """Does one step of an inner executor that was made without threads."""
         return bool(self.inner.poll())  # type: ignore[attr-defined]
 
     def close(self, timeout: float) -> None:

@@ -1,8 +1,9 @@
-"""Stateful models: requests of one sequence in their order, the state kept by the server.
+"""Stateful models: the requests of a sequence run in their order, and the server keeps the sequence's state.
 
-A sequence has at most one request in the executor below; requests of different sequences are batched there. A request
-that fails or is cancelled leaves the state as it was, a start leaves none; those of its sequence that already wait
-behind it, up to the next start, fail with it (FAILED_PRECONDITION): their caller took for granted that it would count.
+The inner executor has at most one request of a sequence at a time and batches requests of different sequences. If a
+request fails or is canceled, the state stays as it was before the request. After a failed start the sequence has no
+state. The requests that already wait behind the failed one, up to the next start, fail too (FAILED_PRECONDITION),
+because their caller relied on its success.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from accel.serve.inference import (
+from ..protocol.inference import (
     Answer,
     Code,
     Durations,
@@ -25,11 +26,11 @@ from accel.serve.inference import (
     ServeError,
     Ticket,
 )
-from accel.serve.instances import QueuedExecutor, Result
-from accel.serve.queue import queue_full, request_bytes
-from accel.serve.scheduling import Scheduling, SequenceBatching
-from accel.serve.sequence_state import ServerInputs
-from accel.serve.statistics import Recorder, merged, ns
+from .instances import QueuedExecutor, Result
+from .options import Scheduling, SequenceBatching
+from .queue import queue_full, request_bytes
+from .sequence_state import ServerInputs
+from .statistics import Recorder, merged, ns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Step:
-    """One request of a sequence; the ticket."""
+    """One request of a sequence. ``submit`` returns it as the ``Ticket``."""
 
     __slots__ = ("answer", "arrived", "cancelled", "durations", "executor", "nbytes", "request", "sequence", "ticket")
 
@@ -60,22 +61,22 @@ class _Step:
 
 
 class _Sequence:
-    """``running``: the step that the executor below has. ``pumped``: a thread is handing steps on."""
+    """``running``: the step that the inner executor has. ``pumped``: a thread is handing on steps of the sequence."""
 
     __slots__ = ("id", "last_used", "open", "pumped", "running", "states", "waiting")
 
     def __init__(self, sequence_id: int | str) -> None:
         self.id = sequence_id
-        self.states: dict[str, np.ndarray] | None = None  # None before the first answer
+        self.states: dict[str, np.ndarray] | None = None  # the states are None before the first answer
         self.waiting: deque[_Step] = deque()
         self.running: _Step | None = None
         self.pumped = False
-        self.open = False  # the last request that was taken is not the end
+        self.open = False  # True if the last taken request doesn't end the sequence
         self.last_used = 0.0
 
 
 class SequenceExecutor:
-    """An ``Executor`` that hands the steps of sequences to ``inner``, with their states and controls as inputs."""
+    """An ``Executor`` that adds states and controls to the requests of sequences and hands them to ``inner``."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class SequenceExecutor:
         self._clock = clock
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
-        self._sequences: OrderedDict[int | str, _Sequence] = OrderedDict()  # the one used least recently first
+        self._sequences: OrderedDict[int | str, _Sequence] = OrderedDict()  # least recently used first
         self._recorder = Recorder()
         self._waiting = 0
         self._waiting_bytes = 0
@@ -106,7 +107,7 @@ class SequenceExecutor:
     # Taking requests
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Take the next request of a sequence, or raise ``ServeError``."""
+        """Takes the next request of a sequence. Raises ``ServeError`` to refuse it."""
         step = _Step(self, request, answer, self._clock())
         with self._lock:
             try:
@@ -119,7 +120,7 @@ class SequenceExecutor:
         return step
 
     def _place(self, step: _Step) -> _Sequence:
-        """Put ``step`` behind the others of its sequence. Called with the lock held."""
+        """Puts ``step`` behind the waiting steps of its sequence. Is called with the lock held."""
         request, now = step.request, step.arrived
         self._check(request)
         self._end_idle(now)
@@ -138,7 +139,8 @@ class SequenceExecutor:
         if sequence is None:
             if len(self._sequences) >= self._options.max_sequences:
                 raise ServeError(
-                    Code.UNAVAILABLE, f"model '{self.name}' has {self._options.max_sequences} sequences, its maximum"
+                    Code.UNAVAILABLE,
+                    f"model '{self.name}' has {self._options.max_sequences} sequences, its maximum; end one first",
                 )
             sequence = self._sequences[request.sequence_id] = _Sequence(request.sequence_id)
         sequence.open = not request.sequence_end
@@ -172,22 +174,25 @@ class SequenceExecutor:
         self._sequences.move_to_end(sequence.id)
 
     def _end_idle(self, now: float) -> None:
-        """End the sequences that were silent for too long. Called with the lock held."""
+        """Ends the sequences that got no request for ``max_idle_us``. Is called with the lock held."""
         oldest = now - self._options.max_idle_us / 1e6
         while self._sequences:
             sequence = next(iter(self._sequences.values()))
             if sequence.last_used >= oldest:
                 return
             if sequence.running is not None or sequence.waiting:
-                self._used(sequence, now)  # not silent: it waits for us
+                self._used(sequence, now)  # requests of the sequence wait for the server
             else:
                 del self._sequences[sequence.id]
 
-    # Handing them on
+    # Handing steps to the inner executor
 
     def _pump(self, sequence: _Sequence) -> None:
-        """Hand on what can be. One thread at a time does it for a sequence; an answer that comes inside ``submit`` is
-        followed by a turn of this loop and not by a deeper call."""
+        """Hands the waiting steps of ``sequence`` to the inner executor, one after the other.
+
+        One thread at a time does so for a sequence. After an answer that comes inside ``submit``, this loop takes the
+        next step, so that the calls don't nest.
+        """
         while True:
             with self._lock:
                 if sequence.pumped or sequence.running is not None:
@@ -227,7 +232,7 @@ class SequenceExecutor:
         self._waiting_bytes -= step.nbytes
         return step
 
-    # Answering them
+    # Answering requests
 
     def _answered(self, sequence: _Sequence, step: _Step, result: Result) -> None:
         failed: list[_Step] = []
@@ -251,8 +256,8 @@ class SequenceExecutor:
             _LOG.exception("model %s: an answer could not be delivered", self.name)
 
     def _fail_behind(self, sequence: _Sequence, step: _Step, index: int) -> list[_Step]:
-        """Take out those that wait from ``index`` on, up to the next start; ``step`` failed before them. Called with
-        the lock held."""
+        """Removes and returns the waiting steps from ``index`` up to the next start, because ``step`` before them
+        failed. Is called with the lock held."""
         failed = []
         while len(sequence.waiting) > index and not sequence.waiting[index].request.sequence_start:
             failed.append(self._unqueue(sequence, index))
@@ -270,7 +275,7 @@ class SequenceExecutor:
         self._fail(failed, error)
 
     def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
-        """Answer steps that the inner executor has never had."""
+        """Answers steps that the inner executor never got."""
         for step in steps:
             with self._lock:
                 self._recorder.received()
@@ -279,7 +284,7 @@ class SequenceExecutor:
             self._give(step, error)
 
     def cancel(self, step: _Step) -> None:
-        """Of the ticket: what waits is answered and not run; what the inner executor has is cancelled there."""
+        """Cancels ``step``. A waiting step is answered and not run. The inner executor cancels a running step."""
         sequence = step.sequence
         assert sequence is not None
         with self._lock:
@@ -298,10 +303,10 @@ class SequenceExecutor:
         elif ticket is not None:
             ticket.cancel()
 
-    # Looking at it, ending it
+    # Statistics and closing
 
     def statistics(self) -> ModelStatistics:
-        """The inner executor's, with what never got there."""
+        """Returns the inner executor's statistics with the requests that never got there."""
         with self._lock:
             return merged(self.inner.statistics(), self._recorder.copy(self._waiting))
 
@@ -310,17 +315,17 @@ class SequenceExecutor:
             return self.inner.pending() + self._waiting
 
     def sequences(self) -> int:
-        """How many are kept now."""
+        """Counts the open sequences."""
         with self._lock:
             self._end_idle(self._clock())
             return len(self._sequences)
 
     def poll(self) -> bool:
-        """The inner executor's step, where it was made without threads."""
+        """Does one step of an inner executor that was made without threads."""
         return self.inner.poll()
 
     def close(self, timeout: float) -> None:
-        """Take nothing new, run what waits for at most ``timeout`` seconds, fail the rest."""
+        """Refuses new requests, runs the waiting ones for at most ``timeout`` seconds, and fails the rest."""
         end = time.monotonic() + timeout
         with self._lock:
             self._closing = True

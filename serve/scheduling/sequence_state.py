@@ -1,4 +1,4 @@
-"""The inputs that the server makes for a stateful model, states and controls, and what it keeps of the outputs."""
+"""Makes a stateful model's states and controls, which are inputs, and keeps the states that its outputs give."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from accel.errors import BadConfig
-from accel.serve.inference import InferenceRequest, InferenceResponse
-from accel.serve.scheduling import Scheduling, SequenceBatching
 from accel.signature import numpy_dtype
+
+from ..protocol.inference import InferenceRequest, InferenceResponse
+from .options import Scheduling, SequenceBatching
 
 if TYPE_CHECKING:
     from accel.signature import Signature, TensorSpec
@@ -20,7 +21,7 @@ CONTROLS = ("START", "END", "READY", "CORRID")
 
 
 class ServerInputs:
-    """States and controls as a model's signature has them."""
+    """Makes the states and controls of a stateful model, in the dtypes and shapes of its signature."""
 
     def __init__(self, signature: Signature, scheduling: Scheduling, options: SequenceBatching) -> None:
         self._options = options
@@ -29,7 +30,7 @@ class ServerInputs:
         self._outputs = tuple(spec.name for spec in signature.outputs)
 
     def unfit(self, sequence_id: int | str) -> TensorSpec | None:
-        """The control input that ``sequence_id`` can't be given to."""
+        """Returns the control input whose dtype can't hold ``sequence_id``, or None if it can."""
         if corrid := self._options.controls.get("CORRID"):
             try:
                 self._correlation(corrid, sequence_id)
@@ -38,7 +39,7 @@ class ServerInputs:
         return None
 
     def added(self, request: InferenceRequest, states: Mapping[str, np.ndarray] | None) -> InferenceRequest:
-        """The request with the inputs that the server makes; ``states`` None is a sequence that begins."""
+        """Returns the request with the inputs that the server makes. ``states``: None if the sequence begins."""
         inputs = dict(request.inputs)
         for name in self._options.states.values():
             if states is None:
@@ -67,8 +68,11 @@ class ServerInputs:
         return [size if isinstance(size, int) else 1 for size in self._specs[name].shape]
 
     def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The state of a new sequence: the one given, else zeros. Of these a dynamic dim that the request's inputs have
-        too is as large as theirs; one that only states have (what was seen so far) starts empty."""
+        """Returns the state of a new sequence: the configured initial state, or zeros by default.
+
+        A dynamic dim of the zeros has the size that the request's inputs give it. A dynamic dim that only states have,
+        such as the steps seen so far, starts with size 0.
+        """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given
         known = {
@@ -83,11 +87,11 @@ class ServerInputs:
         return np.full(shape, "", object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))
 
     def kept(self, response: InferenceResponse) -> dict[str, np.ndarray]:
-        """The states after ``response``. Copies: what the session gave may be a part of a whole batch."""
+        """Returns copies of the states after ``response``. The session's arrays may be views of a whole batch."""
         return {to: np.array(response.outputs[output]) for output, to in self._options.states.items()}
 
     def without(self, response: InferenceResponse, request: InferenceRequest) -> InferenceResponse:
-        """``response`` without the states that ``request`` didn't ask for."""
+        """Returns ``response`` without the states that ``request`` didn't ask for."""
         asked = request.outputs
         outputs = {
             name: value
@@ -98,19 +102,25 @@ class ServerInputs:
 
 
 def check_sequence(signature: Signature, options: SequenceBatching, *, name: str) -> None:
-    """Raise ``BadConfig`` where the states or controls are not tensors of the model."""
+    """Raises ``BadConfig`` if a state or control is not a tensor of the model, or has the wrong dtype."""
     inputs, outputs = ({spec.name: spec for spec in specs} for specs in (signature.inputs, signature.outputs))
     for output, to in options.states.items():
         if output not in outputs:
-            raise BadConfig(f"model '{name}': the state output '{output}' is not one of its outputs")
+            raise BadConfig(
+                f"model '{name}': the state output '{output}' is not one of its outputs; it has: {', '.join(outputs)}"
+            )
         if to not in inputs:
-            raise BadConfig(f"model '{name}': the state input '{to}' is not one of its inputs")
+            raise BadConfig(
+                f"model '{name}': the state input '{to}' is not one of its inputs; it has: {', '.join(inputs)}"
+            )
         if outputs[output].dtype != inputs[to].dtype:
             raise BadConfig(f"model '{name}': state '{output}' is not of the dtype of '{to}'; cast one in the model")
     for control, to in options.controls.items():
         if control not in CONTROLS:
             raise BadConfig(f"model '{name}': unknown control '{control}'; use {', '.join(CONTROLS)}")
         if to not in inputs:
-            raise BadConfig(f"model '{name}': the control input '{to}' is not one of its inputs")
+            raise BadConfig(
+                f"model '{name}': the control input '{to}' is not one of its inputs; it has: {', '.join(inputs)}"
+            )
     if options.max_sequences < 1 or options.max_idle_us < 0:
         raise BadConfig(f"model '{name}': max_sequences has to be at least 1 and max_idle_us not negative")

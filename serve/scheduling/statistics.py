@@ -1,4 +1,4 @@
-"""Counting what a model has done, so that the figures add up at any time."""
+"""Counts the requests and runs of a model. The figures add up at any time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import copy
 import time
 from collections.abc import Callable
 
-from accel.serve.inference import Code, Durations, DurationStatistic, ModelStatistics, ServeError
+from ..protocol.inference import Code, Durations, DurationStatistic, ModelStatistics, ServeError
 
 
 class Recorder:
-    """Fills a ``ModelStatistics``. Not thread-safe: its owner holds a lock.
+    """Fills a ``ModelStatistics``. Not thread-safe: the owner holds a lock.
 
-    A cancelled request counts as failed too, so that success + fail = received holds. The batch statistics count
-    executions that succeeded, by their real rows: the sum of size times count is ``inference_count``.
+    A canceled request also counts as failed, so that success + fail = received. The batch statistics count successful
+    runs by their real rows, so that the sum of size times count is ``inference_count``.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
@@ -21,10 +21,11 @@ class Recorder:
         self.figures = ModelStatistics()
 
     def received(self) -> None:
+        """Counts a request that came."""
         self.figures.received += 1
 
     def succeeded(self, durations: Durations) -> None:
-        """One request was answered with an inference."""
+        """Counts a request that was answered with an inference."""
         figures = self.figures
         figures.success.add(durations.total)
         figures.queue.add(durations.queue)
@@ -36,20 +37,20 @@ class Recorder:
         figures.compute_times.add(durations.compute_input + durations.compute_infer + durations.compute_output)
 
     def found(self, ns: int) -> None:
-        """One request came and was answered from the cache, ``ns`` after that."""
+        """Counts a request that was answered from the cache, ``ns`` nanoseconds after it came."""
         self.figures.received += 1
         self.figures.success.add(ns)
         self.figures.cache_hit.add(ns)
         self.figures.request_times.add(ns)
 
     def failed(self, error: ServeError, ns: int) -> None:
-        """One request was answered with ``error``, ``ns`` after it came."""
+        """Counts a request that was answered with ``error``, ``ns`` nanoseconds after it came."""
         self.figures.fail.add(ns)
         if error.code is Code.CANCELLED:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """One request that was counted as success, elsewhere and with these ``durations``, has failed after all."""
+        """Counts a request as failed that another recorder counted as success with these ``durations``."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)
@@ -57,7 +58,7 @@ class Recorder:
             self.figures.request_times.add(total, -1)
 
     def executed(self, rows: int, durations: Durations, padded: int = 0, real: int = 0) -> None:
-        """The model was run once for ``rows`` rows with that many padding and real tokens."""
+        """Counts a run with ``rows`` real rows, ``padded`` padding positions and ``real`` positions of callers."""
         figures = self.figures
         figures.padded_tokens += padded
         figures.real_tokens += real
@@ -72,19 +73,19 @@ class Recorder:
         row[2].add(durations.compute_output)
 
     def copy(self, queue_depth: int = 0) -> ModelStatistics:
-        """As it is now."""
+        """Returns a copy of the present figures."""
         found = copy.deepcopy(self.figures)
         found.queue_depth = queue_depth
         return found
 
 
 def ns(seconds: float) -> int:
-    """Whole nanoseconds, never fewer than none."""
+    """Returns ``seconds`` in whole nanoseconds, at least 0."""
     return max(0, round(seconds * 1e9))
 
 
 def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
-    """``inner`` with the requests that ``outer``, an executor before it, answered without it."""
+    """Adds to ``inner`` the requests that the executor in front of it answered itself, and returns ``inner``."""
     for name in ("success", "fail", "cancel", "cache_hit", "cache_miss"):
         further: DurationStatistic = getattr(outer, name)
         getattr(inner, name).add(further.ns, further.count)

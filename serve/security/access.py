@@ -1,12 +1,12 @@
-"""Who may do what: bearer tokens with the models they are for.
+"""Access control: bearer tokens, and the models and commands that each token is for.
 
-A file of tokens (TOML), none of them in clear text if that can be helped:
+The tokens are in a TOML file, which should hold the sha256 of a token rather than the token itself:
 
     [[token]]
     name = "ci"
     sha256 = "<hex of the token's sha256>"   # or token = "..."
-    models = ["minilm", "image-*"]           # patterns; what it may call and see
-    control = true                           # load, unload, shared memory, settings
+    models = ["minilm", "image-*"]           # patterns of the models that the token may call and list
+    control = true                           # the token may load, unload, share memory and change settings
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadRepository, one_line
-from accel.serve.inference import Code, ServeError
+
+from ..protocol.inference import Code, ServeError
 
 
 @dataclass(frozen=True)
 class Permission:
-    """What a token is good for."""
+    """One token, as its sha256 in hex, with the models it is for and whether it may control the server."""
 
     name: str
     sha256: str
@@ -34,7 +35,7 @@ class Permission:
 
 
 class Access:
-    """Checks calls. Without permissions everything is allowed to everybody."""
+    """Checks calls. Without permissions, every caller may do everything."""
 
     def __init__(self, permissions: tuple[Permission, ...] = ()) -> None:
         self._permissions = permissions
@@ -44,8 +45,8 @@ class Access:
         return not self._permissions
 
     def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> str:
-        """Whose token it is: its name, "" where everybody may do everything. ``UNAUTHENTICATED`` without a known token,
-        ``PERMISSION_DENIED`` where it isn't for this."""
+        """Returns the name of the token, or "" if there are no permissions. Raises ``ServeError`` UNAUTHENTICATED if
+        the token is unknown, and PERMISSION_DENIED if it is not for ``model`` or, with ``control``, for commands."""
         if not self._permissions:
             return ""
         found = self._find(token)
@@ -57,11 +58,11 @@ class Access:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tokens; who can't be anyone any more owns nothing."""
+        """Returns the names of all tokens."""
         return frozenset(p.name for p in self._permissions)
 
     def allowed(self, token: str | None, model: str) -> bool:
-        """Whether the token's owner may see ``model``."""
+        """Tells whether the token is for ``model``."""
         try:
             self.check(token, model=model)
         except ServeError:
@@ -70,21 +71,25 @@ class Access:
 
     def _find(self, token: str | None) -> Permission:
         digest = hashlib.sha256((token or "").encode("utf-8", "surrogateescape")).hexdigest()
-        # All are compared, so that the time says nothing of which one was close.
+        # Compare with every token, so that the time of the check doesn't tell which token matches.
         matching = [p for p in self._permissions if hmac.compare_digest(p.sha256, digest)]
         if token is None or not matching:
-            raise ServeError(Code.UNAUTHENTICATED, "this server wants a token that it knows: authorization: Bearer ...")
+            raise ServeError(
+                Code.UNAUTHENTICATED,
+                "this server wants a token that it knows; send the header authorization: Bearer TOKEN",
+            )
         return matching[0]
 
 
 def bearer(header: str | None) -> str | None:
-    """The token of an ``authorization`` header; None where there is none."""
+    """Returns the token in an ``authorization`` header, or None if the header has no bearer token."""
     scheme, _, token = (header or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
 def read_tokens(path: Path) -> Access:
-    """The tokens in ``path``. ``BadRepository`` where it isn't such a file or has none."""
+    """Returns an ``Access`` with the tokens in ``path``. Raises ``BadRepository`` if the file is malformed or has no
+    token."""
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -97,17 +102,17 @@ def read_tokens(path: Path) -> Access:
 
 def _permission(path: Path, row: Any) -> Permission:
     if not isinstance(row, dict) or set(row) - {"name", "sha256", "token", "models", "control"}:
-        raise BadRepository(f"{path}: a [[token]] has name, sha256 (or token), models and control, nothing else")
+        raise BadRepository(f"{path}: a [[token]] may only have name, sha256 (or token), models and control")
     name, digest, token = row.get("name"), row.get("sha256"), row.get("token")
     if not isinstance(name, str) or (digest is None) == (token is None):
         raise BadRepository(f"{path}: each [[token]] needs a name and either sha256 or token")
     if token is not None:
         if not isinstance(token, str) or not token:
-            raise BadRepository(f"{path}: the token of '{name}' has to be a text that isn't empty")
+            raise BadRepository(f"{path}: the token of '{name}' has to be a non-empty text")
         digest = hashlib.sha256(token.encode()).hexdigest()
     if not isinstance(digest, str) or len(digest) != 64 or set(digest.lower()) - set("0123456789abcdef"):
         raise BadRepository(f"{path}: the sha256 of '{name}' has to be 64 hex digits")
     models, control = row.get("models", ["*"]), row.get("control", False)
     if not isinstance(models, list) or not all(isinstance(m, str) for m in models) or not isinstance(control, bool):
-        raise BadRepository(f"{path}: models of '{name}' is a list of patterns, control is true or false")
+        raise BadRepository(f"{path}: models of '{name}' has to be a list of patterns, and control true or false")
     return Permission(name, digest.lower(), tuple(models), control)

@@ -1,4 +1,4 @@
-"""Prometheus metrics under Triton's names, made from the exact statistics when they are asked for."""
+"""Prometheus metrics under Triton's names, computed from the exact statistics at each request for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from accel.serve.inference import LATENCIES_NS, Histogram, ModelStatistics
-from accel.serve.peers import Row
+from ..protocol.inference import LATENCIES_NS, Histogram, ModelStatistics, StatisticsRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -24,21 +23,30 @@ def _microseconds(ns: int) -> float:
 _COUNTERS = {
     "nv_inference_request_success": ("Inference requests that were answered", lambda s: s.success.count),
     "nv_inference_request_failure": ("Inference requests that failed", lambda s: s.fail.count),
-    "nv_inference_count": ("Inferences, a batch of n counting n", lambda s: s.inference_count),
-    "nv_inference_exec_count": ("Executions of the model, a batch counting one", lambda s: s.execution_count),
+    "nv_inference_count": ("Inferences; a batch of n counts n", lambda s: s.inference_count),
+    "nv_inference_exec_count": ("Executions of the model; a batch counts one", lambda s: s.execution_count),
     "nv_inference_request_duration_us": ("Time of requests, end to end", lambda s: _microseconds(s.success.ns)),
     "nv_inference_queue_duration_us": ("Time of requests in the queue", lambda s: _microseconds(s.queue.ns)),
-    "nv_inference_compute_input_duration_us": ("Time of inputs", lambda s: _microseconds(s.compute_input.ns)),
-    "nv_inference_compute_infer_duration_us": ("Time of the model", lambda s: _microseconds(s.compute_infer.ns)),
-    "nv_inference_compute_output_duration_us": ("Time of outputs", lambda s: _microseconds(s.compute_output.ns)),
+    "nv_inference_compute_input_duration_us": ("Time to prepare inputs", lambda s: _microseconds(s.compute_input.ns)),
+    "nv_inference_compute_infer_duration_us": (
+        "Time to run the model",
+        lambda s: _microseconds(s.compute_infer.ns),
+    ),
+    "nv_inference_compute_output_duration_us": (
+        "Time to split outputs",
+        lambda s: _microseconds(s.compute_output.ns),
+    ),
     "nv_cache_num_hits_per_model": ("Requests answered from the response cache", lambda s: s.cache_hit.count),
-    "nv_cache_num_misses_per_model": ("Requests that the response cache didn't have", lambda s: s.cache_miss.count),
+    "nv_cache_num_misses_per_model": (
+        "Requests that were not in the response cache",
+        lambda s: s.cache_miss.count,
+    ),
     "accel_padded_tokens": ("Tokens of padding in batches of different lengths", lambda s: s.padded_tokens),
     "accel_real_tokens": ("Tokens of the requests in batches of different lengths", lambda s: s.real_tokens),
 }
 
 
-# Name -> what it says, the histogram, and the sum of what it counted.
+# By name: the description, the histogram, and the sum of the counted durations in nanoseconds.
 _HISTOGRAMS: dict[str, tuple[str, Callable[[ModelStatistics], Histogram], Callable[[ModelStatistics], int]]] = {
     "accel_request_duration_seconds": (
         "Time of answered requests, end to end",
@@ -51,7 +59,7 @@ _HISTOGRAMS: dict[str, tuple[str, Callable[[ModelStatistics], Histogram], Callab
         lambda s: s.queue.ns,
     ),
     "accel_compute_duration_seconds": (
-        "Time of answered requests in the model, their inputs and outputs included",
+        "Time of answered requests in the model, with their inputs and outputs",
         lambda s: s.compute_times,
         lambda s: s.compute_input.ns + s.compute_infer.ns + s.compute_output.ns,
     ),
@@ -63,13 +71,13 @@ def _waiting(found: ModelStatistics) -> int:
 
 
 class _Rows(Collector):
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[StatisticsRow]) -> None:
         self._rows = rows
 
     def collect(self) -> Iterator[Metric]:
         for name, (text, read) in _COUNTERS.items():
             yield self._metric(name, text, "counter", read)
-        yield self._metric("nv_inference_pending_request_count", "Requests that wait to be run", "gauge", _waiting)
+        yield self._metric("nv_inference_pending_request_count", "Requests that wait in the queue", "gauge", _waiting)
 
         for name, (text, histogram, total) in _HISTOGRAMS.items():
             family = HistogramMetricFamily(name, text, labels=["model", "version"])
@@ -86,13 +94,13 @@ class _Rows(Collector):
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Prometheus counts in each bucket what is in those before it, too."""
+    """Returns the upper end and the count of each bucket. In Prometheus, a bucket also counts the buckets before it."""
     ends = [floatToGoString(ns / 1e9) for ns in LATENCIES_NS] + ["+Inf"]
     return list(zip(ends, accumulate(histogram.counts), strict=True))
 
 
-def render(rows: list[Row]) -> bytes:
-    """The text that Prometheus scrapes."""
+def render(rows: list[StatisticsRow]) -> bytes:
+    """Returns the metrics of ``rows`` in the text format that Prometheus scrapes."""
     registry = CollectorRegistry()
     registry.register(_Rows(rows))
     # The library announces a counter as NAME_total; Triton's counters have no such ending.

@@ -1,4 +1,4 @@
-"""Child processes: answers, crashes, time limits, death with the parent."""
+"""Child processes: answers, crashes, time limits, and their end with the parent."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def _alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stream:  # noqa: PTH123
             return stream.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second: it went between opening and reading
+    except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError: the process ended before the read
         return False
 
 
 def test_answers_and_keeps_an_object() -> None:
-    """Fails if a call's result doesn't come back, or if the made object is not the one that is called."""
+    """Fails if a call's result is lost, or if calls don't go to the object that the child made."""
     with Child("fractions:Fraction", {"numerator": 7, "denominator": 20}) as child:
         assert child.call("limit_denominator", max_denominator=3) == Fraction(1, 3)
         assert child.call("os:getpid") == child.pid != os.getpid()
 
 
 def test_a_crash_is_an_error_with_the_signal() -> None:
-    """Fails if a native crash in the child takes this process down or isn't named."""
+    """Fails if a native crash in the child ends this process, or if the error doesn't name the signal."""
     with pytest.raises(ChildCrashed, match="SIGABRT"):
         run_in_child("os:abort")
 
 
 def test_a_crash_is_not_told_by_what_an_earlier_call_wrote() -> None:
-    """Fails if the last line of an error that was answered long ago is given as the reason of a crash."""
+    """Fails if the error after a crash gives the last line of an error that an earlier call already returned."""
     with Child() as child:
         with pytest.raises(UnknownName):
-            child.call("accel.target:Target.get", name="toaster")
+            child.call("accel.tables.target:Target.get", name="toaster")
         assert "toaster" in child.output()
         with pytest.raises(ChildCrashed) as caught:
             child.call("os:abort")
@@ -52,9 +52,10 @@ def test_a_crash_is_not_told_by_what_an_earlier_call_wrote() -> None:
 
 
 def test_errors_come_back_as_they_were() -> None:
-    """Fails if an AccelError loses its class or text on the way, or if another exception loses its own."""
+    """Fails if an AccelError loses its class or text on the way to the parent, or if another exception loses its
+    own."""
     with pytest.raises(UnknownName, match="unknown target 'toaster'"):
-        run_in_child("accel.target:Target.get", name="toaster")
+        run_in_child("accel.tables.target:Target.get", name="toaster")
     again = pickle.loads(pickle.dumps(MissingExtra("grpc", "serve")))
     assert str(again) == str(MissingExtra("grpc", "serve"))
     with pytest.raises(ChildCrashed, match="ModuleNotFoundError: No module named 'no_such_module'"):
@@ -62,7 +63,7 @@ def test_errors_come_back_as_they_were() -> None:
 
 
 def test_time_limit_kills() -> None:
-    """Fails if a child that hangs is waited for, or lives on."""
+    """Fails if the parent waits for a child that hangs, or leaves it running."""
     child = Child()
     started = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -73,11 +74,11 @@ def test_time_limit_kills() -> None:
 
 
 def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if what a library leaves in the temporary folder stays there when the child ends, dies or is killed; or if
-    each child compiles anew what torch keeps in that folder."""
+    """Fails if temporary files of a library remain after the child ends, dies or is killed, or if each child has to
+    compile again what torch caches in the temporary folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", None)  # which remembers the one from before
+    monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile remembers the old folder
     with Child() as child:
         made = Path(child.call("tempfile:mkdtemp"))
         assert made.is_dir()
@@ -91,7 +92,7 @@ def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_progress_is_forwarded() -> None:
-    """Fails if what the child reports doesn't reach the parent's watcher."""
+    """Fails if the parent's watcher doesn't get the child's progress."""
     seen: list[tuple[str, float | None]] = []
     with watched_by(lambda message, fraction: seen.append((message, fraction))), Child() as child:
         child.call("accel.progress:report", message="half", fraction=0.5)
@@ -114,7 +115,7 @@ def test_pause_stops_it() -> None:
 
 
 def test_dies_with_its_parent() -> None:
-    """Fails if a killed parent leaves its children running."""
+    """Fails if the children of a killed parent keep running."""
     code = "import sys, signal; from accel.child import Child; c = Child(); print(c.pid, flush=True); signal.pause()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -130,12 +131,12 @@ def test_dies_with_its_parent() -> None:
 
 
 def test_what_a_program_wrote(tmp_path: Path) -> None:
-    """Fails if a program doesn't run where it is told to, what it says is lost, or one that hangs is waited for or
-    lives on."""
+    """Fails if a program doesn't run in the given folder, its output is lost, or a program that hangs is waited for or
+    keeps running."""
     said = run_program(["/bin/sh", "-c", "pwd; echo bad >&2; exit 3"], folder=tmp_path, timeout=60)
     assert said == f"{tmp_path}\nbad\n"
     pid, hangs = tmp_path / "pid", "echo $$ > new; mv new pid; exec sleep 600"
-    for timeout in (2, 10, 60):  # until there was time enough to start it
+    for timeout in (2, 10, 60):  # until the program has the time to start
         with pytest.raises(TimeoutError, match=f"sh took longer than {timeout} s"):
             run_program(["/bin/sh", "-c", hangs], folder=tmp_path, timeout=timeout)
         if pid.exists():

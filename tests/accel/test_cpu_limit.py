@@ -1,4 +1,4 @@
-"""How many cores there are to use: those of a container that has a limit on CPU time are fewer than runtimes count."""
+"""The number of usable cores: a container's limit on CPU time may allow fewer cores than runtimes count."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, save
 
-from accel import cpu
+from accel import machine
 from accel.runtimes.base import BaseSession, open_session
 from accel.runtimes.onnxruntime import OnnxRuntimeSession
-from accel.sources import open_source
+from accel.sources.source import Source
 
 
 @pytest.fixture(autouse=True)
 def _eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cpu, "_CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_limits_of_control_groups(tmp_path: Path, files: Mapping[str, str], limit: int) -> None:
-    """Fails if a limit isn't found, in either version, or no limit is taken for one."""
+    """Fails if a limit isn't found in either version of control groups, or if a missing limit counts as a limit."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cpu.cpu_limit() == limit
-    assert cpu.available_cores() == (limit or 8)
+    assert machine.cpu_limit() == limit
+    assert machine.available_cores() == (limit or 8)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_limits_of_control_groups(tmp_path: Path, files: Mapping[str, str], limi
 def test_a_session_takes_no_more_threads_than_the_container_has_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, options: dict[str, int], threads: int
 ) -> None:
-    """Fails if a runtime takes a thread for each core of the machine where the container may use fewer, or what was
-    asked for isn't taken."""
+    """Fails if a runtime starts a thread for each core of the machine although the container may use fewer, or if it
+    ignores the threads that the caller passes."""
     (tmp_path / "cpu.max").write_text(f"{limit if limit == 'max' else int(limit) * 1000} 1000")
     value = helper.make_tensor_value_info
     node = helper.make_node("Relu", ["x"], ["y"])
@@ -67,6 +67,6 @@ def test_a_session_takes_no_more_threads_than_the_container_has_cores(
         real(self, artifact, options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(OnnxRuntimeSession, "__init__", spy)
-    with open_session(open_source(tmp_path / "m.onnx"), "onnxruntime", options) as session:
+    with open_session(Source(tmp_path / "m.onnx").open(), "onnxruntime", options) as session:
         assert session.run({"x": np.float32([-1, 1])})["y"].tolist() == [0, 1]
     assert [given.threads for given in seen] == [threads]

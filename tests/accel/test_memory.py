@@ -1,4 +1,4 @@
-"""How much memory there is; what a closed model held goes back to the system."""
+"""The available memory, and the memory that closed models return to the system."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from accel import memory
+from accel import machine
 from accel.child import run_in_child
-from accel.optimizer.judge import Judge
+from accel.optimizer.judge.comparison import Judge
+from accel.proof.gates import OutputGate
 from accel.runtimes.base import open_session
-from accel.sources.onnx_file import open_onnx
-from accel.verify.gates import OutputGate
+from accel.sources.onnx.file import open_onnx
 
 WIDTH, LAYERS, SIZES = 768, 28, (1, 2)
-SIZE = WIDTH * WIDTH * LAYERS * 4  # bytes
+SIZE = WIDTH * WIDTH * LAYERS * 4  # in bytes
 
 
 def chain(path: Path, layers: int) -> Path:
-    """A chain of products with weights of 2 MB, as a transformer has them."""
+    """Makes a chain of products with weights of 2 MB, like a transformer's."""
     weight = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 28
     graph = helper.make_graph(
         [helper.make_node("MatMul", [f"v{i}", f"w{i}"], [f"v{i + 1}"]) for i in range(layers)],
@@ -38,8 +38,8 @@ def chain(path: Path, layers: int) -> Path:
 
 
 def kept_after(paths: list[Path]) -> int:
-    """Bytes by which this process grew over opening, running and closing models one after the other, the first (a
-    small one) not counted."""
+    """Returns the bytes by which this process grew while it opened, ran and closed models in turn, not counting the
+    first, small model."""
     before = 0
     for path in paths:
         with open_session(open_onnx(path)) as session:
@@ -80,22 +80,24 @@ STATISTICS = "file 900\ninactive_file 100\n"
 def test_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], room: int | None
 ) -> None:
-    """Fails if a container's limit isn't seen, in either version, or what the system doesn't say is made up."""
-    monkeypatch.setattr(memory, "_INFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    """Fails if a container's limit isn't found in either version of control groups, or if a number that the system
+    doesn't give is made up."""
+    monkeypatch.setattr(machine, "_MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert memory.available() == room
+    assert machine.available_memory() == room
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library that keeps freed memory is glibc")
 def test_closed_models_leave_no_memory_behind(tmp_path: Path) -> None:
-    """Fails if a process that opened models one after the other still has the size of one of them: a search through
-    many forms of a model took several times the memory that its largest form takes."""
+    """Fails if a process that opened and closed several models keeps as much memory as one of them takes. A search
+    through many forms of a model once took several times the memory of the largest form."""
     small = chain(tmp_path / "small.onnx", 2)
     large = [chain(tmp_path / f"{index}.onnx", LAYERS + index) for index in range(2)]
-    kept = run_in_child("test_memory:kept_after", paths=[small, *large])
+    kept = run_in_child(f"{__name__}:kept_after", paths=[small, *large])
     assert kept < SIZE / 2, f"{kept / SIZE:.2f} of the model's size"
 
 
@@ -103,7 +105,7 @@ WIDE = 1 << 23
 
 
 def wide(path: Path) -> Path:
-    """One number a sample, by way of 32 MB a sample."""
+    """Makes a model with one output number per sample and 32 MB of inner values per sample."""
     graph = helper.make_graph(
         [
             helper.make_node("Tile", ["x", "times"], ["t"]),
@@ -120,7 +122,7 @@ def wide(path: Path) -> Path:
 
 
 def kept_after_looking(path: Path, how: str) -> int:
-    """Bytes by which this process grew over comparing a model with itself, when its sessions are closed."""
+    """Returns the bytes by which this process grew when it compared a model with itself and closed the sessions."""
     artifact = open_onnx(path)
     with open_session(artifact) as session:
         session.run(session.example_inputs(batch=1))
@@ -128,14 +130,15 @@ def kept_after_looking(path: Path, how: str) -> int:
     if how == "gate":
         OutputGate(limit=1e-4).check(artifact, artifact)
     else:
-        judge = Judge(artifact, data=None, metric=None)  # it keeps what the source gave
+        judge = Judge(artifact, data=None, metric=None)  # a judge keeps the outputs of the source
         judge.judge(artifact, {"threads": 1})
     return resident() - before
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel counts")
 @pytest.mark.parametrize("how", ["gate", "judge"])
 def test_outputs_that_are_kept_hold_nothing_else(tmp_path: Path, how: str) -> None:
-    """Fails if what was inside a session stays in memory as long as its outputs, which are kept to be compared with."""
-    kept = run_in_child("test_memory:kept_after_looking", path=wide(tmp_path / "m.onnx"), how=how)
+    """Fails if outputs that are kept for comparisons keep other memory of their session alive."""
+    kept = run_in_child(f"{__name__}:kept_after_looking", path=wide(tmp_path / "m.onnx"), how=how)
     assert kept < WIDE * 4, f"{kept >> 20} MiB"

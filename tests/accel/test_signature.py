@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.converters.preprocess import PreprocessConfig
+from accel.converters.graph.preprocess import PreprocessConfig
 from accel.errors import BadFeeds, BadInputSpec
+from accel.proof.data import Dataset
+from accel.proof.stream import SampleStream
 from accel.signature import DTYPES, DimRange, Signature, TensorSpec, numpy_dtype
 from accel.sources.output_specs import probe_cases
 from accel.stage import config_json
-from accel.verify.data import Dataset
-from accel.verify.stream import SampleStream
 
 names = st.from_regex(r"[a-z_][a-z0-9_.]{0,8}", fullmatch=True)
 dims = st.one_of(st.integers(0, 9), st.sampled_from(["batch", "sequence", "height"]))
@@ -41,7 +41,7 @@ signatures = st.builds(_signature, st.lists(specs, min_size=1, max_size=3), rang
 
 @given(specs)
 def test_a_spec_reads_back_what_it_prints(spec: TensorSpec) -> None:
-    """Fails if any part of the written form is lost when it is read."""
+    """Fails if reading a spec's printed form loses a part."""
     assert TensorSpec.parse(str(spec)) == spec
 
 
@@ -60,8 +60,8 @@ def stepped(draw: st.DrawFn) -> DimRange:
 
 @given(signatures, st.lists(stepped(), min_size=3, max_size=3))
 def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
-    """Fails if a gate, or what is run to see the outputs, is at a size between the multiples or outside the range, if
-    the manifest or the command line forgets the step, or if feeds of another size are taken."""
+    """Fails if a gate or a probe of the outputs runs at a size between the multiples or outside the range, if the
+    manifest or the command line loses the step, or if feeds of another size are accepted."""
     signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
     for sizes in (*signature.cases(), *probe_cases(signature)):
         assert all(r.min <= sizes[d] <= r.max and sizes[d] % r.step == 0 for d, r in signature.dims.items())
@@ -79,7 +79,7 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Fails if the manifests and cache keys of all models without a step are others than before there were steps."""
+    """Fails if the manifest or the cache key of a model without a step differs from the one before steps existed."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}
@@ -91,7 +91,7 @@ def test_without_a_step_nothing_is_written_differently() -> None:
 
 
 def test_a_range_in_place_of_another() -> None:
-    """Fails if a narrower range forgets the step of the one before, or keeps one that its sizes contradict."""
+    """Fails if a narrower range loses the step of the earlier range, or keeps a step that its sizes contradict."""
     known = DimRange(16, 32, 64, 4)
     assert DimRange(16, 20, 32).over(known) == DimRange(16, 20, 32, 4)
     assert DimRange(16, 21, 32).over(known) == DimRange(16, 21, 32)
@@ -100,7 +100,7 @@ def test_a_range_in_place_of_another() -> None:
 
 
 def test_samples_that_come_in_multiples(tmp_path: Path) -> None:
-    """Fails if a batch of data is no multiple of what a model (of frames, eight to a clip) stacks."""
+    """Fails if a batch of data isn't a multiple of the group that a model stacks, here eight frames per clip."""
     spec = TensorSpec.parse("x:float32[batch,2]")
     signature = Signature((spec,), (), {"batch": DimRange(8, 8, 32, 8)})
     np.savez(tmp_path / "frames.npz", x=np.arange(84, dtype=np.float32).reshape(42, 2))
@@ -111,7 +111,7 @@ def test_samples_that_come_in_multiples(tmp_path: Path) -> None:
 
 @given(signatures)
 def test_every_case_is_inside_the_ranges_and_fits(signature: Signature) -> None:
-    """Fails if a gate would run outside the ranges, or if example inputs don't fit their own signature."""
+    """Fails if a gate runs outside the ranges, or if example inputs don't fit their own signature."""
     cases = signature.cases()
     for sizes in cases:
         assert all(r.min <= sizes[d] <= r.max for d, r in signature.dims.items())
@@ -126,7 +126,7 @@ def test_every_case_is_inside_the_ranges_and_fits(signature: Signature) -> None:
 
 
 def test_cases_hold_batch_1_2_and_the_largest() -> None:
-    """Fails if a baked-in batch could slip through because a batch size isn't run."""
+    """Fails if a gate could miss a fixed batch because it doesn't run batch 1, batch 2 and the largest batch."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     cases = [(c["batch"], c["length"]) for c in signature.cases()]
     assert {1, 2, 8} <= {b for b, _ in cases}
@@ -147,7 +147,7 @@ def test_cases_hold_batch_1_2_and_the_largest() -> None:
     ],
 )
 def test_bad_specs_say_what_to_write(text: str, word: str) -> None:
-    """Fails if a malformed spec is taken, or refused without saying what is wrong."""
+    """Fails if a malformed spec is accepted, or if its error doesn't name the mistake."""
     with pytest.raises(BadInputSpec, match=word):
         TensorSpec.parse(text)
 
@@ -171,13 +171,14 @@ def test_feeds_are_checked() -> None:
 
 
 def test_two_inputs_of_one_name() -> None:
-    """Fails if a name could stand for two tensors."""
+    """Fails if one name is accepted for two tensors."""
     with pytest.raises(BadInputSpec, match="same name"):
         Signature((TensorSpec.parse("x:float32[1]"), TensorSpec.parse("x:float32[2]")))
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
-    """Fails if it has to be there, isn't checked where it is, is made up for examples, or the manifest forgets it."""
+    """Fails if an input with a default is required, isn't checked when it is passed, is added to examples, or is lost
+    in the manifest."""
     default = TensorSpec("k", "int64", (1,), optional=True)
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))
     assert Signature.from_json(signature.to_json()) == signature

@@ -1,4 +1,4 @@
-"""Running stages: the contract, the gates, the cache. The stages here are tiny and planted with one fault each."""
+"""Running stages: the contract, the gates and the cache. The stages here are tiny, and each has one planted fault."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import accel
 from accel.artifact import Artifact, manifest_path
 from accel.cache import StageCache
 from accel.errors import CannotWrite, ChainBroken, GateFailed, SignatureDrift, StageFailed, UnsupportedHere
+from accel.proof.gates import OutputGate, Outputs
 from accel.signature import DimRange
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import NOT_FINITE, GateResult, StageConfig, config_json, run_stage
-from accel.stage_table import Stage
-from accel.verify.gates import OutputGate, Outputs
+from accel.tables.stage_table import Stage
 
 CALLS: list[str] = []
 
@@ -34,7 +33,7 @@ CALLS: list[str] = []
 def affine_model(
     batch: str | int = "batch", opset: int = 20, name: str = "y", shape: tuple[int, ...] = (-1, 4), ir: int = 10
 ) -> onnx.ModelProto:
-    """y = reshape(x, shape) * 2 + 1."""
+    """Makes y = reshape(x, shape) * 2 + 1."""
     graph = helper.make_graph(
         [
             helper.make_node("Reshape", ["x", "shape"], ["flat"]),
@@ -60,7 +59,7 @@ class PlantedConfig(StageConfig):
 
 
 def planted(src: Artifact, config: PlantedConfig, out: Path) -> Artifact:
-    """Copies the model with one fault in it."""
+    """Copies the model and plants one fault in it."""
     CALLS.append(config.fault)
     faults: dict[str, Callable[[], onnx.ModelProto]] = {
         "": affine_model,
@@ -97,7 +96,6 @@ STAGE = Stage(
     config=f"{__name__}:PlantedConfig",
     takes=("onnx",),
     gives="onnx",
-    suffix=".onnx",
     packages=("onnx",),
 )
 
@@ -122,7 +120,7 @@ def run(source: Artifact, fault: str, out: Path | None = None, limit: float = 1e
 
 
 def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the manifest doesn't hold the stage, its hashes and its gates at batch 1, 2 and 8."""
+    """Fails if the manifest lacks the stage, its hashes, or its gates at batch 1, 2 and 8."""
     made = run(source, "", tmp_path / "out.onnx")
     assert made.path.is_file()
     record = made.history[-1]
@@ -137,14 +135,14 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ("fault", "words"),
     [
         ("batch", "stage planted turned the dim 'batch' of the input 'x' into 1"),
-        ("opset", "stage planted gave opset 19 where 20 was to be; ask for --opset 19 instead"),
-        ("ir", "stage planted gave ir 9 where 10 was to be; save the model with ir_version 9 instead"),
+        ("opset", "stage planted gave opset 19 instead of 20; ask for --opset 19"),
+        ("ir", "stage planted gave ir 9 instead of 10; save the model with ir_version 9"),
         ("name", "stage planted lost the output 'y'"),
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if a baked-in batch, a drifted opset or IR or a lost name passes, or isn't laid to the stage that caused
-    it, or the fix is an option that there isn't."""
+    """Fails if a fixed batch, a changed opset or IR or a lost name passes, if the error blames another stage, or if the
+    fix is an option that doesn't exist."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
         run(source, fault, out)
@@ -152,17 +150,17 @@ def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, 
 
 
 def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the gate runs at one batch size only: the file says `batch`, and works at 1."""
+    """Fails if the gate runs only one batch size. The file declares `batch`, but works only at 1."""
     with pytest.raises(GateFailed, match="batch=2"):
         run(source, "baked", tmp_path / "out.onnx")
 
 
 @pytest.mark.parametrize("fault", ["excuse", "wrong"])
 def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fault: str) -> None:
-    """Fails if a library that found no room on the disk, and says something else or writes something wrong, is taken at
-    its word; or if the disk is blamed where there is room."""
+    """Fails if the error hides a full disk because the library gave another reason or wrote a wrong file, or if the
+    error blames the disk although there is room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores the signal; LLVM, which another test may have loaded into this process, ends it.
+    # Python ignores the signal. LLVM, which another test may have loaded into this process, ends the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     try:
@@ -176,7 +174,7 @@ def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fau
 
 
 def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> None:
-    """Fails if wrong numbers pass, if the bad file is lost, or if it gets the final name."""
+    """Fails if wrong numbers pass, or if the bad file is lost or gets the final name."""
     out = tmp_path / "out.onnx"
     out.write_bytes(b"what was there before")
     with pytest.raises(
@@ -191,7 +189,7 @@ def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> 
 
 
 def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
-    """Fails if infinities are told as a number, "1e+30", that nobody computed."""
+    """Fails if the error describes infinite outputs by a number, "1e+30", that no model computed."""
     with pytest.raises(GateFailed) as error:
         run(source, "infinite", tmp_path / "out.onnx")
     assert "4 values are NaN or infinite where the reference is not; the file is set aside" in str(error.value)
@@ -210,8 +208,8 @@ def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if another limit, another option, another version of a package or of the stage or another file content is
-    taken for the same run; or another path to the same content for a different one."""
+    """Fails if the cache ignores a changed limit, option, package version, stage version or file content, or treats
+    another path to the same content as a change."""
     one, same, other = (tmp_path / name for name in ("one", "same", "other"))
     one.write_text("a")
     same.write_text("a")
@@ -229,7 +227,7 @@ def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch
         run(source, "")
         assert len(CALLS) == 5
     with monkeypatch.context() as patch:
-        patch.setattr(accel, "__version__", "0.0.1")
+        patch.setattr("accel.stage.__version__", "0.0.1")
         run(source, "")
         assert len(CALLS) == 6
     run(source, "")
@@ -242,7 +240,7 @@ def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch
 
 
 def test_a_damaged_cache_entry_is_made_again(source: Artifact, own_cache: Path, tmp_path: Path) -> None:
-    """Fails if damaged bytes in the cache are handed out."""
+    """Fails if the cache returns damaged bytes."""
     made = run(source, "")
     blob = bytearray(made.path.read_bytes())
     blob[len(blob) // 2] ^= 1
@@ -261,13 +259,14 @@ def test_an_interrupted_stage_leaves_nothing(source: Artifact, own_cache: Path, 
 
 
 def test_sigkill_then_resume(source: Artifact, own_cache: Path, tmp_path: Path) -> None:
-    """Fails if a run killed in its second stage repeats the first, or leaves a half-written file under a final name."""
+    """Fails if, after a kill in the second stage, the next run repeats the first stage, or if a half-written file has a
+    final name."""
     code = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
         "import test_stage as t\n"
         "from dataclasses import replace\n"
         "from pathlib import Path\n"
-        "from accel.sources.onnx_file import open_onnx\n"
+        "from accel.sources.onnx.file import open_onnx\n"
         "from accel.signature import DimRange\n"
         "source = open_onnx(Path(sys.argv[1]), dims={'batch': DimRange(1, 1, 8)}, probe=False)\n"
         "stage = replace(t.STAGE, function='test_stage:planted')\n"
@@ -294,7 +293,7 @@ def test_sigkill_then_resume(source: Artifact, own_cache: Path, tmp_path: Path) 
 
 
 def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
-    """Fails if feeds of the same bytes in another shape, or as another dtype, are given each other's outputs."""
+    """Fails if feeds with the same bytes in another shape or dtype get each other's cached outputs."""
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["a", "b"]) for n in "xy")
     graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
     path = tmp_path / "neg.onnx"
@@ -309,13 +308,13 @@ def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_kind(source: Artifact) -> None:
-    """Fails if a stage is handed something it doesn't take."""
+    """Fails if a stage gets a kind of artifact that it doesn't accept."""
     with pytest.raises(UnsupportedHere, match="takes onnx"):
         run(replace(source, kind="engine"), "")
 
 
 def test_one_flipped_byte_of_a_manifest_is_found(source: Artifact, tmp_path: Path) -> None:
-    """Fails if any single byte of a sidecar can be changed unnoticed (white space and digits included)."""
+    """Fails if any single changed byte of a sidecar goes unnoticed (including white space and digits)."""
     made = run(source, "", tmp_path / "out.onnx")
     sidecar = manifest_path(made.path)
     good = sidecar.read_bytes()
@@ -330,7 +329,7 @@ def test_one_flipped_byte_of_a_manifest_is_found(source: Artifact, tmp_path: Pat
 
 
 def test_cache_is_bounded(source: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if entries are kept above the limit."""
+    """Fails if the cache keeps more than its limit."""
     monkeypatch.setenv("ACCEL_CACHE_GB", "0")
     run(source, "")
     run(source, "", limit=1e-3)

@@ -1,4 +1,4 @@
-"""The script that puts accel bench's own word to the test."""
+"""The script that checks the verdicts of accel bench."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_itself.py"
+from tests.support import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "bench_itself.py"
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # for the processes of the candidates too
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # also for the processes of the candidates
     spec = importlib.util.spec_from_file_location("bench_itself", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -34,7 +36,7 @@ def row(kind: str, verdict: str) -> dict[str, Any]:
 
 
 def test_the_claims(script: ModuleType) -> None:
-    """Fails if a false verdict counts as a right one, a delay that wasn't found does, or the bound is another."""
+    """Fails if the script calls a false verdict right, calls a delay found that was not found, or has a wrong bound."""
     same = "no measurable difference"
     rows = {f"same-{i:02}": row("same", same) for i in range(40)}
     rows |= {f"delayed-{i:02}": row("delayed", "slower") for i in range(20)}
@@ -49,11 +51,11 @@ def test_the_claims(script: ModuleType) -> None:
     text = script.page({"rows": rows})
     assert text.count("does not hold") == 2
     assert "same-03, same-07, same-09" in text
-    assert not any(claim.holds for claim in script.claims({}))  # nothing was run
+    assert not any(claim.holds for claim in script.claims({}))  # no runs
 
 
 def test_the_delay(script: ModuleType) -> None:
-    """Fails if the delayed session doesn't run the model, or takes less than a tenth more."""
+    """Fails if the delayed session doesn't run the model, or takes less than a tenth longer."""
     session = SimpleNamespace(signature="s", run=lambda feeds: (time.sleep(0.05), feeds)[1])
     delayed = script.Delayed(session)
     assert delayed.signature == "s"
@@ -63,14 +65,15 @@ def test_the_delay(script: ModuleType) -> None:
 
 
 def test_both_kinds_are_mixed(script: ModuleType) -> None:
-    """Fails if a run is left out or twice, or one kind is all run before the other."""
+    """Fails if a run is missing or repeated, or all runs of one kind come before those of the other."""
     found = script.names(40, 20)
     assert len(set(found)) == len(found) == 60
     assert 8 <= sum(name.startswith("delayed") for name in found[:30]) <= 12
 
 
+@pytest.mark.proof
 def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if the script can't run its model on a runtime, or what it writes down isn't what was measured."""
+    """Fails if the script can't run its model on a runtime, or writes other results than it measured."""
     artifacts = script.models(tmp_path)
     for name, runtime in (("delayed-02", "onnxruntime"), ("same-01", "openvino")):
         found = script.run(name, artifacts, {"rounds": 5, "block_seconds": 0.01})

@@ -1,8 +1,8 @@
-"""The GPU benchmark as far as a machine without one can show: the order, the goals, what is written.
+"""The GPU benchmark, as far as it can be tested without a GPU: the order, the goals and the files.
 
-These fail where the most important rows don't come first, where a goal is computed the wrong way round or judged on
-rows that it isn't for, where a row that failed breaks the report, where a second run doesn't add to the first or adds
-to that of another GPU, and where a run without a GPU claims anything.
+These tests fail if the most important rows don't come first, or if a goal's ratio is inverted or judged on the wrong
+rows. The tests fail if a failed row breaks the report, or if a second run doesn't add to the first, or adds to results
+of another GPU. The tests fail if a run without a GPU reports a result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_gemm.py"
+from tests.support import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "gpu_gemm.py"
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,8 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
 
 
-# What takes the place of the measurements: it fails in each of the ways that there are, once.
+# A stand-in for the script that measures. One problem aborts the process, one hangs, one raises an error, and one
+# loses the GPU.
 STAND_IN = """
 import argparse, importlib.util, os, pathlib, sys, time
 spec = importlib.util.spec_from_file_location("gpu_gemm", {script!r})
@@ -137,12 +140,14 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 """
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight rows: the second raises, the third kills its process, the fifth hangs, after the sixth the GPU is lost. The
-    third's torch.compile kills its process, too."""
+    """Fails if a crashed or hung process costs more than its own row. Of eight rows, the second raises, the third kills
+    its process, the fifth hangs, and the GPU is lost after the sixth. torch.compile of the third kills its process,
+    too."""
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)]
     monkeypatch.setattr(script, "problems", lambda: iter(wanted))
     out = tmp_path / "out"
@@ -163,8 +168,8 @@ def test_a_row_that_kills_or_hangs_its_process_is_one_row(
 
 
 def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where a row under "torch.compile" is the plain function: one piece of code is compiled eight times at most,
-    then it is run as it stands."""
+    """Fails if a "torch.compile" result comes from the uncompiled function. torch.compile compiles the same code at
+    most eight times, and runs it uncompiled after that."""
     made = 0
 
     def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Any:
@@ -182,8 +187,8 @@ def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatc
 
 
 def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where _int_mm, which takes no fewer than 17 rows on a GPU, refuses what the kernel is compared with; or
-    where the rows that it is given for that change the result or are in it."""
+    """Fails if the comparison with _int_mm is refused for few rows, because _int_mm takes at least 17 rows on a GPU.
+    Also fails if the padding rows change the result or appear in it."""
     real, seen = torch._int_mm, []
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -205,7 +210,8 @@ def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytes
 
 
 def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A GPU whose every way takes a microsecond; what was asked of it."""
+    """Replaces the GPU with a stand-in for which every measurement takes a microsecond. Returns the list of what was
+    measured."""
     asked: list[Any] = []
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m == 1) for m in (1, 2, 3)]
     device = SimpleNamespace(gpu="G", driver="580.1", library="abc", capability=(9, 0))
@@ -232,11 +238,11 @@ def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where what is there is measured again, where torch.compile isn't made up for, or where figures of another
-    driver or of other rows are added to."""
+    """Fails if a second run measures existing rows again, skips a missing torch.compile, or adds to results of another
+    driver or of other rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
-    script.run(30.0, tmp_path, go_on=True)  # nothing is there; under a minute there is no time for torch.compile
+    script.run(30.0, tmp_path, go_on=True)  # no file yet, and 30 seconds are too few for torch.compile
     assert asked == ["copy", 1, 2, 3]
     assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
     body = json.loads(file.read_text())
@@ -263,8 +269,8 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
 
 
 def test_going_on_keeps_what_is_there(script: ModuleType, tmp_path: Path) -> None:
-    """Fails where the file is removed first, or where a process that dies before it does anything (a GPU that isn't
-    there, a file of another one) is taken for the fault of a row."""
+    """Fails if a run that goes on removes the results of the last run. Also fails if a process that dies before its
+    first measurement (no GPU, or results of another GPU) is recorded as a failed measurement."""
     file = tmp_path / "gpu_gemm.json"
     file.write_text('{"rows": [], "left": 70}')
     told = tmp_path / "told"

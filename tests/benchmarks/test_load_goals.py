@@ -1,4 +1,4 @@
-"""What the load benchmark says of its goals."""
+"""The goals of the load benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_goals.py"
+from tests.support import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "serve_goals.py"
 
 
 @pytest.fixture
@@ -21,16 +23,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serve_goals", module)  # where its dataclasses look themselves up
+    monkeypatch.setitem(sys.modules, "serve_goals", module)  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
 def test_goals(script: ModuleType) -> None:
-    """Fails if a ratio is the wrong way round, not taken in each round, against the slower of a peer's ways or at
-    another concurrency, or a goal is met at the wrong side of its bound."""
+    """Fails if a ratio is inverted, not computed per round, taken against the slower setup of a peer or at another
+    concurrency, or if a goal is met on the wrong side of its bound."""
     rates = {
-        # A machine twice as slow in the second round: both are.
+        # The machine is twice as slow in the second round, for both servers.
         ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],
         ("mlp", "mlserver-workers", 8): [500.0, 600.0, 500.0],
         ("mlp", "accel", 32): [3300.0], ("mlp", "mlserver", 32): [900.0], ("mlp", "mlserver-workers", 32): [1100.0],
@@ -48,7 +50,7 @@ def test_goals(script: ModuleType) -> None:
 
 
 def test_what_was_not_measured(script: ModuleType) -> None:
-    """Fails if a goal without a figure is said to be met, or to be missed."""
+    """Fails if a goal that was not measured counts as met or missed."""
     found = script.goals({("mlp", "accel", 8): [3300.0], ("small", "accel", 8): [1.0]}, [])
     assert {goal.met for goal in found} == {None}
     assert all("not measured |  | - |" in line for line in script.table(found)[2:])
@@ -60,8 +62,8 @@ def test_what_was_not_measured(script: ModuleType) -> None:
     [(100, 0, True), (104, 0, True), (103, 1, True), (99, 0, False), (95, 5, False), (113, 0, False), (100, 9, False)],
 )
 def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail: int, agrees: bool) -> None:
-    """Fails if a run passes whose requests failed behind the load generator's back, were lost or answered twice; of 100
-    answers that it counted up to 8 more were under way at its end."""
+    """Fails if a run passes although requests failed unseen by the load generator, were lost or were answered twice.
+    The load generator counts 100 answers, with up to 8 more requests under way at its end."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     found = iter([(7, 3), (7 + success, 3 + fail)])
@@ -73,7 +75,7 @@ def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail:
 
 
 def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a run passes of whose requests the server can't know, as some never reached it."""
+    """Fails if a run passes although some requests never reached the server."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
 
@@ -87,8 +89,8 @@ def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if lost and repeated answers don't get their columns, a peer's that nobody counted are 0, or the reasons
-    aren't of the run's own figures."""
+    """Fails if lost and repeated answers have no column, if a peer without counts gets 0 there, or if the reasons quote
+    other rates than this run's."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     run = {"rate": 100.0, "p50": 0.26, "p99": 1.0, "failed": 0.0}

@@ -1,8 +1,8 @@
-"""The one command for a machine with a GPU, its steps replaced by short ones.
+"""The one command for a machine with a GPU, with short commands in place of its steps.
 
-These fail where a step that fails or hangs takes the rest with it, where a step's processes run on after its limit,
-where the report is written only at the end, where the whole outlasts its time, where a test for a GPU is in no shard or
-its failure has no name, or where what was skipped is called passed.
+These tests fail if a step that fails or hangs stops the next steps, if a step's processes run on after its limit, or if
+the report is written only at the end. The tests fail if the whole run takes longer than its time, if a test for a GPU
+is in no shard or its failure has no name, or if skipped tests count as passed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from types import ModuleType
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+
 SCRIPT = ROOT / "benchmarks" / "on_gpu.py"
 
 
@@ -31,7 +32,7 @@ def script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["on_gpu"] = module  # where its dataclasses look for their annotations
+    sys.modules["on_gpu"] = module  # dataclasses look up their annotations there
     spec.loader.exec_module(module)
     return module
 
@@ -83,7 +84,8 @@ def test_a_step_that_finds_nothing_to_run_is_no_end(script: ModuleType, tmp_path
 
 
 def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) -> None:
-    """What comes back from a lent machine is one folder."""
+    """Fails if a file is written outside the folder of ``--out``, the only folder that a user copies from the
+    machine."""
     by_name = {step.name: step for step in script.steps(16, tmp_path)}
     (command,) = by_name["benchmark"].commands(100)
     assert command[command.index("--out") + 1] == str(tmp_path)
@@ -92,15 +94,17 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
     again = {step.name: step for step in script.steps(16, tmp_path, go_on=True)}["benchmark"]
     assert again.commands(100) == [[*command, "--go-on"]]
     cases, *warming = by_name["compile what is measured"].commands(60)
-    assert cases[-1] == str(Path("tests/kernels/gpu_cases.py")), "what runs under compute-sanitizer is compiled before"
+    assert cases[-1] == str(Path("tests/kernels/torch/gpu_cases.py")), (
+        "what runs under compute-sanitizer is compiled before"
+    )
     assert (ROOT / cases[-1]).is_file()
     assert len(warming) == 14
     for command in by_name["compute-sanitizer"].commands(60):
-        assert [word for word in command if word.startswith("tests/")] == ["tests/kernels/test_gpu_kernels.py"]
+        assert [word for word in command if word.startswith("tests/")] == ["tests/kernels/torch/test_gpu_kernels.py"]
 
 
 def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
-    """The second step gets what the first has left, the third nothing."""
+    """Fails if a step gets more time than the steps before it have left."""
     steps = [script.Step(name=str(at), limit=600, commands=shell("sleep 600")) for at in range(2)]
     started = time.monotonic()
     rows = script.run_steps(steps, 6, tmp_path)
@@ -109,8 +113,8 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where the others at their limits, the library being there, leave it less than it takes to start torch, or
-    the benchmark nothing."""
+    """Fails if the other steps, at their limits and with the library already built, leave compute-sanitizer too little
+    time to start torch, or leave the benchmark none."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):
@@ -123,7 +127,7 @@ def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monk
 
 
 def test_what_the_caller_brings_is_there(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where packages that PYTHONPATH brings are lost in the steps, or lie before this checkout."""
+    """Fails if the steps lose the packages of the caller's PYTHONPATH, or find them before this checkout."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/somewhere", str(tmp_path)]))
     assert script.environment()["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/somewhere", str(tmp_path)]
     for nothing in (lambda: monkeypatch.setenv("PYTHONPATH", ""), lambda: monkeypatch.delenv("PYTHONPATH")):
@@ -137,7 +141,8 @@ def file_of(script: ModuleType, folder: Path, name: str, text: str) -> list[str]
 
 
 def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Path) -> None:
-    """pytest ends with 0 then. One test that ran is enough: a machine may lack what the others need."""
+    """Fails if a step counts as passed although all its tests were skipped (pytest then exits with 0). One test that
+    ran is enough, since a machine may lack what the other tests need."""
     skip = "@pytest.mark.skip(reason='needs what is not here')\ndef test_one(): ...\n"
     skipped = file_of(script, tmp_path, "test_skipped.py", skip)
     mixed = file_of(script, tmp_path, "test_mixed.py", skip + "def test_two(): ...\n")
@@ -152,8 +157,8 @@ def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Pat
 
 
 def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp_path: Path) -> None:
-    """Fails where they are said at the end alone, to which a process that is killed or crashes never comes; or where
-    they are lost behind what is said later."""
+    """Fails if the names of failed tests are printed only at the end, which a killed or crashed process never reaches.
+    Also fails if later output pushes the names of failed tests out of the report."""
     wrong = "@pytest.mark.parametrize('x', ['b c'])\ndef test_wrong(x): assert not x, 'long ' * 5000\n"
     ended = file_of(script, tmp_path, "test_ended.py", f"{wrong}def test_last(): os.kill(os.getpid(), 9)\n")
     crashed = file_of(script, tmp_path, "test_crashed.py", f"{wrong}def test_last(): os.abort()\n")
@@ -170,8 +175,8 @@ def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp
 
 def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
     files = script.gpu_files()
-    assert {"tests/kernels/test_gpu_kernels.py", "tests/accel/test_runtime_tensorrt_gpu.py"} <= set(files)
-    assert "tests/kernels/test_on_gpu.py" not in files
+    assert {"tests/kernels/torch/test_gpu_kernels.py", "tests/accel/runtimes/test_tensorrt_gpu.py"} <= set(files)
+    assert "tests/benchmarks/test_on_gpu.py" not in files
     assert script.shards(list("abcdefg"), 3) == [list("adg"), list("be"), list("cf")]
     assert script.shards(["a"], 3) == [["a"]]
 
@@ -179,9 +184,9 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
 def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails where its tests are just missing among those that passed, or where a folder whose conftest.py lacks a
-    package takes the tests of all other folders with it, and the step passes for having nothing to run."""
-    mark = "gpu"  # apart, or this file would be taken for one with such tests
+    """Fails if the tests of a file that can't be imported are missing without a word. Also fails if a folder whose
+    conftest.py lacks a package hides the tests of all other folders, so that the step passes with nothing to run."""
+    mark = "gpu"  # separate, or this file would count as one with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()
@@ -201,9 +206,11 @@ def test_a_file_that_cannot_be_imported_is_seen(
         by_name["tests"].commands(60)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected(script: ModuleType) -> None:
-    """Fails where one of them can't be imported, or where sanitizer runs land among those that share the GPU."""
+    """Fails if a test for a GPU can't be imported, or if compute-sanitizer tests run beside tests that share the
+    GPU."""
     names, missing = script.collected(seconds=600)
     assert missing == []
     functions = {re.sub(r"\[.*", "", name.partition("::")[2]) for name in names}

@@ -1,4 +1,5 @@
-"""The README does what it says: its Python and its commands are run."""
+"""README and docs are correct: their Python and commands run, links and pictures are valid, and every error is
+listed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 METRIC = """
@@ -25,7 +27,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 @pytest.fixture
 def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the README speaks of."""
+    """Makes a folder with the files that the README uses."""
     folder = my_model.parent
     rng = np.random.default_rng(0)
     for name in ("samples", "test"):
@@ -37,7 +39,7 @@ def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a line of the README's Python raises, or its last two checks don't hold."""
+    """Fails if a line of the README's Python raises, or if its last two checks don't hold."""
     found = blocks("python")
     assert found
     for code in found:
@@ -55,20 +57,21 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
     for command in commands:
         words = shlex.split(command)
         assert words[0] == "accel"
-        # Less of the same: what is tested is that the words are right, not the figures.
+        # Fewer rounds: the test checks the arguments, not the figures.
         faster = ["--rounds", "5"] if words[1] in ("optimize", "bench") else []
         faster += ["--fixed-session"] if words[1] == "optimize" else []
         ran = cli(*words[1:], *faster, "-q")
         assert ran.code == 0, f"{command}: {ran.stderr}"
 
 
-def test_the_ten_options_of_the_readme() -> None:
-    """Fails if the README's table of options isn't of ten, or an example in it can't be given to ``accel optimize``."""
+def test_the_ten_options() -> None:
+    """Fails if the table doesn't have ten options, or if ``accel optimize`` doesn't accept an example in it."""
     from accel.cli.optimize import command
     from accel.cli.options import read_dims
     from accel.signature import TensorSpec
 
-    section = README.partition("## Your own model")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "how-to" / "optimize.md").read_text(encoding="utf-8")
+    section = page.partition("## The ten options")[2].partition("\n## ")[0]
     examples = re.findall(r"^\| `(--[^`]+)` \|", section, flags=re.MULTILINE)
     assert len(examples) == 10
     words = [word for example in examples for word in shlex.split(example)]
@@ -77,13 +80,15 @@ def test_the_ten_options_of_the_readme() -> None:
     assert list(read_dims(asked["dims"])) == ["length"]
 
 
+@pytest.mark.proof
 def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
-    """Fails if a command of docs/optimize.md doesn't work as written, or it speaks of an option that there isn't."""
+    """Fails if a command of these pages doesn't work as written, or if a page names an option that doesn't exist."""
     from importlib import import_module
 
     from accel.cli import COMMANDS
 
-    text = (ROOT / "docs" / "optimize.md").read_text(encoding="utf-8")
+    pages = ("optimize.md", "engines.md", "measure.md")
+    text = "\n".join((ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8") for page in pages)
     used = [import_module(COMMANDS[name][0]).command for name in ("export", "optimize", "bench", "preflight", "bisect")]
     known = {word for command in used for parameter in command.params for word in parameter.opts}
     assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", text)) - known == {"--help"}
@@ -99,8 +104,9 @@ def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
         assert ran.code == 0, f"{shlex.join(words)}: {ran.stderr}"
 
 
+@pytest.mark.proof
 def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: Path) -> None:
-    """Fails if a command of docs/checkpoints.md doesn't work as written on a checkpoint of that kind."""
+    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of that kind."""
     import warnings
 
     import torch
@@ -118,7 +124,7 @@ def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: P
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": state}, checkpoint_id=user_folder / "dcp_run", no_dist=True)
-    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text(encoding="utf-8")
     commands = [line[2:] for block in blocks("console", text) for line in block.splitlines()]
     assert len(commands) == 3
     for command in commands:
@@ -128,10 +134,10 @@ def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: P
 
 
 def test_every_target_and_extra_is_in_the_readme() -> None:
-    """Fails if a target or an extra is added and the README doesn't know it."""
+    """Fails if the README lacks a target or an extra."""
     import tomllib
 
-    from accel.target import TARGETS
+    from accel.tables.target import TARGETS
 
     for name in TARGETS:
         assert f"`{name}`" in README
@@ -141,8 +147,8 @@ def test_every_target_and_extra_is_in_the_readme() -> None:
 
 
 def test_every_dependency_says_why() -> None:
-    """Fails if a dependency stands in pyproject.toml without its reason, or a pin in constraints.txt isn't exact, or is
-    there twice."""
+    """Fails if a dependency in pyproject.toml has no reason beside it, or if a pin in constraints.txt isn't exact or
+    occurs twice."""
     lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     for line in lines:
         if re.match(r'^  "(?!accel-toolchain)[A-Za-z0-9_.-]+[><=]', line):
@@ -156,13 +162,13 @@ def test_every_dependency_says_why() -> None:
 
 
 def canonical(name: str) -> str:
-    """The name of a distribution in the one form of its many that is compared."""
+    """Returns the normalized name of a distribution, for comparisons."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_every_requirement_is_pinned() -> None:
-    """Fails if a requirement of accel, of one of its extras or of its build stands in no pin of constraints.txt, a pin
-    is not what pyproject.toml asks for, or packages that are one release in two builds are of two releases."""
+    """Fails if constraints.txt doesn't pin a requirement of accel, of an extra or of the build, if a pin contradicts
+    pyproject.toml, or if two builds of one package are pinned to different releases."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -183,3 +189,82 @@ def test_every_requirement_is_pinned() -> None:
     assert pinned["onnxruntime-gpu"] == pinned["onnxruntime"]
     assert pinned["tensorflow"] == pinned["tensorflow-cpu"]
     assert pinned["ray"] == pins(ROOT / "tests" / "serve" / "ray.txt")["ray"]
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+
+
+def _script(name: str) -> Any:
+    """Imports a script of docs/ by its path."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_is_a_page() -> None:
+    """Fails if the README exceeds 120 lines."""
+    assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "_build" not in p.parts], ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Fails if a page links to a file of the repository that doesn't exist."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in found:
+        if link.endswith("reference/messages.md"):  # ``make docs`` writes this page
+            continue
+        assert link.startswith(("http://", "https://")) or (page.parent / link).exists(), link
+
+
+def test_the_picture_shows_the_committed_figures() -> None:
+    """Fails if the figures of MiniLM, or the code that draws them, changed without a new picture in the README."""
+    figures = _script("figures")
+    for theme in figures.COLORS:
+        committed = (ROOT / "docs" / "images" / f"overview-{theme}.svg").read_text(encoding="utf-8")
+        assert committed == figures.draw(theme), "run: python docs/figures.py"
+
+
+def test_every_error_is_explained() -> None:
+    """Fails if a class of error has no paragraph in docs/troubleshooting.md, or if the page explains a class that no
+    longer exists."""
+    from accel import errors
+
+    classes = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^### (\w+)$", text, flags=re.MULTILINE)) == classes - {"AccelError"}
+
+
+def test_every_message_is_listed() -> None:
+    """Fails if the page of messages lacks an error that the source raises, or if almost no messages are found."""
+    found = set(_script("messages").messages())
+    assert len(found) > 500
+    assert ("BadSource", "no model is named; give a path, file.py:factory or package.module:factory") in found
+
+
+def test_every_command_is_in_the_reference() -> None:
+    """Fails if docs/reference/commands.md lacks a command."""
+    from accel.cli import COMMANDS
+
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\.\. click:: (\S+):command$", text, flags=re.MULTILINE) == [m for m, _ in COMMANDS.values()]
+
+
+def test_the_layers_of_the_architecture_are_those_of_the_linter() -> None:
+    """Fails if docs/architecture.md shows other layers than import-linter holds."""
+    import tomllib
+
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (held,) = (contract["layers"] for contract in contracts if contract.get("containers") == ["accel"])
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    shown = blocks("text", page.partition("## What may lean on what")[2])[0].splitlines()
+    assert shown == held

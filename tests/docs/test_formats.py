@@ -1,4 +1,4 @@
-"""The pages docs/tensorflow.md and docs/formats.md do what they say: their Python and their commands run in order."""
+"""The pages on TensorFlow and on formats are correct: their Python and their commands run in order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from accel.api.export import FORMATS
+from accel.tables.kinds import export_formats
+from tests.support import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs" / "how-to"
 PAGES = ("tensorflow.md", "formats.md")
 
 
 def test_every_route_has_an_example() -> None:
-    """Fails if a form that comes in, or a format that goes out, has no command on these pages, which are run below."""
+    """Fails if an input or output format has no command on these pages. The next test runs the commands."""
     text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
     exported = re.findall(r"^\$ accel export (\S+)(.*)$", text, flags=re.MULTILINE)
     endings = {Path(source).suffix or "a SavedModel" for source, _ in exported} | {
@@ -30,7 +31,7 @@ def test_every_route_has_an_example() -> None:
     tensorflow = ("--signature", "--strip-training-ops", "--limit", "--channels")
     for option in (*tensorflow, "--normalize", "--layout", "--resize", "--dim", "--opset"):
         assert any(f"{option} " in words for _, words in exported), option
-    for name in FORMATS:
+    for name in export_formats():
         assert name == "onnx" or any(f"--to {name} " in words for _, words in exported), name
     inspected = " ".join(re.findall(r"^\$ accel inspect (\S+)", text, flags=re.MULTILINE))
     for source in ("model.keras", "frozen.pb", "model.tflite", "openvino_dir/", "ncnn_dir/", "torch_dir/", ".onnx"):
@@ -38,7 +39,7 @@ def test_every_route_has_an_example() -> None:
 
 
 class Reader:
-    """Who types the Python of a page into one interpreter, block by block: what was imported and made stays."""
+    """Runs the Python blocks of a page one after the other in one interpreter, so that imports and variables remain."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -69,10 +70,11 @@ class Reader:
         self._python.communicate()
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
-    """Fails if a block of Python raises, or a command doesn't work as written."""
+    """Fails if a block of Python raises, or if a command doesn't work as written."""
     monkeypatch.chdir(tmp_path)
     ran = 0
     with Reader(tmp_path / "reader.log") as reader:

@@ -1,4 +1,4 @@
-"""Servers over small repositories."""
+"""Fixtures that start servers over small repositories."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Served, Start, linear, two_inputs
 
-from accel.serve.options import ServeOptions
-from accel.serve.process import ServingProcess
+from accel.serve.process.options import ServeOptions
+from accel.serve.process.serving import ServingProcess
+from tests.support.serving import Served, Start, linear, two_inputs
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """``start(repository, mode=..., ...)`` serves on free ports in this process; ended after the test."""
+    """Returns ``start(repository, mode=..., ...)``, which serves on free ports in this process. Ends the server after
+    the test."""
     with ExitStack() as stack:
 
         def begin(repository: Path, **options: Any) -> ServingProcess:
@@ -33,7 +34,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """``linear`` and ``pair``, neither with a config."""
+    """Makes a repository with the models ``linear`` and ``pair``, both without a config."""
     root = tmp_path / "models"
     linear(root / "linear" / "1")
     two_inputs(root / "pair" / "1")
@@ -42,7 +43,8 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """``serve(repository, ...)`` is a running command, on free ports where ``free``, ended after the test."""
+    """Returns ``serve(repository, ...)``, which runs the command, on free ports if ``free``. Ends the command after the
+    test."""
     made: list[Served] = []
 
     def begin(*words: str, free: bool = True, path: Path | None = None) -> Served:

@@ -1,4 +1,4 @@
-"""docs/serving.md does what it says: its configs are served and asked, its commands are run."""
+"""docs/how-to/serving.md: the tests serve its configs, send requests to the models, and run its commands."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from certificates import certificate
-from onnx_builder import artifact, node
-from serving import FLOAT, INT64, WEIGHTS, linear, tensor
 
-from accel.serve import model_config, proto
+from accel.serve.models import config as model_config
+from accel.serve.protocol import messages as proto
+from tests.support import ROOT
+from tests.support.certificates import certificate
+from tests.support.onnx_builder import artifact, node
+from tests.support.serving import FLOAT, INT64, WEIGHTS, linear, tensor
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+# test_four_commands.py covers the four commands before this heading.
+HEADING = "\n## config.pbtxt\n"
+PAGE = HEADING + (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8").partition(HEADING)[2]
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
 
@@ -28,7 +32,7 @@ def section(title: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of the page's blocks, and the models, certificates and inputs that it speaks of."""
+    """Writes the files from the page's code blocks, and the models, certificates and inputs that the page mentions."""
     monkeypatch.chdir(tmp_path)
     models = tmp_path / "models"
     linear(models / "scores" / "1")
@@ -36,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("text", "counter", "relu", "both"):
         (models / name / "1").mkdir(parents=True)
     texts, rows, three = ["batch", "length"], ["batch", 1], ["batch", 3]
-    # Twice the id, once where it is padding.
+    # Returns twice the id, or the id itself for padding.
     artifact(
         models / "text" / "1" / "model.onnx",
         [
@@ -70,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_configs(folder: Path, start: Any) -> None:
-    """Fails if a config of the page isn't taken, or does something else than the page says."""
+    """Fails if a config of the page is refused, or has another effect than the page says."""
     process = start(folder / "models")
     x = np.array([[1, -2, 0.5, 3]], np.float32)
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -87,7 +91,7 @@ def test_the_configs(folder: Path, start: Any) -> None:
         assert (scheduling.threads, scheduling.queue_rows, scheduling.queue_bytes) == (1, 1024, 64 << 20)
         assert scheduling.policies[1].max_queue_size == 16
 
-        for length in (2, 5):  # without its mask
+        for length in (2, 5):  # without the mask
             ids = np.arange(length, dtype=np.int64)[None]
             np.testing.assert_array_equal(client.infer("text", [tensor("ids", ids, "INT64")]).as_numpy("y"), 2 * ids)
         lengths = process.server.repository.get("text").scheduling.lengths
@@ -113,8 +117,8 @@ def test_the_configs(folder: Path, start: Any) -> None:
 
 
 def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
-    """Fails if a command of the page doesn't work as written (on free ports), or the tokens of the page aren't good for
-    what it says."""
+    """Fails if a command of the page doesn't work as written (on free ports), or if the page's tokens give other rights
+    than it says."""
     check, begin, infer = map(shlex.split, COMMANDS)
     ran = cli(*check[1:])
     assert ran.code == 0, ran.stdout + ran.stderr
@@ -141,7 +145,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
 
 
 def test_every_field_is_on_the_page() -> None:
-    """Fails if the protocol has a field of the config, or accel a parameter, that the page doesn't say anything of."""
+    """Fails if the page misses a field of the protocol's config or a parameter of accel's."""
     said = set(re.findall(r"`([a-z_A-Z.]+)`", section("config.pbtxt")))
     fields = {field.name for field in proto.message("ModelConfig").DESCRIPTOR.fields}
     assert fields <= said, fields - said
@@ -164,7 +168,7 @@ def test_every_field_is_on_the_page() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, cli: Any, text: str, says: str) -> None:
-    """Fails if a config that asks for something else than would be answered is served, or the reason isn't said."""
+    """Fails if a config is served that asks for an unsupported feature, or if the error doesn't name the reason."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(text)
     ran = cli("serve", tmp_path / "models", "--check", "--json")

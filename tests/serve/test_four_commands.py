@@ -1,4 +1,4 @@
-"""The README's section on serving does what it says."""
+"""Runs the four commands at the top of docs/how-to/serving.md."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import pytest
 
 import accel
 from accel.artifact import Artifact
+from tests.support import ROOT
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8")
 
 
 def free_ports() -> tuple[str, str]:
-    """Two that differ."""
+    """Returns two different free ports."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -30,11 +31,11 @@ def free_ports() -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if one of the README's four commands, on other ports, doesn't work as written."""
+    """Fails if one of the page's four commands, on other ports, doesn't work as written."""
     monkeypatch.chdir(my_model.parent)
     np.savez("samples.npz", x=np.random.default_rng(0).standard_normal((24, 3, 32, 32)).astype(np.float32))
     assert cli("export", "my_model.py:make", "--input", "x:float32[batch,3,32,32]", "-o", "my.onnx", "-q").code == 0
-    section = README.partition("## Serving")[2].partition("\n## ")[0]
+    section = PAGE.partition("## Four commands")[2].partition("\n## ")[0]
     commands = [
         line[2:] for block in re.findall(r"```console\n(.*?)```", section, re.DOTALL) for line in block.splitlines()
     ]
@@ -43,7 +44,8 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
 
     ran = cli(*words[0][1:], "--rounds", "5", "-q")
     assert ran.code == 0, ran.stderr
-    ports = dict(zip(("8001", "8000"), free_ports(), strict=True))  # now: optimize takes a while, and they are let go
+    # the ports are chosen after optimize, because other programs could take free ports meanwhile
+    ports = dict(zip(("8001", "8000"), free_ports(), strict=True))
     serve_it, infer, ask = ([re.sub(r"\b800[01]\b", lambda m: ports[m[0]], w) for w in ws] for ws in words[1:])
     served = serve(*serve_it[2:], free=False)
     served.wait_for("all processes serve")
@@ -60,8 +62,8 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
 def test_the_four_commands_with_a_real_model(
     minilm: Artifact, minilm_data: Path, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a text model doesn't get from ``accel optimize`` to Triton's client without another word, or answers
-    with other embeddings than the model that was given, beyond the loss that the search may take."""
+    """Fails if a text model can't be optimized, served and read by Triton's client without further options, or if its
+    embeddings differ from the given model's by more than the search allows."""
     monkeypatch.chdir(tmp_path)
     source = minilm.copy_to(tmp_path / "minilm.onnx")
     (tmp_path / "calib.npz").write_bytes(minilm_data.read_bytes())

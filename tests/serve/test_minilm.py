@@ -1,4 +1,4 @@
-"""A real model, served from what accel wrote."""
+"""Serves a real model from the files that accel wrote."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from serving import Start
 
 import accel
 from accel.artifact import Artifact, manifest_path
+from tests.support.serving import Start
 
 
 @pytest.mark.slow
 def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if the served model gives other embeddings than its session, at one of several lengths and batches; or its
-    dynamic length isn't seen as one that batches may pad."""
+    """Fails if the server gives other embeddings than a session of the model, at several lengths and batch sizes. Also
+    fails if the server doesn't see that batches may be padded along the dynamic length."""
     made = minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     assert manifest_path(made.path).is_file()
     process = start(tmp_path)
@@ -39,8 +39,8 @@ def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
 
 @pytest.mark.slow
 def test_texts_of_many_lengths_together(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if texts of different lengths aren't run together, or company changes an embedding: by padding that isn't
-    masked, by a mask that isn't made where none was sent, or by the answer to another text."""
+    """Fails if texts of different lengths don't run together, or if the batch changes an embedding: by unmasked
+    padding, by a missing mask, or by another text's answer."""
     minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     (tmp_path / "minilm" / "config.pbtxt").write_text("dynamic_batching { max_queue_delay_microseconds: 2000000 }")
     process = start(tmp_path)

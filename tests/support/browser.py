@@ -18,15 +18,15 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 MISSING = "needs Chromium: apt-get install chromium"
-# Where CI is set nothing is skipped for want of it: the tests fail at the first page they open.
+# In CI, a missing browser skips no test: the tests fail at the first page that they open.
 browser = pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason=MISSING)
 
-# A container's /dev/shm is too small for a browser, and its first run asks questions.
+# A container's /dev/shm is too small for a browser, and the browser's first run asks questions.
 QUIET = ("--disable-dev-shm-usage", "--no-first-run")
 
 
 def chromium(folder: Path, *words: str) -> list[str]:
-    """The command that opens a headless browser, with its profile in ``folder``."""
+    """Returns the command that opens a headless browser, with its profile in ``folder``."""
     if CHROMIUM is None:
         pytest.fail(MISSING)
     profile = f"--user-data-dir={folder / 'profile'}"
@@ -35,7 +35,7 @@ def chromium(folder: Path, *words: str) -> list[str]:
 
 def _run(folder: Path, *words: str) -> str:
     command = chromium(folder, *words)
-    for _ in range(2):  # that the browser itself fell over says nothing of a page
+    for _ in range(2):  # a second try, in case the browser crashes
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if ran.returncode == 0:
             return ran.stdout
@@ -43,19 +43,19 @@ def _run(folder: Path, *words: str) -> str:
 
 
 def document(folder: Path, address: str, milliseconds: int = 3000) -> str:
-    """The document at ``address`` as the browser has it after so many milliseconds of the page's own time."""
+    """Returns the document at ``address`` as the browser has it after ``milliseconds`` of the page's own time."""
     return _run(folder, "--window-size=1400,900", "--dump-dom", f"--virtual-time-budget={milliseconds}", address)
 
 
 def screenshot(folder: Path, address: str, *words: str) -> Path:
-    """A picture of a window of 1200 by 700 in ``folder``."""
+    """Takes a screenshot of a window of 1200 by 700 in ``folder``."""
     shot = folder / "shot.png"
     _run(folder, "--window-size=1200,700", f"--screenshot={shot}", *words, address)
     return shot
 
 
 class Page:
-    """A page that is open in a browser, and can be asked and clicked as a user does (the DevTools protocol)."""
+    """An open page in a browser. Evaluates scripts and clicks as a user does, through the DevTools protocol."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._write, self._read = to_browser, from_browser
@@ -64,7 +64,7 @@ class Page:
         self._session: dict[str, str] = {}
 
     def open(self, address: str) -> None:
-        """Return when the page and its scripts are there."""
+        """Opens ``address``. Returns when the page and its scripts are loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         self.call("Page.enable")
@@ -73,23 +73,23 @@ class Page:
             pass
 
     def value(self, script: str) -> Any:
-        """What the expression ``script`` is on the page."""
+        """Returns the value of the expression ``script`` on the page."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def click(self, x: float, y: float) -> None:
-        """The left button of the mouse, pressed and let go at that place of the window."""
+        """Presses and releases the left mouse button at a place of the window."""
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        """The left button pressed at ``start``, the mouse moved to ``end`` with it, and let go."""
+        """Presses the left mouse button at ``start``, moves the mouse to ``end``, and releases the button."""
         for kind, (x, y), buttons in (("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=buttons, clickCount=1)
 
     def screenshot(self) -> bytes:
-        """What the window shows, as PNG."""
+        """Returns the window's contents as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class Page:
 
 @contextmanager
 def opened(folder: Path, address: str) -> Iterator[Page]:
-    """The page at ``address`` in a window of 1200 by 700."""
+    """Opens the page at ``address`` in a window of 1200 by 700."""
     command = chromium(folder, "--window-size=1200,700", "--remote-debugging-pipe", "about:blank")
     to_browser, from_browser = os.pipe(), os.pipe()
     ends = (to_browser[0], from_browser[1])
-    # It reads from descriptor 3 and writes to 4.
+    # The browser reads from descriptor 3 and writes to 4.
     shell = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command]
     log = folder / "browser.log"
     with log.open("wb") as stderr:

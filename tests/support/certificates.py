@@ -14,7 +14,8 @@ from cryptography.x509.oid import NameOID
 
 
 def certificate(folder: Path, name: str, issuer: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """A certificate for 127.0.0.1 in ``name.pem`` and ``name.key``; signed by itself where there is no issuer."""
+    """Writes a certificate for 127.0.0.1 to ``name.pem`` and ``name.key``. Without an issuer, the certificate is
+    self-signed."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)

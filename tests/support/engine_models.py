@@ -1,4 +1,4 @@
-"""Small models that several of the engine tests build."""
+"""Small models that several engine tests build."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 from accel.signature import DimRange
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
 
 FLOAT = TensorProto.FLOAT
@@ -39,7 +39,7 @@ def value(name: str, shape: Sequence[int | str], dtype: int = FLOAT) -> onnx.Val
 
 
 def two_inputs(path: Path, dtype: int = FLOAT) -> Path:
-    """Tokens and mask that share both dynamic dims: two linear layers over the masked rows."""
+    """Makes a model whose tokens and mask share both dynamic dims: two linear layers over the masked rows."""
     rng = np.random.default_rng(0)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     nodes = [
@@ -75,7 +75,7 @@ def two_inputs_source(folder: Path) -> Artifact:
 
 
 def two_inputs_engine(source: Artifact, folder: Path) -> Artifact:
-    """Built with the signature's own ranges, for two kinds of GPU, through run_stage."""
+    """Builds an engine with the signature's own ranges, for two kinds of GPU, through run_stage."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6", "12.0"))
     cache = StageCache(folder / "cache")
     return run_stage("engine_from_onnx", source, config, cache=cache, out=folder / "two.engine")

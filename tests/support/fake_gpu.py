@@ -1,4 +1,4 @@
-"""A CUDA and an engine that are made of plain memory, for the TensorRT session without a GPU."""
+"""A fake CUDA and a fake engine in plain memory, for the TensorRT session without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.signature import Signature, TensorSpec
 
 
 class FakeCuda:
-    """CUDA over ordinary memory: addresses are real, every allocation is counted, a double free is found."""
+    """CUDA over ordinary memory. Addresses are real, every allocation is counted, and a double free raises."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit = limit
@@ -114,7 +114,7 @@ def array_at(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
 
 
 class FakeContext:
-    """Computes y = 2 * x and, with sizes that depend on the data, where = the places of the positive numbers."""
+    """Computes y = 2 * x, and where = the indices of the positive numbers, whose size depends on the data."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""A clock that is set by hand, and sessions whose work the tests can see, shared by the tests of the scheduling."""
+"""A clock that the test sets and sessions that record their work, for the tests of the scheduling."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest, InferenceResponse, ServeError
-from accel.serve.instances import QueuedExecutor
-from accel.serve.scheduling import Scheduling
+from accel.serve.protocol.inference import InferenceRequest, InferenceResponse, ServeError
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.instances import QueuedExecutor
+from accel.serve.scheduling.options import Scheduling
 from accel.signature import Feeds, Signature, TensorSpec
 
 SIGNATURE = Signature(
@@ -21,7 +21,7 @@ POISON = -666.0
 
 
 class FakeClock:
-    """Seconds, as the test says."""
+    """Tells the time, in seconds, that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -31,7 +31,8 @@ class FakeClock:
 
 
 class FakeSession:
-    """y = 2x, z = sum of a row. Keeps the rows of each run; ``during`` is called inside one; a poisonous row raises."""
+    """Computes y = 2x and z = the sum of a row. Records the rows of each run, calls ``during`` inside a run, and raises
+    on a row with POISON."""
 
     def __init__(self, signature: Signature = SIGNATURE) -> None:
         self.signature = signature
@@ -67,7 +68,7 @@ class FakeSession:
 
 
 class Caller:
-    """Someone who asked: every answer that came, in order."""
+    """A client of the executor that collects its answers in order."""
 
     def __init__(self, executor: Any, request: InferenceRequest) -> None:
         self.request = request
@@ -86,13 +87,13 @@ class Caller:
 
     @property
     def code(self) -> str | None:
-        """``None`` while there is no answer, ``OK``, or the name of the error."""
+        """Returns ``None`` while there is no answer, ``OK``, or the name of the error."""
         found = self.refused or (self.answers[0] if self.answers else None)
         assert len(self.answers) <= 1
         return found.code.name if isinstance(found, ServeError) else "OK" if found else None
 
     def check_rows(self) -> None:
-        """It got its own rows and nobody else's."""
+        """Asserts that the answer belongs to this caller's rows."""
         answer = self.answer
         assert isinstance(answer, InferenceResponse)
         x = self.request.inputs["x"]
@@ -102,7 +103,7 @@ class Caller:
 
 
 def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
-    """``rows`` rows that no other value has."""
+    """Makes a request with ``rows`` rows that no request of another value has."""
     x = np.array([[value + row / 64, value] for row in range(rows)], dtype=np.float32)
     return InferenceRequest(model="m", id=str(value), inputs={"x": x}, **fields)
 
@@ -110,7 +111,7 @@ def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
 def by_hand(
     scheduling: Scheduling, session: FakeSession | None = None
 ) -> tuple[QueuedExecutor, FakeSession, FakeClock]:
-    """An executor without threads: it does what ``poll`` says, at the time the clock says."""
+    """Makes an executor without threads: the test polls it, at the time of the test's clock."""
     clock = FakeClock()
     session = session or FakeSession()
     executor = make_executor(
@@ -121,7 +122,7 @@ def by_hand(
 
 
 def waiting(**options: Any) -> Scheduling:
-    """Batches of up to 8 that are waited for 1 ms, even by an idle instance."""
+    """Returns a scheduling with batches of up to 8 that waits 1 ms for more rows, even if an instance is idle."""
     return Scheduling(**{"max_batch_size": 8, "dynamic": True, "max_delay_us": 1000, "eager": False} | options)
 
 

@@ -1,5 +1,5 @@
-"""A stand-in for TensorRT: a registry of plugins and a parser that decides between plugin and function body as
-TensorRT's own does. What it builds is the list of its layers as JSON."""
+"""A stand-in for TensorRT: a registry of plugins, and a parser that chooses between plugin and function body as
+TensorRT's parser does. The stand-in builds an engine that lists its layers as JSON."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import onnx
 from onnx import TensorProto
 
 from accel.artifact import Artifact
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig
-from accel.kernels.tensorrt_plugin import PluginKernel
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
+from accel.kernels.tensorrt.quick_plugins import PluginKernel
 from accel.stage import run_stage
 
-# Of a node that has a function body: TensorRT 10.0 takes the body, later ones a plugin of that name, version and
-# namespace where there is one, those from 10.14 only where the node names a namespace itself.
+# For a node with a function body, TensorRT 10.0 uses the body. Later versions use a plugin with the name, version and
+# namespace of the node if such a plugin exists. From 10.14 on, TensorRT uses the plugin only if the node itself names a
+# namespace.
 RULES = ("body first", "plugin first", "plugin where it is named")
 
 
-# What takes a node, in the engine.
+# The ways in which the engine implements a node.
 QUICK, LIBRARY_PLUGIN, BODY = "plugin of 'accel'", "plugin of ''", "body"
 
 
@@ -35,7 +36,8 @@ class Registry:
         return name if (name, version, plugin_namespace) in self.creators else None
 
     def load_library(self, path: str) -> object | None:
-        """A file with a name a line is a library of plugins; None where one of them is there already."""
+        """Loads a file with one name per line as a library of plugins. Returns None if a plugin of that name already
+        exists."""
         names = {(line, "1", "") for line in Path(path).read_text().splitlines()}
         if ("FusedGemm", "1", "") not in names or names & self.creators:
             return None
@@ -45,7 +47,7 @@ class Registry:
 
 
 class FakeTensorRT(ModuleType):
-    """The module ``tensorrt``, as far as an engine's build goes."""
+    """The parts of the module ``tensorrt`` that building an engine uses."""
 
     __version__ = "11.0.0"
     NetworkDefinitionCreationFlag = SimpleNamespace()
@@ -122,8 +124,8 @@ class FakeTensorRT(ModuleType):
 
 
 def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
-    """The model with its external weights, read as the parser of TensorRT does: from beside ``path``, wherever a link
-    goes, but from no folder above."""
+    """Returns the model with its external weights, read as TensorRT's parser reads them: from the folder of ``path``,
+    following links, but from no folder above."""
     model = onnx.ModelProto.FromString(content)
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -139,7 +141,7 @@ def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
 
 
 class Descriptor:
-    """A tensor as TensorRT describes it to a quick plugin, its sizes plain numbers."""
+    """A tensor as TensorRT describes it to a quick plugin, with plain numbers as sizes."""
 
     def __init__(self, *shape: int) -> None:
         self.shape_expr = list(shape)
@@ -150,14 +152,15 @@ class Descriptor:
 
 
 class Scalars(list[Any]):
-    """``SymIntExprs``."""
+    """Stands for ``SymIntExprs``."""
 
     def __init__(self, size: int) -> None:
         super().__init__([None] * size)
 
 
 def quick_plugins(registry: Registry | None = None) -> ModuleType:
-    """``tensorrt.plugin``: ``kept`` is what was registered, ``<id> shapes`` and ``<id> kernel``."""
+    """Makes ``tensorrt.plugin``. ``tensorrt.plugin.kept`` holds the registered functions, as ``<id> shapes`` and ``<id>
+    kernel``."""
     plugin = ModuleType("tensorrt.plugin")
     kept: dict[str, Callable[..., Any]] = {}
 
@@ -184,20 +187,20 @@ def quick_plugins(registry: Registry | None = None) -> ModuleType:
 
 
 def kernel(function: Any, arch: int) -> PluginKernel:
-    """In place of ``compile_kernel``."""
+    """Replaces ``compile_kernel``."""
     assert arch == 80
     return PluginKernel(name=function.name, ptx="", threads=128, shared=0, block_m=64, block_n=64)
 
 
 def built(src: Artifact, folder: Path, **options: Any) -> tuple[dict[str, str], Artifact]:
-    """What took each operator in the engine, and the engine."""
+    """Builds an engine. Returns what implements each operator in the engine, and the engine."""
     config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True, **options)
     made = run_stage("engine_from_onnx", src, config, out=folder / "made.engine")
     return dict(json.loads(made.path.read_bytes())), made
 
 
 def library(folder: Path, *names: str) -> Path:
-    """A library of plugins with these names."""
+    """Writes a library of plugins with these names."""
     path = folder / "plugins.so"
     path.write_text("\n".join(["FusedGemm", *names]))
     return path

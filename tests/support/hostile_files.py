@@ -1,6 +1,6 @@
-"""Files that are damaged, lie, or mean harm, made from whole ones.
+"""Damaged, lying and malicious files, made from valid ones.
 
-``make(good, here)`` writes into the folder ``here``; ``good`` is a folder of whole files, made once (see
+Each ``make(good, here)`` writes into the folder ``here``. ``good`` is a folder of valid files, made once (see
 ``test_hostile_files.py``).
 """
 
@@ -23,12 +23,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# What code in a pickle would leave behind if it ran.
+# The file that the code in a pickle makes if it runs.
 MARK = "the-code-has-run"
 
 
 def small(**changes: Any) -> onnx.ModelProto:
-    """``y = x @ w``, x float32[batch, 4]; ``changes``: opset, ir, nodes, inputs, outputs, weights."""
+    """Makes ``y = x @ w``, with x float32[batch, 4]; ``changes``: opset, ir, nodes, inputs, outputs, weights."""
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         changes.get("nodes", [helper.make_node("MatMul", ["x", "w"], ["y"])]),
@@ -42,14 +42,14 @@ def small(**changes: Any) -> onnx.ModelProto:
 
 
 def chain(length: int) -> onnx.ModelProto:
-    """``length`` nodes in a row: parsers that recurse overflow their stack."""
+    """Makes ``length`` nodes in a row, on which recursive parsers overflow their stack."""
     nodes = [helper.make_node("Relu", [f"t{i}" if i else "x"], [f"t{i + 1}"]) for i in range(length)]
     nodes[-1].output[0] = "y"
     return small(nodes=nodes)
 
 
 def deep_graph(depth: int) -> bytes:
-    """A graph in a node in a graph in a node, written by hand: protobuf itself wouldn't."""
+    """Makes graphs nested in nodes, ``depth`` deep. Writes the bytes by hand, because protobuf itself refuses them."""
 
     def field(number: int, payload: bytes) -> bytes:
         size, length = len(payload), b""
@@ -64,7 +64,7 @@ def deep_graph(depth: int) -> bytes:
 
 
 def onnx_file(**changes: Any) -> Make:
-    """``m.onnx`` as ``small`` makes it."""
+    """Writes the model of ``small`` as ``m.onnx``."""
     return lambda _, here: onnx.save(small(**changes), here / "m.onnx") and None
 
 
@@ -76,12 +76,12 @@ def model_file(make: Callable[[], onnx.ModelProto]) -> Make:
 
 
 def damaged_engine(good: Path, here: Path) -> None:
-    """``model.engine`` alone, with another header."""
+    """Writes ``model.engine`` alone, with a wrong header."""
     (here / "model.engine").write_bytes(b"XXXX" + (good / "engine" / "model.engine").read_bytes()[4:])
 
 
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
-    """Weights outside the file: ``size`` bytes in ``w.data``, and what the model says of them."""
+    """Writes a model with external weights: ``size`` bytes in ``w.data``, and ``entries`` that may contradict them."""
 
     def write(_: Path, here: Path) -> None:
         model = small(weights=[])
@@ -96,7 +96,7 @@ def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
 
 
 def external_link(_: Path, here: Path) -> None:
-    """The file with the weights is a link to one outside the folder."""
+    """Writes a model whose file of weights is a link to a file outside the folder."""
     outside = here / "elsewhere"
     outside.mkdir()
     folder = here / "model"
@@ -107,7 +107,7 @@ def external_link(_: Path, here: Path) -> None:
 
 
 def recursive_function() -> onnx.ModelProto:
-    """A local function that calls itself."""
+    """Makes a local function that calls itself."""
     node = helper.make_node("Again", ["a"], ["b"], domain="own")
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
     model = small(nodes=[helper.make_node("Again", ["x"], ["y"], domain="own")], opsets=opsets)
@@ -116,13 +116,13 @@ def recursive_function() -> onnx.ModelProto:
 
 
 def wrong_dims(dims: list[int], data: bytes = b"") -> onnx.ModelProto:
-    """A weight that says it has other dims than its data has numbers."""
+    """Makes a weight whose dims don't match the count of its numbers."""
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, raw_data=data)
     return small(weights=[weight])
 
 
 def truncated(name: str, share: float = 0.5, *, to: str | None = None) -> Make:
-    """The first ``share`` of a whole file."""
+    """Writes the first ``share`` of a valid file."""
 
     def write(good: Path, here: Path) -> None:
         data = (good / name).read_bytes()
@@ -132,7 +132,7 @@ def truncated(name: str, share: float = 0.5, *, to: str | None = None) -> Make:
 
 
 def flipped(name: str, seed: int, *, bits: int = 40) -> Make:
-    """A whole file with some bits turned around, most of them in its first half: where the headers are."""
+    """Writes a valid file with some flipped bits, most of them in the first half, which holds the headers."""
 
     def write(good: Path, here: Path) -> None:
         data = bytearray((good / name).read_bytes())
@@ -157,7 +157,7 @@ def also(*makes: Make) -> Make:
 
 
 def copied(*names: str) -> Make:
-    """Whole files, or folders of them."""
+    """Copies valid files or folders."""
 
     def write(good: Path, here: Path) -> None:
         for name in names:
@@ -179,7 +179,7 @@ def zip_file(name: str, entries: dict[str, bytes]) -> Make:
 
 
 def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
-    """An archive of less than a megabyte whose one entry unpacks to ``megabytes``."""
+    """Makes an archive of less than a megabyte whose only entry unpacks to ``megabytes``."""
 
     def write(_: Path, here: Path) -> None:
         block = bytes(1 << 20)
@@ -193,7 +193,7 @@ def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
 
 
 class _Harm:
-    """Pickled, it writes a file when it is loaded."""
+    """Pickles to code that makes a folder when the pickle is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -207,7 +207,7 @@ def harmful_pickle(here: Path) -> bytes:
 
 
 def pickled(name: str, *, inside: str = "") -> Make:
-    """A pickle that holds code, bare or as the entry ``inside`` of an archive."""
+    """Makes a pickle that contains code, as a file or as the entry ``inside`` of an archive."""
 
     def write(_: Path, here: Path) -> None:
         if not inside:
@@ -223,7 +223,7 @@ def pickled(name: str, *, inside: str = "") -> Make:
 
 
 def poisoned(name: str) -> Make:
-    """A whole archive of torch's in which every pickle, and everything that may be read as one, is one with code."""
+    """Copies a torch archive, and puts a pickle with code in place of every entry that torch may unpickle."""
 
     def write(good: Path, here: Path) -> None:
         harm = harmful_pickle(here)
@@ -236,14 +236,15 @@ def poisoned(name: str) -> Make:
 
 
 def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> Make:
-    """``w.safetensors`` with this header (bytes, or what becomes JSON), which may lie about its length."""
+    """Writes ``w.safetensors`` with this header (bytes, or a value to write as JSON), which may lie about its
+    length."""
     body = header if isinstance(header, bytes) else json.dumps(header).encode()
     said = len(body) if length is None else length
     return raw("w.safetensors", struct.pack("<Q", said) + body + data)
 
 
 def npy(shape: str, dtype: str = "'<f4'", data: bytes = bytes(16)) -> bytes:
-    """An array file whose header says this."""
+    """Returns an array file with this header."""
     header = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}".encode()
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
@@ -263,7 +264,7 @@ def arrays(**values: np.ndarray) -> Make:
 
 
 def sidecar(change: Callable[[dict[str, Any]], None], *, name: str = "m.onnx") -> Make:
-    """A whole artifact whose manifest was changed by somebody who then made its digest right."""
+    """Copies a valid artifact, changes its manifest, and makes the manifest's digest match again."""
 
     def write(good: Path, here: Path) -> None:
         from accel.artifact import canonical_json, text_sha256

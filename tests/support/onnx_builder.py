@@ -1,4 +1,4 @@
-"""Small ONNX files for the tests of the stages, and what came out of them."""
+"""Builders of small ONNX files for the tests of stages, and runs of the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.artifact import Artifact
 from accel.runtimes.base import SessionOptions
 from accel.runtimes.onnx_rounded import RoundedSession
 from accel.signature import DimRange
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 
@@ -28,7 +28,7 @@ def artifact(
     opset: int = 20,
     dims: dict[str, DimRange] | None = None,
 ) -> Artifact:
-    """An ONNX file of these nodes, opened."""
+    """Saves and opens an ONNX file of these nodes."""
     graph = helper.make_graph(
         nodes,
         "g",
@@ -43,7 +43,7 @@ def artifact(
 
 
 def node(op: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
-    """``-`` stands for an input that is left out."""
+    """Makes a node. ``-`` stands for an omitted input."""
     names = ["" if name == "-" else name for name in inputs.split()]
     return helper.make_node(op, names, outputs.split(), name=f"n_{outputs.split()[0]}", **attributes)
 
@@ -58,7 +58,7 @@ def kept(made: Artifact) -> set[str]:
 
 
 def run(made: Artifact, **feeds: np.ndarray) -> dict[str, np.ndarray]:
-    """With real rounding."""
+    """Runs the model with real rounding."""
     with RoundedSession(made, SessionOptions()) as session:
         return session.run(feeds)
 

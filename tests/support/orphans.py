@@ -1,4 +1,4 @@
-"""What is left running of a command that was ended."""
+"""Processes that remain of a command that was ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[bytes]:
-    """Child processes that were started for ``pid``, by their command line: they may have lost their parent."""
+    """Finds child processes that were started for ``pid``, by their command line, because they may have lost their
+    parent."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -20,7 +21,7 @@ def children_of(pid: int) -> list[bytes]:
 
 
 def assert_no_children(pid: int, what: str) -> None:
-    """Within a minute: a child ends after its parent."""
+    """Asserts that all children end within a minute. A child may end after its parent."""
     deadline = time.monotonic() + 60
     while left := children_of(pid):
         assert time.monotonic() < deadline, f"{what}, its children live on: {left}"

@@ -6,30 +6,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accel.train.config import TrainConfig
-from accel.train.layout import join
+from accel.train.config.schema import TrainConfig
 from accel.train.loop import Trainer
+from accel.train.parallel.layout import join
 
-SMALL = Path(__file__).parent / "small.py"
+SMALL = Path(__file__).parent / "small_gpt.py"
 
 
 def config_of(**tables: object) -> TrainConfig:
-    """Four steps of 8 samples in micro-batches of 4, with ``tables`` put over it."""
+    """Returns a config of four steps of 8 samples in micro-batches of 4, changed by ``tables``."""
     body = {"model": f"{SMALL}:model", "data": f"{SMALL}:data", "steps": 4, "global_batch": 8, "micro_batch": 4}
     return TrainConfig.from_dict({**body, "log_every": 1, **tables})
 
 
 def trainer_of(out: Path, **tables: object) -> Trainer:
-    """A run of this process alone."""
+    """Makes a trainer that runs in this process alone."""
     config = config_of(**tables)
     return Trainer(config, out, join(config))
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log."""
+    """Reads the lines of a run's log."""
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 def logged(out: Path) -> list[float]:
-    """The losses in a run's log."""
+    """Reads the losses in a run's log."""
     return [row["loss"] for row in rows_of(out) if "note" not in row]

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_builder as build
 import tritonclient.grpc as triton
 from onnx import TensorProto
 from tritonclient.utils import InferenceServerException
 
-from accel.serve.process import ServingProcess
-from accel.serve.repository import Repository
+from accel.serve.models.repository import Repository
+from accel.serve.process.serving import ServingProcess
+from tests.support import onnx_builder as build
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
 
-# Of "linear" and "relu", as steps one after the other.
+# An ensemble of "linear" and "relu", one after the other.
 ENSEMBLE = """
 max_batch_size: 8
 input { name: "image" data_type: TYPE_FP32 dims: [4] }
@@ -41,12 +41,12 @@ ensemble_scheduling {
 }
 """
 
-# On the path of a server: models under "bad" do what their input says, see the file there.
+# A folder for the server's path. There, models under "bad" do what their input says: see sitecustomize.py.
 FAULTY = Path(__file__).parent / "faulty_sessions"
 
 
 def linear(folder: Path, scale: float = 1.0) -> Path:
-    """``y = scale * x @ WEIGHTS`` with a dynamic batch."""
+    """Writes ``y = scale * x @ WEIGHTS`` with a dynamic batch."""
     folder.mkdir(parents=True, exist_ok=True)
     return build.artifact(
         folder / "model.onnx",
@@ -58,7 +58,7 @@ def linear(folder: Path, scale: float = 1.0) -> Path:
 
 
 def two_inputs(folder: Path) -> Path:
-    """``total = a + b`` (int64) and ``text`` as it came."""
+    """Writes a model that gives ``total = a + b`` (int64) and returns ``text`` unchanged."""
     folder.mkdir(parents=True, exist_ok=True)
     return build.artifact(
         folder / "model.onnx",
@@ -69,7 +69,7 @@ def two_inputs(folder: Path) -> Path:
 
 
 def identity(folder: Path, dtype: int, shape: list[Any] | None = None) -> Path:
-    """``y = x`` of one dtype and one shape without a batch."""
+    """Writes ``y = x`` of one dtype and one shape without a batch."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = shape or ["n"]
     return build.artifact(
@@ -81,7 +81,7 @@ Start = Callable[..., ServingProcess]
 
 
 def plain(process: Any, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-    """Status and body of a GET, or of a POST of ``body``; ``_`` in a header's name is ``-``."""
+    """Returns the status and body of a GET, or of a POST of ``body``. ``_`` in a header's name stands for ``-``."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{process.ports['http']}{path}",
         data=body,
@@ -96,7 +96,7 @@ def plain(process: Any, path: str, body: bytes | None = None, **headers: str) ->
 
 
 class Served:
-    """A running ``accel serve`` and its log. ``path``: where its processes look for Python modules first."""
+    """A running ``accel serve`` and its log. The processes of the server look for Python modules in ``path`` first."""
 
     def __init__(self, *words: str, path: Path | None = None) -> None:
         self.process = subprocess.Popen(
@@ -123,7 +123,7 @@ class Served:
             self._news.notify_all()
 
     def wait_for(self, message: str, count: int = 1) -> dict[str, Any]:
-        """The ``count``-th line of the log that says so."""
+        """Waits for the ``count``-th line of the log with this message, and returns it."""
 
         def lines() -> list[dict[str, Any]]:
             return [line for line in self.log if line["message"] == message]
@@ -142,21 +142,21 @@ class Served:
 
 
 def client(port: int) -> triton.InferenceServerClient:
-    """A client with a connection of its own."""
-    # By default all clients of a process share a connection, which reaches one process.
+    """Makes a client with a connection of its own."""
+    # By default, all clients of a process share a connection, which reaches only one process of the server.
     options = [("grpc.use_local_subchannel_pool", 1)]
     return triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
 
 
 def tensor(name: str, value: np.ndarray, kind: str) -> triton.InferInput:
-    """An input of a request over gRPC."""
+    """Makes an input of a gRPC request."""
     made = triton.InferInput(name, list(value.shape), kind)
     made.set_data_from_numpy(value)
     return made
 
 
 def ask(made: Any, model: str = "linear", mark: float = 1.0, **options: Any) -> np.ndarray:
-    """One row of ``mark``."""
+    """Sends one row full of ``mark``, and returns the output."""
     given = triton.InferInput("x", [1, 4], "FP32")
     given.set_data_from_numpy(np.full((1, 4), mark, np.float32))
     found: np.ndarray = made.infer(model, [given], **options).as_numpy("y")
@@ -164,7 +164,7 @@ def ask(made: Any, model: str = "linear", mark: float = 1.0, **options: Any) -> 
 
 
 class Load:
-    """Clients that ask ``linear`` without a pause, each on its own connection; what they got."""
+    """Clients that send requests to ``linear`` without a pause, each on its own connection, and record the answers."""
 
     def __init__(self, port: int, count: int = 4) -> None:
         self.errors: list[tuple[str, str]] = []
@@ -176,8 +176,8 @@ class Load:
 
     @property
     def lost(self) -> list[str]:
-        """What was said of requests that were sent. Not of those that never were: a connection that is made again while
-        its process still dies is refused, gRPC tries another one after a second, and a client without a pause asks
+        """Returns the errors of requests that were sent. Requests that never were sent don't count: while its process
+        dies, a new connection is refused, gRPC tries another after a second, and a client without a pause asks
         thousands of times meanwhile."""
         return [why for _, why in self.errors if not why.startswith("failed to connect")]
 
@@ -195,7 +195,7 @@ class Load:
                 self._answers[at] += int(np.allclose(y, WEIGHTS.sum(0)))
 
     def more(self, count: int) -> None:
-        """Wait for so many further answers to each client."""
+        """Waits until each client has ``count`` further answers."""
         wanted, deadline = [had + count for had in self._answers], time.monotonic() + 60
         while any(has < least for has, least in zip(self._answers, wanted, strict=True)):
             assert time.monotonic() < deadline
@@ -208,12 +208,12 @@ class Load:
 
 
 def pids(served: Any) -> list[int]:
-    """Of the processes that serve, as they came."""
+    """Returns the ids of the processes that serve, in the order of their start."""
     return [line["process"] for line in served.log if line["message"] == "serving"]
 
 
 def assert_refused(root: Path, said: str) -> None:
-    """The one model of the repository isn't loaded, for this reason."""
+    """Asserts that the repository refuses to load its only model, for this reason."""
     repository = Repository(root)
     try:
         repository.start()

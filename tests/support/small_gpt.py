@@ -1,4 +1,4 @@
-"""A small GPT with an odd vocabulary on uneven targets: what the distributed checks train."""
+"""A small GPT with an odd vocabulary and uneven targets, which the distributed checks train."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model() -> torch.nn.Module:
 
 
 def deep() -> torch.nn.Module:
-    """As many parts as four ranks have stages, two each."""
+    """Makes a model with as many parts as four ranks have stages, two each."""
     return GPT(GPTConfig(vocab=VOCABULARY, layers=7, hidden=32, heads=4, seq=LENGTH))
 
 
@@ -28,13 +28,13 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for index in range(SAMPLES):
         ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
         targets = (ids * 3 + 1) % VOCABULARY
-        targets[: (index * 5) % (LENGTH - 1)] = -100  # uneven: 1 to 16 counted targets a sample
+        targets[: (index * 5) % (LENGTH - 1)] = -100  # 1 to 16 counted targets per sample
         found.append((ids, targets))
     return found
 
 
 class _Rotary(torch.nn.Module):
-    """A block that nothing in accel knows: RMS norm, rotary positions, grouped queries, gated MLP."""
+    """A block that accel doesn't know: RMS norm, rotary positions, grouped queries, gated MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,12 +76,13 @@ class _Decoder(torch.nn.Module):
 
 
 def decoder() -> torch.nn.Module:
-    """Somebody's own transformer, its embeddings tied."""
+    """Makes a user's own transformer with tied embeddings."""
     return _Decoder()
 
 
 class _Counting(torch.nn.Module):
-    """Attention that writes down its heads: what ``shape`` says, of one product or of three."""
+    """Attention that fixes its heads in the code: ``shape`` is its (heads, width), computed by one product or by
+    three."""
 
     def __init__(self, shape: tuple[int, int], *, together: bool = False) -> None:
         super().__init__()
@@ -109,32 +110,35 @@ def one_head() -> torch.nn.Module:
 
 
 def all_heads() -> torch.nn.Module:
-    """On two ranks, twice as many heads as there are, half as wide."""
+    """Makes attention that, on two ranks, splits its features into twice as many heads of half the width."""
     return _counting(4, -1)
 
 
 def whole_heads() -> torch.nn.Module:
-    """On two ranks, more numbers than there are."""
+    """Makes attention that, on two ranks, expects more features than its rank has."""
     return _counting(4, 8)
 
 
 def one_product() -> torch.nn.Module:
-    """On two ranks, the halves of queries, keys and values that lie together, taken for thirds."""
+    """Makes attention that computes queries, keys and values in one product.
+
+    On two ranks, each rank wrongly cuts its half of the joined queries, keys and values into thirds.
+    """
     return _counting(-1, 8, together=True)
 
 
 def odd_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Sequences of a length that two ranks can't share."""
+    """Makes sequences of a length that two ranks can't share."""
     return [(ids[:15], targets[:15]) for ids, targets in data()]
 
 
 def few() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Three batches of 8 and a last one of 2, of which some ranks get nothing."""
+    """Makes three batches of 8 and a last batch of 2. Some ranks get no sample of the last batch."""
     return data()[:26]
 
 
 def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of 1 to 16 tokens."""
+    """Makes pieces of 1 to 16 tokens."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for _ in range(400):
@@ -145,7 +149,7 @@ def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def wrong_chain() -> torch.nn.Module:
-    """A model that does more than its chain says."""
+    """Makes a model that computes more than its chain of parts."""
 
     class Doubled(GPT):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -155,7 +159,7 @@ def wrong_chain() -> torch.nn.Module:
 
 
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The default loss written by somebody who counts on plain, whole logits."""
+    """Computes the default loss, written by a user who expects plain, whole logits."""
     assert type(outputs) is torch.Tensor
     assert outputs.shape[-1] == VOCABULARY
     picked = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
@@ -167,12 +171,12 @@ _calls = 0
 
 
 def overflow_once(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first loss of the last rank is infinite."""
+    """Makes the first loss of the last rank infinite."""
     return _overflow(outputs, targets, 1)
 
 
 def overflow_second(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second loss of the last rank is infinite."""
+    """Makes the second loss of the last rank infinite."""
     return _overflow(outputs, targets, 2)
 
 

@@ -1,4 +1,4 @@
-"""TensorFlow models, made once by a process of their own: TensorFlow is never imported into the suite's."""
+"""TensorFlow models, made once in a separate process, because the suite's process never imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from typing import Any
 
 import pytest
 
-from accel.sources import tensorflow_process
+from accel.sources.tensorflow import process as tensorflow_process
 
-HERE = Path(__file__).parent
+from . import ROOT
+
+_MAKER = ROOT / "tests" / "converters" / "from_tensorflow" / "make_models.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``pytest -m tensorflow`` is this folder, but for what starts from ONNX and stays there."""
+    """Marks the tests that use TensorFlow's models or convert them to ONNX, for ``pytest -m tensorflow``."""
     for item in items:
-        if item.path.is_relative_to(HERE) and item.path.name != "test_onnx_in.py":
+        if item.path.parent == _MAKER.parent or "tensorflow_models" in getattr(item, "fixturenames", ()):
             item.add_marker("tensorflow")
 
 
 @pytest.fixture(scope="session")
 def tensorflow_models(shared: Path, one_worker: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what ``make_models.py`` makes."""
+    """Returns the folder that ``make_models.py`` writes."""
     folder = shared / "tensorflow"
     made = folder.with_name("tensorflow-unfinished")
-    words = [sys.executable, "-W", "ignore", str(HERE / "make_models.py"), str(made)]
+    words = [sys.executable, "-W", "ignore", str(_MAKER), str(made)]
     environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("t"))}  # TensorFlow leaves files there
     with one_worker("tensorflow"):
         if not folder.exists():
@@ -47,15 +49,16 @@ def _ends_the_process() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_tensorflow_here() -> Iterator[None]:
-    """No test, and nothing it calls, imports TensorFlow into this process."""
+def _no_tensorflow_here(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Asserts that no test of TensorFlow's models, and nothing it calls, imports TensorFlow into this process."""
     yield
-    assert "tensorflow" not in sys.modules
+    if request.node.get_closest_marker("tensorflow"):
+        assert "tensorflow" not in sys.modules
 
 
 @pytest.fixture(scope="session")
 def shipped() -> Callable[[str, str], Path]:
-    """``shipped(package, path)``: a file that an installed package ships; the package is not imported."""
+    """Returns ``shipped(package, path)``, which finds a file of an installed package without importing the package."""
 
     def find(package: str, path: str) -> Path:
         found = importlib.util.find_spec(package)

@@ -1,4 +1,4 @@
-"""How much worse a candidate is than its source: by the user's own metric, or by how far its outputs are off."""
+"""The judge: how much worse a candidate is than its source, by the user's metric or by the distance of outputs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, finite_json, text_sha256
 from accel.errors import BadData, RunFailed, UsageError
-from accel.optimizer.label_metric import LabelMetric
-from accel.optimizer.metric_code import metric_digest
 from accel.progress import report
+from accel.proof.compare import compare
+from accel.proof.concordance import discordance
+from accel.proof.data import Dataset
+from accel.proof.gates import cast_feeds, gate_runtime
+from accel.proof.runs import check_samples, nan_samples, nan_words
+from accel.proof.stream import SampleStream
 from accel.runtimes.base import SessionOptions, detached, open_session
 from accel.sources.python_object import load_object, raised
 from accel.stage import path_sha256
-from accel.verify.compare import compare
-from accel.verify.concordance import discordance
-from accel.verify.data import Dataset
-from accel.verify.gates import cast_feeds, gate_runtime
-from accel.verify.runs import check_samples, nan_samples, nan_words
-from accel.verify.stream import SampleStream
+
+from .label_metric import LabelMetric
+from .metric_code import metric_digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,18 +32,21 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# What a drop without a metric is, for the keys of judgements: another word where it becomes another number.
+# Part of the key of a judgement without a metric. A drop that is computed otherwise needs another word.
 _DROP = "discordance"
 
-# Without a metric outputs are compared on this many batches at most.
+# Without a metric, outputs are compared on at most this many batches.
 MOST_BATCHES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """``drop``: with a metric (reference - candidate) / |reference|, higher metrics being better; without one the
-    ``discordance`` of the worst output. ``max_abs_diff``: largest difference of any output value. ``judged_on``: what
-    was run."""
+    """The judgement of one candidate.
+
+    ``drop``: with a metric, (reference - candidate) / |reference|, where higher metrics are better. Without a metric,
+    the ``discordance`` of the worst output. ``max_abs_diff``: the largest difference of any output value.
+    ``judged_on``: the batches and the runtime. ``problem``: why the outputs can't be compared; empty if they can.
+    """
 
     drop: float
     metric: float | None
@@ -52,14 +56,17 @@ class Judgement:
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the judgement as ``optimize.json`` and the cache have it."""
         return finite_json(asdict(self))  # type: ignore[no-any-return]
 
 
 class Judge:
     """Judges candidates against one source, whose outputs are computed once.
 
-    ``metric``: ``f(outputs, data) -> float``, higher is better: all outputs by name over all samples of ``data`` (axis
-    0), and every array of the file, inputs and labels alike. Without ``data`` outputs are compared on random inputs.
+    ``metric``: ``f(outputs, data) -> float``, higher is better. The metric gets all outputs by name, over all samples
+    (axis 0), and every array of the data, inputs and labels alike. ``data``: None to compare outputs on random inputs.
+    ``skip``: the number of samples at the start of the data that calibrated the candidates. Without a metric, only the
+    samples after the calibration samples judge. ``saw_all``: all samples calibrated, so the same samples judge.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:
@@ -73,14 +80,13 @@ class Judge:
             raise UsageError(f"{self.metric_name} is not a function; a metric is called with (outputs, data)")
         self._stream = SampleStream(data, source.signature) if data else None
         self._batch, self._skip, self._count = self._part_of_the_data(skip)
-        # Whether the samples that calibrate judge, too, as there are no others.
         self.saw_all = bool(skip) and self.metric is None and not self._skip
         self._dataset: Dataset | None = None
         self._reference: list[dict[str, np.ndarray]] | None = None
         self._reference_metric: float | None = None
 
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
-        """What a judgement depends on."""
+        """Returns a hash of everything that a judgement depends on."""
         code = _DROP
         if self.metric is not None:
             code = repr(self.metric) if isinstance(self.metric, LabelMetric) else metric_digest(self.metric)
@@ -91,7 +97,7 @@ class Judge:
         )
 
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
-        """Run ``candidate`` on the data and say how much worse it is. It has to be one that this machine can run."""
+        """Runs ``candidate``, which has to run on this machine, on the data and judges it."""
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []
@@ -121,7 +127,7 @@ class Judge:
             return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
-        if not math.isfinite(value):  # a correlation of outputs that have become constant, say
+        if not math.isfinite(value):  # for example a correlation of constant outputs
             return Judgement(
                 drop=math.inf,
                 metric=None,
@@ -134,22 +140,22 @@ class Judge:
         return Judgement(drop=drop, metric=value, reference_metric=wanted, max_abs_diff=largest, judged_on=judged_on)
 
     def nan_note(self) -> str:
-        """What is to be said where the source itself gives NaN on what is judged; empty where it doesn't."""
+        """Returns a warning if the source itself gives NaN on the samples that judge, else an empty text."""
         reference = self._reference_outputs()
         count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
         return nan_words(sum(map(nan_samples, reference)), count, self.data)
 
     def check(self) -> None:
-        """Find out that the source runs on the data, and that the metric is one for them, before anything is made.
+        """Runs the source and the metric on the data, before any candidate is made.
 
-        Raises ``BadData`` with the sample that the source can't run on, ``UsageError`` where the metric fails.
+        Raises ``BadData`` with the sample that the source can't run on, ``UsageError`` if the metric fails.
         """
         self._reference_outputs()
         if self.metric is not None:
             self.reference_metric()
 
     def reference_metric(self) -> float:
-        """The metric of the source itself."""
+        """Returns the metric of the source itself."""
         if self._reference_metric is None:
             value = self._measure(self._reference_outputs())
             if not math.isfinite(value):
@@ -165,19 +171,19 @@ class Judge:
         joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
         try:
             found: Any = self.metric(joined, self._arrays())
-        except UsageError:  # it says itself what has to change
+        except UsageError:  # the message of the metric says what to change
             raise
         except (Exception, SystemExit) as error:
             raise raised(f"the metric {self.metric_name}", error) from error
         try:
             value = float(found)
-        except (TypeError, ValueError) as error:  # several numbers, or none
+        except (TypeError, ValueError) as error:  # several numbers, or no number
             kind = f"an array of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
             raise UsageError(f"the metric {self.metric_name} returned {kind}; it has to return one number") from error
         return value
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Every array of the data, which the metric may ask for; one of labels has its own."""
+        """Returns every array of the data for the metric, or none for a ``LabelMetric``, which has its own labels."""
         import numpy as np
 
         if isinstance(self.metric, LabelMetric):
@@ -203,9 +209,11 @@ class Judge:
         return self._reference
 
     def _part_of_the_data(self, skip: int) -> tuple[int, int, int]:
-        """The size of a batch, how many batches are left out from the front, and how many are judged on. Calibration
-        reads from the front: what it has seen, ``skip`` samples, is left out where anything else is there. A metric may
-        depend on the number and order of the samples: it gets all of them."""
+        """Returns the size of a batch, how many batches to leave out from the front, and how many to judge on.
+
+        Calibration reads ``skip`` samples from the front. The judge leaves these samples out if there are others. A
+        metric gets all samples, because it may depend on their number and order.
+        """
         if self._stream is None:
             return BATCH, 0, len(self.source.signature.cases())
         count = self._stream.batch_count(BATCH)
@@ -220,7 +228,7 @@ class Judge:
         return BATCH, 0, min(self._stream.batch_count(BATCH), MOST_BATCHES)
 
     def _feeds(self) -> Iterator[dict[str, np.ndarray]]:
-        """What is judged on, read as it goes: only the outputs stay in memory."""
+        """Yields the inputs to judge on, batch by batch: only outputs stay in memory."""
         signature = self.source.signature
         if self._stream is None:
             for index, sizes in enumerate(signature.cases()):

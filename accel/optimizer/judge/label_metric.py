@@ -1,4 +1,4 @@
-"""Metrics that need nothing but labels: what ``accel optimize --labels`` judges by."""
+"""Metrics that need only labels: ``accel optimize --labels`` judges by them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from accel.artifact import file_sha256
 from accel.errors import BadData, UnknownName, UsageError
+from accel.proof.data import open_npz
 from accel.signature import shapes_of
-from accel.verify.data import open_npz
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,16 +21,20 @@ KINDS = ("top1", "top5", "spearman", "iou")
 
 @dataclass(frozen=True)
 class LabelMetric:
-    """``f(outputs, data) -> float``, higher is better. ``top1``, ``top5``, ``topK``: the share of samples whose label
-    is among the K largest values of the output [samples, classes]. ``spearman``: rank correlation of the output, one
-    number a sample, with the labels. ``iou``: mean over the classes of intersection over union, where the output is
-    [samples, classes, ...] or [samples, ..., classes] and there is a class number for each place of it. The output is
-    the only one whose shape fits. Its repr, sha256 of the labels included, is what a cached judgement depends on."""
+    """A metric ``f(outputs, data) -> float`` of the only output whose shape fits the labels; higher is better.
+
+    ``kind``: ``top1``, ``top5``, ``topK``: the share of samples whose label is among the K largest values of the output
+    [samples, classes]. ``spearman``: rank correlation of the output, one number a sample, with the labels. ``iou``:
+    mean over the classes of intersection over union, for an output [samples, classes, ...] or [samples, ..., classes]
+    and labels with a class number for each place. ``where``: the file of the labels and the array in it.
+
+    A cached judgement depends on the repr, which includes the sha256 of the labels.
+    """
 
     kind: str
     sha256: str
     labels: np.ndarray = field(repr=False, compare=False)
-    where: str = field(default="labels", repr=False, compare=False)  # the file and the array in it
+    where: str = field(default="labels", repr=False, compare=False)
 
     @property
     def __name__(self) -> str:
@@ -54,8 +58,10 @@ class LabelMetric:
         return float((best == labels[:, None]).any(axis=1).mean())
 
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The one output that has the right shape, its classes on axis 1, and the labels as they fit it. ``BadData``
-        where the labels are no classes of it."""
+        """Returns the only output with the right shape, its classes on axis 1, and the labels in a shape that fits.
+
+        Raises ``BadData`` if a label is no class of the output, ``UsageError`` if none or several outputs fit.
+        """
         labels = self.labels
         if self.kind == "spearman":
             wanted = "one number a sample"
@@ -64,7 +70,7 @@ class LabelMetric:
             places = ", ".join(map(str, labels.shape[1:]))
             wanted = f"[samples, classes, {places}] or [samples, {places}, classes]"
             fitting = self._segmentations(outputs, labels)
-            if not fitting and labels.ndim > 2 and labels.shape[-1] == 1:  # masks as pictures of one channel
+            if not fitting and labels.ndim > 2 and labels.shape[-1] == 1:  # masks as images with one channel
                 labels = labels[..., 0]
                 fitting = self._segmentations(outputs, labels)
         else:
@@ -72,20 +78,21 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # Which of several it is isn't read off the labels: one beyond the classes would have features judged.
+            # The largest label must not choose between several outputs: a wrong label would choose an output of
+            # features.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
             has = shapes_of(outputs)
             raise UsageError(
-                f"{len(fitting)} outputs are {wanted} as {self.kind} with {self.where} {list(self.labels.shape)} needs "
-                f"(there are {has}); {self._way_out(outputs, len(fitting))}"
+                f"{self.kind} with {self.where} {list(self.labels.shape)} needs one output of {wanted}, and "
+                f"{len(fitting)} outputs fit (there are {has}); {self._way_out(outputs, len(fitting))}"
             )
         return next(iter(fitting.values())), labels
 
     @staticmethod
     def _segmentations(outputs: Mapping[str, np.ndarray], labels: np.ndarray) -> dict[str, np.ndarray]:
-        """The outputs that have classes for each place of ``labels``, turned to [samples, classes, ...]."""
+        """Returns the outputs that have classes for each place of ``labels``, transposed to [samples, classes, ...]."""
         import numpy as np
 
         places = labels.shape[1:]
@@ -95,14 +102,14 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # Where one output can be read both ways, each axis is as long as there are classes: then they are first. Beside
-        # one that can only be read with classes first, [samples, ..., n] are features of each place.
+        # An output whose shape allows both has its classes first. If some output allows only classes first, outputs
+        # [samples, ..., n] are features of each place.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
     def _way_out(self, outputs: Mapping[str, np.ndarray], fitting: int) -> str:
         if fitting:
-            return "pass --metric with a function that takes the one that counts"
+            return "pass --metric with a function that reads the right output"
         if hint := _one_hot(self.labels):
             return hint
         classes = any(v.ndim == 2 and v.shape[1] > 1 for v in outputs.values())
@@ -113,17 +120,18 @@ class LabelMetric:
     def _check_classes(self, output: str, classes: int, labels: np.ndarray) -> None:
         import numpy as np
 
-        # Of a segmentation a negative label says that its place doesn't count; a sample's own label has to be a class.
+        # In a segmentation, a place with a negative label doesn't count. A sample with a single label has to name a
+        # class.
         wrong = (labels >= classes) | ((labels < 0) & (self.kind != "iou"))
         if not wrong.any():
             return
         sample, *place = np.argwhere(wrong)[0].tolist()
         value = labels[(sample, *place)]
         at = f" at {place}" if place else ""
-        several = f" ({int(wrong.sum())} labels are no class)" if wrong.sum() > 1 else ""
+        several = f" ({int(wrong.sum())} labels are not a class)" if wrong.sum() > 1 else ""
         counted = labels[labels >= 0] if self.kind == "iou" else labels
         from_one = labels.max() == classes and counted.min() == 1
-        way_out = "they start at 1: save y - 1" if from_one else "correct the labels or leave such samples out"
+        way_out = "the labels start at 1: save y - 1" if from_one else "correct the labels or leave these samples out"
         raise BadData(
             f"{self.where}: the label of sample {sample}{at} is {value}, and the output {output!r} has {classes} "
             f"classes, 0 to {classes - 1}{several}; {way_out}"
@@ -131,7 +139,7 @@ class LabelMetric:
 
 
 def _one_hot(labels: np.ndarray) -> str:
-    """What to save instead of one-hot rows; empty where they are none."""
+    """Returns advice for labels that are one-hot rows, or an empty text for other labels."""
     if labels.dtype.kind not in "biuf" or not labels.size or not ((labels == 0) | (labels == 1)).all():
         return ""
     for axis in sorted({1, labels.ndim - 1} - {0}):
@@ -141,18 +149,21 @@ def _one_hot(labels: np.ndarray) -> str:
 
 
 def _whole(labels: np.ndarray) -> str:
-    """What to save instead of class numbers that are floats; empty where they are none."""
+    """Returns advice for labels that are whole numbers as floats, or an empty text for other labels."""
     if labels.dtype.kind != "f" or not (labels == labels.round()).all():
         return ""
     return "save them as integers, y.astype('int64')"
 
 
 def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
-    """The metric for the labels in ``path``: .npz with one array, or one called ``label`` or ``labels``, that has one
-    number a sample, [samples] or [samples, 1], or for ``iou`` a class number for each place (negative ones don't
-    count). Without ``kind`` integers are judged by top1, floats by spearman, more than one number a sample by iou.
+    """Returns the metric for the labels in ``path``.
 
-    Raises ``BadData`` for what can't be read or is no list of labels, ``UnknownName`` for a kind that is none.
+    The file is an .npz with one array, or with one called ``label`` or ``labels``. The array has one number a sample,
+    [samples] or [samples, 1]. For ``iou`` it has a class number for each place, and negative numbers don't count.
+    ``kind``: None for top1 if the labels are integers, spearman if they are floats, iou if there are several numbers
+    per sample.
+
+    Raises ``BadData`` if the file can't be read or has no such labels, ``UnknownName`` for an unknown kind.
     """
     import numpy as np
 
@@ -187,8 +198,11 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
 
 
 def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:
-    """Mean over the classes that occur in either of |found ∩ labels| / |found ∪ labels| (the Jaccard index), both class
-    numbers of one shape; places whose label is negative don't count. 0 where none is left."""
+    """Returns the mean of |found ∩ labels| / |found ∪ labels| (the Jaccard index) over the classes that occur.
+
+    ``found`` and ``labels`` are class numbers of the same shape. Places with a negative label don't count. Returns 0 if
+    no place counts.
+    """
     import numpy as np
 
     counted = labels >= 0
@@ -200,7 +214,7 @@ def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's rho: Pearson's r of the ranks, equal values sharing their mean rank; 0 where either is constant."""
+    """Returns Spearman's rho: Pearson's r of the ranks, where equal values share their mean rank. 0 for constants."""
     import numpy as np
 
     def ranks(values: np.ndarray) -> np.ndarray:

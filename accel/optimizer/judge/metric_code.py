@@ -1,4 +1,4 @@
-"""What the value of a metric depends on besides outputs and data: its code."""
+"""The digest of a metric's code, for the cache: a judgement is reused only if the metric is the same."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from accel.artifact import file_sha256, text_sha256
 
 
 def metric_digest(metric: Callable[..., Any]) -> str:
-    """sha256 over what ``metric`` is computed by: its own code, the files that it may call (its own and what was
-    imported from the same folder), and the arrays and numbers of its module (labels that are loaded on import, say).
+    """Returns a sha256 over everything that ``metric`` is computed by.
 
-    Of a function that has variables of another one (a closure), and of other objects, that isn't known: theirs is never
-    the same again, so that nothing that is cached is taken for it.
+    That is the code of the function, its file, the files imported from the same folder, and the arrays and numbers of
+    its module, such as labels that are loaded on import. For closures and other objects this isn't known: their digest
+    is different every time, so that no cached judgement is used.
     """
     if not isinstance(metric, FunctionType) or metric.__closure__:
         return text_sha256(uuid.uuid4().hex)
@@ -34,7 +34,7 @@ def metric_digest(metric: Callable[..., Any]) -> str:
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """``file``, and the files of the modules that lie in its folder."""
+    """Returns ``file`` and the files of the imported modules in its folder."""
     found = [file]
     for module in list(sys.modules.values()):
         where = getattr(module, "__file__", None)
@@ -46,7 +46,7 @@ def _neighbours(file: Path) -> list[Path]:
 
 
 def _plain(value: object) -> str:
-    """A text for a number, a string or an array; empty for anything else."""
+    """Returns a text for a number or an array, and an empty text for anything else."""
     import numpy as np
 
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:

@@ -1,4 +1,4 @@
-"""The candidates timed beside their source."""
+"""The timing of candidates beside their source."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 from accel.artifact import canonical_json, text_sha256
 from accel.cache import StageCache
-from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.noise import outcome_is_open
-from accel.optimizer.workload import Workload
 from accel.progress import report
 from accel.stage import versions
 
-if TYPE_CHECKING:
-    from accel.bench.paired import BenchReport
+from ..candidate import CandidateResult
+from .noise import outcome_is_open
+from .workload import Workload
 
-# Where a distribution is drawn or looked up: percentiles of all runs.
+if TYPE_CHECKING:
+    from accel.timing.paired import BenchReport
+
+# The percentiles of all runs that are recorded, for the drawing of distributions.
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long is measured: at least ``rounds`` rounds of blocks of ``block_seconds``, and more for up to ``seconds``
-    while an interval is wide. ``limit``: seconds that all of it may take, loading included, fewer rounds then."""
+    """The length of a measurement: at least ``rounds`` rounds of blocks of ``block_seconds`` each.
+
+    ``seconds``: the time for further rounds while an interval is wide. ``limit``: seconds that everything may take,
+    loading included; the measurement then has fewer rounds. None for no limit.
+    """
 
     rounds: int
     block_seconds: float = 0.2
@@ -40,16 +44,18 @@ def measured(
     effort: Effort,
     cache: StageCache,
 ) -> Mapping[str, Any]:
-    """Time the source and the candidates beside one another; the figures of an identical run come from the cache,
-    unless noise decided between them: then they are measured again, and the new ones kept.
+    """Times the source and the candidates beside each other, and returns the environment of the measurement.
 
-    Each row gets its ``measured``: the row of ``accel bench``, times in ms and energy in J a request, with
-    ``samples_per_second`` and the ``percentiles_ms`` of ``PERCENTILES`` (of passes, where a pass has several requests:
-    of one alone nothing is known then) and the ``noise_floor``. What fails is rejected with its reason. The machine,
-    the shape, the noise floor and whether the figures are ``cached`` are handed back.
+    The figures of an identical run come from the cache. If noise decided between the candidates in that run, they are
+    measured again and the new figures are kept.
+
+    Each row gets ``measured``: the row of ``accel bench``, with times in ms and energy in J a request, the
+    ``samples_per_second``, the ``percentiles_ms`` at ``PERCENTILES`` and the ``noise_floor``. If a pass has several
+    requests, the percentiles are those of passes, because single requests are not timed. A candidate that fails is
+    rejected with its reason. The environment has the machine, the ``sizes``, the ``noise_floor`` and ``cached``.
     """
-    from accel.bench.environment import environment as machine
-    from accel.bench.paired import Candidate, measure
+    from accel.timing.environment import environment as machine
+    from accel.timing.paired import Candidate, measure
 
     candidates = []
     for row in (source, *rows):
@@ -97,7 +103,7 @@ def measured(
         row.measured = _a_request(by_name[row.name], found["percentiles"].get(row.name), row.runtime, workload)
         row.measured["noise_floor"] = found.get("noise_floor")
         if row.measured.get("error"):
-            row.status, row.reason = "rejected", str(row.measured["error"])
+            row.reject(str(row.measured["error"]))
     said = {"sizes": found.get("sizes"), "noise_floor": found.get("noise_floor"), "cached": cached}
     return {**found["environment"], **said}
 
@@ -116,7 +122,7 @@ def _percentiles(report: BenchReport) -> dict[str, list[float]]:
 def _a_request(
     row: Mapping[str, Any], percentiles: Sequence[float] | None, runtime: str, workload: Workload
 ) -> dict[str, Any]:
-    """A row of the measurement, in which a run is a pass, by the request."""
+    """Returns a row of the measurement, in which a run is a pass, converted to figures per request."""
     count = workload.requests
     body = dict(row) | {"runtime": runtime}
     for name in ("median_ms", "mean_ms", "joules_per_run"):
@@ -125,7 +131,7 @@ def _a_request(
     body["round_medians_ms"] = [ms / count for ms in row["round_medians_ms"]]
     body["percentiles_ms"] = None if percentiles is None else [ms / count for ms in percentiles]
     if count > 1:
-        # Of a pass, not of a request: a mean over requests has no tail of theirs.
+        # Passes have these figures, requests don't: a mean over requests says nothing about the tail.
         body |= {"p90_ms": None, "p99_ms": None, "load_ms": None, "first_run_ms": None}
     median = body["median_ms"]
     body["samples_per_second"] = workload.batch * 1000 / median if median else None

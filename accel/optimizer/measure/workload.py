@@ -1,4 +1,4 @@
-"""What candidates are measured on: a batch, a mix of lengths, requests one at a time or as many as a session takes."""
+"""The workload that candidates are timed on: a batch, a mix of lengths, requests one by one or many at once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from accel.bench.blocks import Candidate
 from accel.errors import BadData, BadInputSpec, UsageError
+from accel.proof.gates import cast_feeds
+from accel.proof.stream import SampleStream
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, Signature, shapes_of
-from accel.verify.gates import cast_feeds
-from accel.verify.stream import SampleStream
+from accel.timing.blocks import Candidate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 
-# More lengths than this are stood for by as many quantiles of theirs: each is one more shape that a runtime prepares.
+# More lengths than this are replaced by this many of their quantiles, because a runtime prepares each shape anew.
 _MOST_LENGTHS = 8
 _READ_AT_ONCE = 64
-# Requests in one timed pass, for each core: enough that streams which end unevenly hardly count.
+# Requests in one timed pass, for each core: enough that it hardly matters if streams end at different times.
 _REQUESTS_A_CORE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """``mix``: the inputs of each request of a pass, one set a length; a pass runs them ``repeats`` times over.
-    ``batch``: samples a request. ``note``: the same in words."""
+    """The requests of one timed pass.
+
+    ``mix``: the inputs of each different request, one set per length. ``repeats``: how often a pass runs the mix.
+    ``batch``: samples per request. ``note``: the workload in words.
+    """
 
     objective: Objective
     mix: tuple[Feeds, ...]
@@ -40,11 +43,11 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """How many a timed pass consists of."""
+        """Returns the number of requests in a pass."""
         return len(self.mix) * self.repeats
 
     def candidate(self, candidate: Candidate) -> Candidate:
-        """``candidate`` as it is timed: run by run, or where a pass has several requests pass by pass."""
+        """Returns ``candidate`` as it is timed: pass by pass if a pass has several requests, else run by run."""
         if self.requests == 1:
             return candidate
         return PassCandidate(
@@ -59,16 +62,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class PassCandidate(Candidate):
-    """A candidate of which one run is a whole pass of a workload."""
+    """A candidate whose run is a whole pass of a workload."""
 
-    opener: str = "accel.optimizer.workload:PassSession"
-    streams: int = 1  # passes at once: the streams of its session are inside one
+    opener: str = "accel.optimizer.measure.workload:PassSession"
+    streams: int = 1  # passes at once: the streams of the session are inside a pass
     mix: tuple[Feeds, ...] = ()
     repeats: int = 1
 
 
 class PassSession:
-    """Every run is one pass over the workload of its candidate, as many requests at once as the session takes."""
+    """A session whose run is one pass over the workload, with as many requests at once as the session takes."""
 
     def __init__(self, candidate: PassCandidate) -> None:
         self._session: BaseSession = open_session(candidate.artifact, candidate.runtime, candidate.options)
@@ -80,27 +83,27 @@ class PassSession:
     def signature(self) -> Signature:
         return self._session.signature
 
-    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:  # noqa: ARG002 - its requests are known beforehand
-        """The outputs of each different request, under names of their own: all of them are compared."""
+    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:  # noqa: ARG002 - the requests are known beforehand
+        """Returns the outputs of each different request, with the request's number in the name."""
         outputs = self._session.run_many(self._requests)[: self._distinct]
         return {f"{name} of request {n}": value for n, found in enumerate(outputs) for name, value in found.items()}
 
     @property
     def phases(self) -> Callable[[Feeds], dict[str, float]] | None:
-        """As the session's own, of a whole pass; None where the session can't tell them apart."""
+        """Returns the function that times the phases of a whole pass in ms; None if the session can't time phases."""
         measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._session, "phases", None)
         if measure is None:
             return None
         distinct, repeats = self._requests[: self._distinct], len(self._requests) // self._distinct
 
-        def of_a_pass(feeds: Feeds) -> dict[str, float]:  # noqa: ARG001 - its requests are known beforehand
+        def of_a_pass(feeds: Feeds) -> dict[str, float]:  # noqa: ARG001 - the requests are known beforehand
             found = [measure(request) for request in distinct]
             return {name: repeats * sum(one[name] for one in found) for name in found[0]}
 
         return of_a_pass
 
     def close(self) -> None:
-        """Give back what the session holds."""
+        """Closes the session."""
         self._session.close()
 
 
@@ -114,10 +117,10 @@ def workload(
     lengths: str | Sequence[int] | None,
     cores: int,
 ) -> Workload:
-    """The workload that was asked for.
+    """Returns the workload for the user's options. Without options it is one sample of the data, or random inputs of
+    the dims' usual sizes. ``lengths``: see ``read_lengths``. ``cores``: the threads of the session.
 
-    Without anything it is one sample of the data, or the dims' usual sizes. ``lengths``: see ``read_lengths``.
-    Raises ``UsageError`` where what was asked for contradicts itself, ``BadInputSpec`` where the model doesn't take it.
+    Raises ``UsageError`` if two options contradict each other, ``BadInputSpec`` if the model doesn't take the sizes.
     """
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective {objective!r}; use one of {', '.join(OBJECTIVES)}")
@@ -149,11 +152,11 @@ def _known(objective: str) -> Objective:
 
 
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
-    """The dim, and the lengths that occur, each as often as it does.
+    """Returns the dim that the lengths belong to, and the lengths, each as often as it occurs.
 
-    ``given``: lengths, or as text ``8,16,128``, a file of whole numbers, or ``data`` for those of the samples (where
-    there is a mask, the number of ones in each of its rows); ``DIM=`` before it where the model has several such dims.
-    Raises ``BadInputSpec`` where the dim isn't clear, ``BadData`` for a file that holds something else.
+    ``given``: lengths, or one of the texts ``8,16,128``, the path of a file of whole numbers, or ``data`` for the
+    lengths of the samples (with a mask: the number of ones in each row). ``DIM=`` before the text names the dim if the
+    model has several. Raises ``BadInputSpec`` if the dim isn't clear, ``BadData`` if the file holds anything else.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")
@@ -164,7 +167,7 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
         dim = others[0]
     else:
         has = f"the dims {', '.join(others)}" if others else "no dim but the batch"
-        raise BadInputSpec(f"the model has {has}; say whose lengths they are: --lengths NAME=8,16,128")
+        raise BadInputSpec(f"the model has {has}; name the dim of the lengths: --lengths NAME=8,16,128")
     if text == "data":
         return dim, _lengths_of(dim, signature, data)
     compact = text.replace(" ", "")
@@ -173,16 +176,16 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     else:
         path = Path(text)
         if not path.is_file():
-            raise BadData(f"{text} is no file; give --lengths 8,16,128, a file of whole numbers, or data")
+            raise BadData(f"{text} is not a file; give --lengths 8,16,128, a file of whole numbers, or data")
         try:
             numbers = path.read_text(encoding="utf-8").replace(",", " ").split()
         except (UnicodeDecodeError, OSError):
             numbers = [""]
         if not numbers or not all(part.isdecimal() and len(part) < 10 for part in numbers):
-            raise BadData(f"{path} holds no list of lengths; write whole numbers, one a line")
+            raise BadData(f"{path} is not a list of lengths; write whole numbers, one a line")
     found = [int(part) for part in numbers]
     if not found or min(found) < 1:
-        raise BadInputSpec("a length of 0 is none; give whole numbers from 1 on")
+        raise BadInputSpec("a length is at least 1; give whole numbers from 1 on")
     return dim, found
 
 
@@ -194,7 +197,7 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
     found: list[int] = []
     for part in data.batches(_READ_AT_ONCE):
         if masks:
-            # A shorter one is padded to the next length that the model takes.
+            # A sample is padded to the next length that the model takes.
             found += [signature.dims[dim].up(int(n)) for n in (part[masks[0]] != 0).sum(axis=1)]
         else:
             found += [int(part[spec.name].shape[axis])] * len(part[spec.name])
@@ -202,7 +205,7 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
 
 
 def _few(lengths: Sequence[int]) -> list[int]:
-    """At most ``_MOST_LENGTHS`` that stand for all: the middles of as many equal shares of the sorted lengths."""
+    """Returns at most ``_MOST_LENGTHS`` lengths: the middles of equal shares of the sorted lengths."""
     ordered = sorted(lengths)
     if len(ordered) <= _MOST_LENGTHS:
         return ordered
@@ -212,7 +215,7 @@ def _few(lengths: Sequence[int]) -> list[int]:
 def _batch(signature: Signature, batch: int, sizes: Mapping[str, int]) -> dict[str, int]:
     dim = signature.batch_dim
     if batch < 1:
-        raise BadInputSpec(f"a batch of {batch} holds nothing; use at least 1")
+        raise BadInputSpec(f"a batch of {batch} has no sample; use at least 1")
     if dim is None:
         fixed = {spec.shape[0] for spec in signature.inputs if spec.shape}
         if fixed != {batch}:
@@ -234,7 +237,7 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
 
 
 def _feeds(signature: Signature, data: SampleStream | None, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """A sample of the data, cut or repeated to ``sizes``, or random inputs of that shape."""
+    """Returns a sample of the data, cut or repeated to ``sizes``, or random inputs of these sizes without data."""
     if data is None:
         return signature.example_inputs(**sizes)
     first = next(data.batches(1, signature.batch_unit), None)

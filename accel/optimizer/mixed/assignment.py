@@ -1,8 +1,8 @@
-"""Which precision each layer takes: the order in which layers are raised from int8, by what that gains for its cost.
+"""The order in which layers are raised from int8: the step that gains the most for its cost comes first.
 
-Every assignment that is tried is a head of one list. What a layer loses adds up over the layers about as their squares
-(rounding errors of different layers are unrelated), so the list is sorted by how much of the squared error a step takes
-away for each unit of time it costs: the greedy solution of the knapsack (Dantzig 1957) that the fastest assignment is.
+Every assignment that is tried is a head of one list. The errors of different layers are unrelated, so their squares add
+up. The list is therefore sorted by how much squared error a step takes away for each unit of time it costs. This is
+the greedy solution (Dantzig 1957) of the knapsack problem of finding the fastest assignment.
 """
 
 from __future__ import annotations
@@ -10,18 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from accel.converters.quantize_sensitivity import Sensitivity
+from accel.converters.quantize.sensitivity import Sensitivity
+from accel.tables.precision import PRECISIONS
 
-# What one multiply-add takes in each precision beside int8, where the hardware has them all: half the bits, half the
-# time.
-COSTS = {"int8": 1.0, "fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
+# Time of a multiply-add relative to int8, on hardware that has all formats: half the bits, half the time.
+COSTS = {
+    name: (PRECISIONS[name].weight_bytes or 0.0) / (PRECISIONS["int8"].weight_bytes or 1.0)
+    for name in ("int8", "fp16", "bf16", "fp32")
+}
 
-_LARGEST_ERROR = 1e15  # stands for infinity, of which there is no difference
+_LARGEST_ERROR = 1e15  # stands for infinity: the difference of two infinities is NaN
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Let the layer ``node`` compute in ``precision``. ``worth``: squared error that goes, for each unit of cost."""
+    """A step that lets the layer ``node`` compute in ``precision``.
+
+    ``worth``: squared error that the step takes away, for each unit of cost.
+    """
 
     node: str
     precision: str
@@ -33,8 +39,11 @@ Assignment = tuple[tuple[str, str], ...]
 
 
 def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[Upgrade]:
-    """Every step from all int8 to all float, the one that is worth most first. A layer goes to ``base``, and where
-    ``beyond`` says that single layers can be in float32, from there to that, or to it at once if that is worth more."""
+    """Returns every step from all int8 to all float, the step with the most worth first.
+
+    A layer goes to ``base``. If ``beyond`` is set, single layers can be in float32: a layer then goes from ``base`` to
+    float32, or to float32 at once if that is worth more.
+    """
     found: list[Upgrade] = []
     for layer in layers:
         in_int8, in_base = (min(error, _LARGEST_ERROR) ** 2 for error in (layer.error, layer.error_in_base))
@@ -48,20 +57,23 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
             found.append(Upgrade(layer.node, "fp32", in_int8 / (to_base + further)))
         else:
             found += [Upgrade(layer.node, base, first), Upgrade(layer.node, "fp32", second)]
-    return sorted(found, key=lambda step: -step.worth)  # stable: the two of a layer stay in their order
+    return sorted(found, key=lambda step: -step.worth)  # stable: the two steps of a layer stay in their order
 
 
 def assigned(steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
-    """What the layers compute in after these steps."""
+    """Returns the assignment after ``steps``, if every layer is int8 before."""
     return assigned_after({}, steps, layers)
 
 
 def assigned_after(before: Mapping[str, str], steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
-    """The same, where the layers in ``before`` compute in something else than int8 already."""
+    """Returns the assignment after ``steps``.
+
+    ``before``: the precision of each layer that is not int8 before these steps, by node.
+    """
     chosen = {**before, **{step.node: step.precision for step in steps}}
     return tuple((layer.node, chosen[layer.node]) for layer in layers if layer.node in chosen)
 
 
 def cost(layer: Sensitivity, precision: str) -> float:
-    """What this layer costs more in ``precision`` than in int8."""
+    """Returns how much more time the layer takes in ``precision`` than in int8."""
     return layer.work * (COSTS[precision] - COSTS["int8"])

@@ -1,20 +1,20 @@
-"""Which other session options are worth a try for a candidate: a few, not every combination."""
+"""Other session options that are worth a try for a candidate: a few, not every combination."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.workload import Objective
+from ..candidate import CandidateResult
+from ..measure.workload import Objective
 
 
 def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_threads: bool) -> list[CandidateResult]:
-    """``row`` with other session options, the likeliest to be faster first; none where its runtime has nothing to
-    choose.
+    """Returns copies of ``row`` with other session options, the likeliest to be faster first.
 
-    For latency fewer threads (a small model spends more on sharing work out than on the work), graph optimisations
-    without changes of layout (which not every convolution gains by) and idle threads that sleep. For throughput several
-    streams, which share work out by request instead of by operator.
+    Returns none if the runtime has no options to choose. For latency the options are fewer threads (a small model
+    spends more time on distributing work than on the work), graph optimizations that keep the layout (not every
+    convolution gains by another layout), and idle threads that sleep. For throughput the options are several streams,
+    which distribute work by request instead of by operator.
     """
     options = {"onnxruntime": _onnxruntime, "openvino": _openvino}.get(row.runtime)
     if options is None:
@@ -51,7 +51,7 @@ def _streams(cores: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _onnxruntime(objective: Objective, cores: int, vary_threads: bool) -> list[tuple[str, dict[str, Any]]]:
     if objective == "throughput":
-        # Streams that spin take the cores from one another.
+        # Streams that spin take cores from each other.
         return _streams(cores, spinning=False)
     found = [*_fewer_threads(cores, vary_threads), ("extended graph level", {"graph_level": "extended"})]
     return found + ([("no spinning", {"spinning": False})] if cores > 1 else [])

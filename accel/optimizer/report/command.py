@@ -1,51 +1,43 @@
-"""The command that asks for what was asked for: what a report names to be made again."""
+"""The command line that makes the same request again, for the report."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from accel.artifact import Artifact
 from accel.sources.declare import parse_dims, parse_inputs
+from accel.spelling import SWITCHES, flag
 
-# Parameters of ``accel.optimize`` that are spelled otherwise on the command line.
-_FLAGS = {
-    "profiles": "--profile",
-    "compute_capabilities": "--compute-capability",
-    "inputs": "--input",
-    "dims": "--dim",
-    "graph_inputs": "--inputs",
-    "graph_outputs": "--outputs",
-    "out": "-o",
-}
-_SWITCHES = {
-    "kernels": (True, "--kernels"),
-    "strip_training_ops": (True, "--strip-training-ops"),
-    "vary_session": (False, "--fixed-session"),
-    "use_cache": (False, ""),
-}
+from ..request import OptimizeRequest
+from ..stage_options import CastOptions, QuantizeOptions
+
+# Fields that the command names elsewhere, or that don't change the result.
+_LEFT_OUT = ("source", "spec", "use_cache")
 
 
-def command_line(model: Any, asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """``accel optimize`` with those of ``asked`` (parameters of ``accel.optimize`` by name) that aren't ``defaults``.
+def command_line(request: OptimizeRequest) -> str:
+    """Returns the ``accel optimize`` command for ``request``, without the options that have their default.
 
-    A metric that was given as a function goes by its module and name.
+    A metric that is a function is written as its module and name.
     """
-    words = ["accel", "optimize", str(model.path if isinstance(model, Artifact) else model)]
-    for name, value in asked.items():
-        if value is None or value == defaults.get(name):
+    words = ["accel", "optimize", request.source.text]
+    given = [(one, getattr(holder, one.name)) for holder in (request, request.source) for one in fields(holder)]
+    for one, value in given:
+        if one.name in _LEFT_OUT or value is None or value == one.default:
             continue
-        if name in _SWITCHES:
-            words += [_SWITCHES[name][1]] if value is _SWITCHES[name][0] and _SWITCHES[name][1] else []
+        if isinstance(value, bool):
+            words.append(SWITCHES.get((one.name, value), flag(one.name)))
             continue
-        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-        for text in _texts(name, value):
-            words += [flag, text]
+        # accel bench has the same Python argument, and spells it --length.
+        spelled = "--lengths" if one.name == "lengths" else flag(one.name)
+        for text in _texts(one.name, value):
+            words += [spelled, text]
     return shlex.join(words)
 
 
 def _texts(name: str, value: Any) -> list[str]:
+    """Returns the values of an option, one for each time the option is repeated."""
     if name == "inputs":
         return [str(spec) for spec in parse_inputs(value)]
     if name == "dims":
@@ -56,6 +48,8 @@ def _texts(name: str, value: Any) -> list[str]:
         return [",".join(value)]
     if name == "lengths" and not isinstance(value, str):
         return [",".join(map(str, value))]
+    if isinstance(value, QuantizeOptions | CastOptions):
+        return list(value.words())
     if callable(value):
         return [f"{value.__module__}:{getattr(value, '__qualname__', type(value).__name__)}"]
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""``report.html``: everything that was found about the candidates on one page. Nothing is loaded from elsewhere."""
+"""The page ``report.html`` with all results about the candidates. The page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from accel.artifact import Artifact, beside
-from accel.bench.columns import with_values
-from accel.converters.kernel_table import fusions
+from accel.converters.to_tensorrt.kernel_table import fusions
 from accel.errors import MissingExtra
-from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.measurement import PERCENTILES
-from accel.optimizer.mixed_precision import Trajectory
+from accel.timing.columns import with_values
+
+from ..candidate import CandidateResult, Status
+from ..measure.timing import PERCENTILES
+from ..mixed.trajectory import Trajectory
 
 PAGE = "report.html"
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
-# A divergence below this is drawn as this: a logarithm has no 0.
+# The page draws smaller divergences with this value, because 0 has no logarithm.
 _LEAST_DROP = 1e-8
-_MOST_ROWS = 2000  # of kernels, layers or nodes
+_MOST_ROWS = 2000  # the most rows in a table of kernels, layers or nodes
 _MOST_TICKS = 7
 
 
@@ -37,16 +38,16 @@ def write_page(
     command: str,
     objective: str,
 ) -> None:
-    """Write the page beside ``path`` and rename it. ``artifact``: the published choice.
+    """Writes the page beside ``path`` and renames it. ``artifact``: the published choice.
 
-    Raises ``MissingExtra`` without jinja2. Names come from models and their manifests, which may be hostile: the
-    template escapes every one of them.
+    The template escapes every name, because models and manifests may be hostile. Raises ``MissingExtra`` without
+    jinja2.
     """
     try:
         import jinja2
     except ImportError:
         raise MissingExtra("jinja2", "report") from None
-    chosen = next(row for row in candidates if row.status == "chosen")
+    chosen = next(row for row in candidates if row.status == Status.CHOSEN)
     history = artifact.history
     environment_rows = [(name, _plain(value)) for name, value in environment.items() if value not in (None, "", [])]
     page = (
@@ -80,8 +81,11 @@ def write_page(
 
 
 def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
-    """All that was measured: the ``columns`` in which a candidate has something to say (besides its name and verdict),
-    and the ``rows``, each a candidate with its texts."""
+    """Returns the table of figures.
+
+    ``columns``: the columns of figures in which any candidate has a value. ``rows``: the candidates, each with the
+    texts of its cells.
+    """
     rows = [row.bench_row() for row in candidates]
     columns = [column for column in with_values(rows) if column.right]
     rows_of_texts = [[column.text(row) for column in columns] for row in rows]
@@ -89,8 +93,10 @@ def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
 
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
-    """The plot of time over metric (or divergence): a point a candidate that was measured and judged, the line through
-    those that no other beats in both, ticks, and where the budget ends. None where there are fewer than two points."""
+    """Returns the plot of time and metric (or divergence): a point for each candidate with both, ticks, the limit.
+
+    The line joins the points that no other point beats in both. Returns None if there are fewer than two points.
+    """
     by_metric = any(row.judgement and row.judgement.metric is not None for row in candidates)
     found: list[tuple[CandidateResult, float, float]] = []
     for row in candidates:
@@ -106,7 +112,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
         limit = reference - max_drop * (abs(reference) or 1.0)
     times = Axis([ms for _, ms, _ in found], _LEFT, _WIDTH - _RIGHT, log=True)
     values = [value for _, _, value in found] + ([limit] if limit > 0 or by_metric else [])
-    # Better is up: a metric that is higher, a divergence that is lower.
+    # Up is better: a higher metric, a lower divergence.
     ends = (_HEIGHT - _BOTTOM, _TOP) if by_metric else (_TOP, _HEIGHT - _BOTTOM)
     quality = Axis(values, *ends, log=not by_metric)
     best = [
@@ -139,8 +145,10 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
 
 
 def _place_names(points: list[dict[str, Any]]) -> None:
-    """Give each point the ``label_y`` of its name: above it, or where another name is there already, below or farther
-    away. A letter is about 6 wide, as drawn to the right of the point, near the right edge to the left of it."""
+    """Gives each point the ``label_y`` of its name: above the point, or below or farther away if that place is taken.
+
+    A letter is about 6 wide. Names stand to the right of the point, near the right edge of the plot to the left.
+    """
     taken: list[tuple[float, float, float]] = []
     for point in points:
         start = point["x"] + 8 if point["x"] < _WIDTH * 0.7 else point["x"] - 8 - 6 * len(point["name"])
@@ -160,7 +168,7 @@ def _quality(row: CandidateResult, by_metric: bool, *, is_source: bool) -> float
 
 
 class Axis:
-    """Values on a line from ``start`` to ``end``, linear or logarithmic, with a little room at both ends."""
+    """An axis from ``start`` to ``end``, linear or logarithmic, with a little room at both ends of the values."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
         self._log = log
@@ -174,12 +182,16 @@ class Axis:
         return math.log10(max(value, 1e-30)) if self._log else value
 
     def at(self, value: float) -> float:
+        """Returns the coordinate of ``value``."""
         share = (self._scale(value) - self._low) / (self._high - self._low)
         return round(self._start + min(1.0, max(0.0, share)) * (self._end - self._start), 1)
 
     def ticks(self) -> list[dict[str, Any]]:
-        """Where to write which number: round ones, at even distances (linear), or 1, 2, 5 and 10 times a power of ten
-        (logarithmic; over a short way at even distances too, over a long one only powers of ten)."""
+        """Returns round numbers with their coordinates.
+
+        A linear axis has them at even distances. A logarithmic axis has 1, 2 and 5 times powers of ten; over a long
+        range only powers of ten, over a short range even distances.
+        """
         values = self._decades() if self._log else _round_steps(self._low, self._high)
         return [{"at": self.at(value), "text": f"{value:.10g}"} for value in values]
 
@@ -196,8 +208,8 @@ class Axis:
 
 
 def _round_steps(low: float, high: float) -> list[float]:
-    """The multiples between ``low`` and ``high`` of 1, 2 or 5 times a power of ten, at most ``_MOST_TICKS``."""
-    # The step is between this and 12 times it: as many ticks as there are steps, and one, have to be enough.
+    """Returns the multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most ``_MOST_TICKS``."""
+    # The step is 1 to 20 times this size. There is one tick more than steps.
     size = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
     step = next(f * size for f in (1, 2, 5, 10, 20) if (high - low) / (f * size) <= _MOST_TICKS - 1)
     return [
@@ -207,8 +219,8 @@ def _round_steps(low: float, high: float) -> list[float]:
 
 
 def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | None:
-    """A strip a candidate: from the 1st to the 99th percentile of its times a thin line, the middle half a box, the
-    median a mark."""
+    """Returns a strip for each candidate: a thin line from the 1st to the 99th percentile of its times, a box for the
+    middle half, a mark for the median. Returns None if there are no times."""
     rows = [(row, m["percentiles_ms"]) for row in candidates if (m := row.measured) and m.get("percentiles_ms")]
     if not rows:
         return None
@@ -223,8 +235,10 @@ def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | Non
 
 
 def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
-    """The worst comparison of each stage that made ``artifact``, against its limit; ``share`` of the way to it, by
-    decades from 1e-8 on."""
+    """Returns the worst comparison of each stage that made ``artifact``, with its limit.
+
+    ``share``: how far the value is on the way from 1e-8 to the limit, in percent of the decades.
+    """
     found = []
     for proof in artifact.proof() if artifact is not None else ():
         worst = proof["worst"]
@@ -239,11 +253,11 @@ def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
 
 
 def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each candidate whose layers were searched what each of them loses alone and what was tried; then the nodes
-    that the stages in ``history`` kept in float32, with the reason."""
+    """Returns the tables of sensitivity: for each searched candidate the error of every layer and the assignments that
+    were tried, then the nodes that the stages in ``history`` kept in float32, with the reason."""
     tables = []
     for row in candidates:
-        if row.trajectory is not None and not row.base:  # with other session options it is the same search
+        if row.trajectory is not None and not row.base:  # rows with other session options repeat the search
             tables += _searched(row.name, row.trajectory)
     for record in history:
         if kept := record["notes"].get("kept_fp32"):

@@ -1,4 +1,5 @@
-"""Checkpoints of trainers, read without their libraries: what one is, and the table of formats."""
+"""``Checkpoint``, the weights of one model, and the table of the formats that are read without the trainers'
+libraries."""
 
 from __future__ import annotations
 
@@ -11,38 +12,39 @@ from typing import Any
 import torch
 
 from accel.errors import BadSource, InvalidModel, one_line
+from accel.spelling import option
 
-# Each module has detect(path) -> bool and read(path) -> Checkpoint; the first that detects its format reads. A folder
-# of the transformers Trainer holds DeepSpeed's files beside model.safetensors: DeepSpeed, with the float32 weights, is
-# first.
+# Each module has detect(path) -> bool and read(path) -> Checkpoint. The first module that detects its format reads the
+# checkpoint. DeepSpeed is first: the transformers Trainer writes DeepSpeed's files with the float32 weights beside a
+# model.safetensors.
 FORMATS = (
-    "accel.sources.checkpoint_deepspeed",
-    "accel.sources.checkpoint_megatron",
-    "accel.sources.checkpoint_dcp",
-    "accel.sources.checkpoint_folder",
-    "accel.sources.checkpoint_file",
+    "accel.sources.checkpoints.deepspeed",
+    "accel.sources.checkpoints.megatron",
+    "accel.sources.checkpoints.dcp",
+    "accel.sources.checkpoints.folder",
+    "accel.sources.checkpoints.file",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
-    """A tensor of a checkpoint that is put together when ``read`` is called, so that one is in memory at a time."""
+    """A tensor of a checkpoint that ``read`` assembles, so that only one tensor is in memory at a time."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
 
     @staticmethod
     def of(tensor: torch.Tensor) -> LazyTensor:
-        """A tensor that is there already (mapped from its file, mostly)."""
+        """Wraps a tensor that exists already, mostly mapped from its file."""
         return LazyTensor(shape=tuple(tensor.shape), read=lambda: tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The weights of one model by name, whole, whatever ranks they were spread over.
+    """The whole weights of one model by name, joined from all ranks.
 
-    ``files``: every file that was read. ``notes``: what was chosen on the way (master weights, a prefix), for the
-    manifest. ``spare``: names that the model needn't have (optimizer states, copies of tied weights).
+    ``files``: every file that was read. ``notes``: choices of the reader for the manifest, such as master weights or a
+    prefix. ``spare``: names that the model may lack, such as optimizer states and copies of tied weights.
     """
 
     format: str
@@ -53,23 +55,23 @@ class Checkpoint:
     spare: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest; the sha256 of the files stand beside it."""
+        """Returns the record for the manifest, which lists the files and their sha256 separately."""
         return {"format": self.format, "path": str(self.path), "notes": list(self.notes)}
 
 
 def detect(path: Path) -> Any | None:
-    """The module that reads ``path``, or None."""
+    """Returns the module that reads ``path``, or None if no format fits."""
     modules = (importlib.import_module(name) for name in FORMATS)
     return next((module for module in modules if module.detect(path)), None)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in the file or folder ``path``; nothing in it is executed.
+    """Opens the checkpoint in the file or folder ``path``. Executes no code of it.
 
-    Raises ``BadSource`` where it can't be found or is no format of the table, ``InvalidModel`` where it is damaged.
+    Raises ``BadSource`` if the checkpoint is not found or has none of the formats, ``InvalidModel`` if it is damaged.
     """
     if not path.exists():
-        raise BadSource(f"{path} does not exist; check --weights")
+        raise BadSource(f"{path} does not exist; check {option('weights')}")
     reader = detect(path)
     if reader is None:
         raise BadSource(
@@ -80,9 +82,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         checkpoint: Checkpoint = reader.read(path)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
-        reason = one_line(error, 160)  # a damaged file holds anything anywhere
+        reason = one_line(error, 160)  # any value of a damaged file may be wrong
         raise InvalidModel(
-            f"{path} isn't laid out as its trainer does ({reason}); save the checkpoint again"
+            f"{path} doesn't have the layout of its trainer ({reason}); save the checkpoint again"
         ) from error
     if not checkpoint.tensors:
         raise InvalidModel(f"{path} holds no weights; save the checkpoint again")
@@ -90,7 +92,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def part_of(parts: list[torch.Tensor], offset: int, count: int) -> torch.Tensor:
-    """``count`` numbers from ``offset`` on of the flat tensors in ``parts`` laid end to end, copying only these."""
+    """Returns ``count`` numbers, beginning at ``offset``, of the flat tensors ``parts`` laid end to end. Copies only
+    these numbers."""
     found: list[torch.Tensor] = []
     for part in parts:
         if offset < part.numel() and count > 0:

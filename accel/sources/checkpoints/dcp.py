@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint (torchtitan, FSDP shards of Accelerate, Lightning and Fabric, accel train).
 
-``.metadata`` is a pickle that says which piece of which tensor lies where: (file, offset, length) of a small torch file
-inside a shard. It is read as data (``unpickle``), and each piece is copied to its place.
+The pickle ``.metadata`` gives the place of each piece of a tensor: (file, offset, length) of a small torch file inside
+a shard. ``unpickle`` reads it as data, and each piece is copied to its place.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from accel.errors import BadSource, InvalidModel
-from accel.sources.checkpoint import Checkpoint, LazyTensor
-from accel.sources.unpickle import is_record, read_pickle
+
+from .checkpoint import Checkpoint, LazyTensor
+from .unpickle import is_record, read_pickle
 
 METADATA = ".metadata"
-# What lies beside the model in a training checkpoint.
+# Names of entries that a training checkpoint holds besides the model.
 _TRAINING = re.compile(
     r"^(optim(izer)?s?|lr_schedulers?|schedulers?|dataloader|train_state|scaler|rng\w*|loss_scale|compression)\b"
 )
@@ -29,7 +30,7 @@ _TRAINING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One piece of a tensor: where it goes, and where it is written."""
+    """One piece of a tensor: its place in the tensor (``offsets``, ``sizes``) and in a file (``start``, ``length``)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -48,7 +49,7 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
     def read(self, row: int | None = None) -> torch.Tensor:
-        """The tensor, put together piece by piece; with ``row`` only that one of its first axis."""
+        """Assembles the tensor piece by piece, or only the index ``row`` of its first axis."""
         whole = torch.empty(self.shape if row is None else self.shape[1:], dtype=self.dtype)
         for piece in self.pieces:
             if row is not None and not piece.offsets[0] <= row < piece.offsets[0] + piece.sizes[0]:
@@ -68,7 +69,7 @@ class Pieces:
 
 
 def detect(path: Path) -> bool:
-    """A folder with ``.metadata`` or shards in it, or with numbered steps that have them."""
+    """Tells whether ``path`` is a folder with ``.metadata`` or shards, or a folder of such steps."""
     return path.is_dir() and (_is_one(path) or bool(_steps(path)))
 
 
@@ -77,13 +78,13 @@ def _is_one(path: Path) -> bool:
 
 
 def _steps(path: Path) -> list[Path]:
-    """The folders ``step-N`` in ``path`` or in its ``checkpoints`` or ``checkpoint``, oldest first."""
+    """Returns the folders ``step-N`` in ``path``, ``path/checkpoint`` and ``path/checkpoints``, oldest first."""
     found = [f for base in (path, path / "checkpoint", path / "checkpoints") for f in base.glob("step-*") if _is_one(f)]
     return sorted((f for f in found if f.name[5:].isdigit()), key=lambda f: int(f.name[5:]))
 
 
 def read(path: Path) -> Checkpoint:
-    """The tensors of the folder, or of the newest step in it."""
+    """Reads the tensors of the folder, or of its newest step."""
     notes: tuple[str, ...] = ()
     if not _is_one(path):
         steps = _steps(path)
@@ -102,19 +103,19 @@ def read(path: Path) -> Checkpoint:
 
 
 def shards(path: Path, found: Sequence[Pieces]) -> tuple[Path, ...]:
-    """``.metadata`` and the files that the pieces of ``found`` lie in."""
+    """Returns ``.metadata`` and the files that hold the pieces of ``found``."""
     return (path / METADATA, *sorted({piece.file for pieces in found for piece in pieces.pieces}))
 
 
 def read_pieces(path: Path) -> dict[str, Pieces]:
-    """What ``.metadata`` says of every tensor, checked against the sizes of the shards.
+    """Reads the pieces of every tensor from ``.metadata`` and checks them against the sizes of the shards.
 
-    Raises ``InvalidModel`` where the folder is incomplete or its files don't fit each other.
+    Raises ``InvalidModel`` if the folder is incomplete or its files don't fit each other.
     """
     metadata = path / METADATA
     if not metadata.is_file():
         raise InvalidModel(
-            f"{path} has no {METADATA}: the save was never finished, or the file wasn't copied; give a complete one"
+            f"{path} has no {METADATA}: the save did not finish, or the file was not copied; give a complete checkpoint"
         )
     try:
         return _pieces(path, read_pickle(metadata))
@@ -134,7 +135,7 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
     found: dict[str, Pieces] = {}
     for name, entry in body.get("state_dict_metadata").items():
         if not is_record(entry, "TensorStorageMetadata"):
-            continue  # bytes: step counts, schedulers
+            continue  # not a tensor: step counts, schedulers
         shape, dtype = _sizes(entry.get("size")), entry.get("properties").state[0]
         if not isinstance(dtype, torch.dtype):
             raise ValueError("no dtype")
@@ -143,12 +144,12 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
             offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
             if len(offsets) != len(shape) or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
                 raise InvalidModel(
-                    f"{path / METADATA} puts a piece of {name!r} outside of it; save the checkpoint again"
+                    f"{path / METADATA} puts a piece of {name!r} outside the tensor; save the checkpoint again"
                 )
             info = places.get((name, offsets), places.get((name, ())) if not any(offsets) else None)
             if info is None:
                 raise InvalidModel(
-                    f"{path / METADATA} doesn't say where a piece of {name!r} is; save the checkpoint again"
+                    f"{path / METADATA} names no file for a piece of {name!r}; save the checkpoint again"
                 )
             if info.get("transform_descriptors"):
                 raise BadSource(
@@ -178,12 +179,12 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _check_covered(path: Path, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    """Pieces that don't overlap and have as many numbers as the tensor leave no gap."""
+    """Raises ``InvalidModel`` if the pieces hold fewer or more numbers than the tensor."""
     distinct = {piece.offsets: torch.Size(piece.sizes).numel() for piece in pieces if 0 not in piece.sizes}
     if sum(distinct.values()) != torch.Size(shape).numel() and 0 not in shape:
         raise InvalidModel(
-            f"{path / METADATA} knows {sum(distinct.values())} of the {torch.Size(shape).numel()} numbers of {name!r}; "
-            "a rank's part is missing, give a complete checkpoint"
+            f"{path / METADATA} lists {sum(distinct.values())} of the {torch.Size(shape).numel()} numbers of {name!r}; "
+            "the part of a rank is missing, give a complete checkpoint"
         )
 
 
@@ -195,8 +196,8 @@ def _read_piece(piece: Piece, name: str) -> torch.Tensor:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadSource(f"{piece.file} holds more than a tensor for {name!r} and is not unpickled; refused") from error
-    except Exception as error:  # torch raises nearly anything on bytes that are not its own
-        raise InvalidModel(f"{piece.file} is damaged where {name!r} is; copy it again") from error
+    except Exception as error:  # torch raises errors of many types on damaged bytes
+        raise InvalidModel(f"{piece.file} is damaged where {name!r} is; copy the file again") from error
     if not isinstance(found, torch.Tensor):
         raise InvalidModel(f"{piece.file} holds no tensor for {name!r}; save the checkpoint again")
     return found.detach()

@@ -1,12 +1,12 @@
-"""Folders of DeepSpeed's ``save_checkpoint``, ZeRO stages 0 to 3, put together from the ranks' shards.
+"""Folders of DeepSpeed's ``save_checkpoint``, ZeRO stages 0 to 3, joined from the shards of the ranks.
 
     FOLDER/latest                                            the name of the TAG to read
     FOLDER/TAG/mp_rank_00_model_states.pt                    names and shapes of the parameters, buffers (stages 0 to 2)
-    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     the same, one a rank (stage 3)
+    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     the same, one per rank (stage 3)
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's part of the float32 master weights
 
-Stages 1 and 2 lay the parameters of a group end to end and cut that into one part a rank; stage 3 cuts each parameter
-into ceil(numel / ranks) numbers a rank. The result equals DeepSpeed's own ``zero_to_fp32`` bit for bit.
+Stages 1 and 2 lay the parameters of a group end to end and cut the result into one part a rank. Stage 3 cuts each
+parameter into parts of ceil(numel / ranks) numbers. The result equals DeepSpeed's own ``zero_to_fp32`` bit for bit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 import torch
 
 from accel.errors import BadSource, InvalidModel
-from accel.sources.checkpoint import Checkpoint, LazyTensor, part_of
-from accel.sources.unpickle import read_torch
+from accel.spelling import option
+
+from .checkpoint import Checkpoint, LazyTensor, part_of
+from .unpickle import read_torch
 
 LATEST = "latest"
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
@@ -32,7 +34,7 @@ _OPTIMIZER = re.compile(r"^((?:bf16_)?zero_pp_rank_)(\d+)_mp_rank_(\d+)_optim_st
 
 
 def detect(path: Path) -> bool:
-    """A folder of tags, or the folder of one tag."""
+    """Tells whether ``path`` is a folder of tags or the folder of one tag."""
     return path.is_dir() and ((path / LATEST).is_file() or _is_tag(path) or bool(_tags(path)))
 
 
@@ -45,7 +47,7 @@ def _tags(path: Path) -> list[Path]:
 
 
 def _tag(path: Path) -> Path:
-    """The folder of the tag that ``latest`` names, ``path`` itself, or the only one there is."""
+    """Returns the folder of the tag: ``path`` itself, the tag that ``latest`` names, or the only tag."""
     if _is_tag(path):
         return path
     names = ", ".join(f.name for f in _tags(path)) or "none"
@@ -53,38 +55,41 @@ def _tag(path: Path) -> Path:
         tag = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()[:200]
         if not tag or Path(tag).name != tag:
             raise InvalidModel(
-                f"{path / LATEST} names {tag!r}, which is no folder's name; give the tag's folder itself"
+                f"{path / LATEST} names {tag!r}, which is no name of a folder; give the folder of the tag"
             )
         if not (path / tag).is_dir() or not _is_tag(path / tag):
             raise BadSource(
-                f"{path / LATEST} names {tag!r}, which has no checkpoint in it; the tags there are: {names}"
+                f"{path / LATEST} names {tag!r}, which holds no checkpoint; give one of the tags there: {names}"
             )
         return path / tag
     tags = _tags(path)
     if len(tags) > 1:
-        raise BadSource(f"{path} has several tags ({names}) and no 'latest'; name one: --weights {tags[-1]}")
+        raise BadSource(f"{path} has several tags ({names}) and no 'latest'; name one: {option('weights', tags[-1])}")
     return tags[0]
 
 
 def _refuse_others(folder: Path) -> None:
-    """What isn't plain data parallelism has other files, or other ones too."""
+    """Raises ``BadSource`` for expert, pipeline and model parallelism, which the names of the files show."""
     names = [file.name for file in folder.iterdir()]
     if any("expert" in name for name in names):
-        raise BadSource(f"{folder} is a mixture of experts, which isn't read; convert it with DeepSpeed's own scripts")
+        raise BadSource(
+            f"{folder} is a mixture of experts, which accel can't read; convert it with DeepSpeed's own scripts"
+        )
     if any(name.startswith("layer_") and name.endswith("-model_states.pt") for name in names):
         raise BadSource(
-            f"{folder} was written by DeepSpeed's pipeline engine, which isn't read; save the model unpiped"
+            f"{folder} has the layout of DeepSpeed's pipeline engine, which accel can't read; "
+            "save the model without the pipeline"
         )
     if any((m := _MODEL.match(name) or _OPTIMIZER.match(name)) and int(m.groups()[-1]) > 0 for name in names):
         raise BadSource(
-            f"{folder} is model-parallel (it has mp_rank_01), and only the model knows how its parts join; "
-            "merge them with the trainer's own script and give the result"
+            f"{folder} is model-parallel (it has mp_rank_01), and only the trainer knows how the parts join; "
+            "merge the parts with the trainer's own script and give the result"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The ranks' files of one tag, opened."""
+    """The opened files of all ranks of one tag."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -97,13 +102,16 @@ class Shards:
 
 
 def read(path: Path) -> Checkpoint:
-    """The weights of the tag; the float32 master weights wherever the checkpoint has them."""
+    """Reads the weights of the tag. Takes the float32 master weights of all parameters that have them."""
     folder = _tag(path)
     _refuse_others(folder)
     shards = _open(folder)
     module: Mapping[str, Any] = shards.models[0]["module"]
     if not isinstance(module, Mapping):
-        raise BadSource(f"{folder} holds no module (the pipeline engine's layout), which isn't read; save it unpiped")
+        raise BadSource(
+            f"{folder} has the layout of DeepSpeed's pipeline engine, which accel can't read; "
+            "save the model without the pipeline"
+        )
     notes = [f"tag {folder.name}"]
     if (path / LATEST).is_file():
         shards = Shards(**{**vars(shards), "files": (path / LATEST, *shards.files)})
@@ -123,7 +131,7 @@ def read(path: Path) -> Checkpoint:
     for alias, name in dict(shards.models[0].get("shared_params") or {}).items():
         if name in tensors:
             tensors[alias] = tensors[name]
-    if shards.stage < 3:  # stage 1 keeps frozen parameters only here
+    if shards.stage < 3:  # stage 1 keeps frozen parameters only in the module
         rest = {str(n): v for n, v in module.items() if n not in tensors and isinstance(v, torch.Tensor)}
         tensors |= {name: LazyTensor.of(value) for name, value in rest.items()}
         if rest:
@@ -147,7 +155,7 @@ def _low_precision(tensors: Any) -> str:
 
 
 def _open(folder: Path) -> Shards:
-    """Every rank's files, of which none may be missing or of another save."""
+    """Opens the files of all ranks. Raises ``InvalidModel`` if a file is missing or comes from another save."""
     fix = "save it with DeepSpeed 0.10 or newer and without custom objects in client_state"
     by_rank = {int(m.group(1) or 0): f for f in folder.iterdir() if (m := _MODEL.match(f.name))}
     optimizer = {int(m.group(2)): f for f in folder.iterdir() if (m := _OPTIMIZER.match(f.name))}
@@ -157,7 +165,7 @@ def _open(folder: Path) -> Shards:
     body = read_torch(by_rank[0], fix=fix)
     if not isinstance(body, dict) or "module" not in body:
         raise InvalidModel(
-            f"{by_rank[0]} has no module in it: DeepSpeed didn't write it; give a folder of save_checkpoint"
+            f"{by_rank[0]} holds no module, so DeepSpeed did not write it; give a folder of save_checkpoint"
         )
     if not optimizer:
         if body.get("param_shapes"):
@@ -188,7 +196,7 @@ def _open(folder: Path) -> Shards:
 
 def _stage(state: Mapping[str, Any]) -> int:
     stage = state["zero_stage"]
-    value = stage if isinstance(stage, int) else stage.args[0]  # an enum, kept as a record
+    value = stage if isinstance(stage, int) else stage.args[0]  # an enum is unpickled as a record
     if value not in (1, 2, 3):
         raise ValueError(f"ZeRO stage {value}")
     return int(value)
@@ -200,7 +208,7 @@ def _ranks(state: Mapping[str, Any]) -> int:
 
 
 def _check_one_save(shards: Shards, ranks: int) -> None:
-    """Files of two saves in one folder would give a model that never was."""
+    """Raises ``InvalidModel`` if the folder mixes files of several saves."""
     facts: dict[str, set[Any]] = {
         "ZeRO stages": {_stage(s) for s in shards.optimizers},
         "numbers of ranks": {_ranks(s) for s in shards.optimizers} | {len(shards.optimizers)},
@@ -215,7 +223,7 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:
-    """The optimizer's step counts, as far as it keeps them."""
+    """Returns the step counts of the optimizer, empty if it keeps none."""
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
     groups = base.get("state", {}) if isinstance(base, dict) else base
     parts = list(groups.values()) if isinstance(groups, dict) else list(groups if isinstance(groups, list) else [])
@@ -230,7 +238,7 @@ def _shape(shards: Shards, name: Any, shape: Any) -> torch.Size:
 
 
 def _flat(shards: Shards, key: str) -> list[list[torch.Tensor]]:
-    """For each rank, its flat float32 tensors, one a group."""
+    """Returns the flat float32 tensors of each rank, one for each parameter group."""
     found: list[list[torch.Tensor]] = []
     for rank, state in enumerate(shards.optimizers):
         groups = state[key]
@@ -258,7 +266,7 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
             tensors[name] = LazyTensor(shape=tuple(size), read=partial(_cut, parts, offset, size))
             offset += size.numel() + int(behind)
         there, unit = sum(part.numel() for part in parts), 2 * len(parts)
-        # The group is padded to a multiple of 2 x ranks, or (older versions) each rank's part to an even count.
+        # DeepSpeed pads the group to a multiple of 2 x ranks. Older versions pad each rank's part to an even count.
         if math.ceil(offset / unit) != math.ceil(there / unit):
             raise shards.bad(f"holds {there} numbers in parameter group {group}, its shapes need {offset}")
     return tensors
@@ -290,7 +298,7 @@ def _gather(ranks: list[list[torch.Tensor]], offset: int, count: int, size: torc
 
 
 def _frozen(shards: Shards) -> dict[str, LazyTensor]:
-    """Parameters without gradients: whole in stages 1 and 2, a part a rank in stage 3."""
+    """Returns the parameters without gradients, which are whole in stages 1 and 2 and one part a rank in stage 3."""
     tensors: dict[str, LazyTensor] = {}
     for name, shape in dict(shards.models[0].get("frozen_param_shapes") or {}).items():
         size = _shape(shards, name, shape)

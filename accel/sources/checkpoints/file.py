@@ -1,4 +1,5 @@
-"""One file of weights: .safetensors, a sharded index, or what torch.save wrote (Lightning's and Fabric's .ckpt too)."""
+"""Weights in one file: .safetensors, a sharded index, or a file of torch.save (such as .ckpt of Lightning and
+Fabric)."""
 
 from __future__ import annotations
 
@@ -11,25 +12,27 @@ from typing import Any
 import torch
 
 from accel.errors import BadSource, InvalidModel
-from accel.sources.checkpoint import Checkpoint, LazyTensor
-from accel.sources.unpickle import read_torch
+from accel.spelling import option
 
-# Where trainers put the state dict inside what they save.
+from .checkpoint import Checkpoint, LazyTensor
+from .unpickle import read_torch
+
+# Keys under which trainers save the state dict.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
-# One rank's share: useless alone.
+# Endings of files that hold the share of one rank.
 _SHARES = ("_model_states.pt", "_optim_states.pt", ".distcp", "model_optim_rng.pt")
 
 
 def detect(path: Path) -> bool:
-    """Any file."""
+    """Tells whether ``path`` is a file."""
     return path.is_file()
 
 
 def read(path: Path) -> Checkpoint:
-    """The tensors of one file, or of the shards that an index names."""
+    """Reads the tensors of one file, or of the shards that an index names."""
     if path.name.endswith(_SHARES):
         raise BadSource(
-            f"{path} is one rank's part of a checkpoint; give the checkpoint's folder: --weights {path.parent}"
+            f"{path} is one rank's part of a checkpoint; give the checkpoint's folder: {option('weights', path.parent)}"
         )
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; save the weights again")
@@ -45,7 +48,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a .safetensors file, each read when it is asked for."""
+    """Returns the tensors of a .safetensors file. Each tensor is read on use."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -89,10 +92,10 @@ def _state(body: Any, path: Path) -> dict[str, LazyTensor]:
         if isinstance(body, Mapping) and isinstance(body.get(key), Mapping) and body[key]:
             body = body[key]
             break
-    # Transformer Engine and torch.nn put what isn't a tensor under names of this ending.
+    # Transformer Engine and torch.nn save objects that are no tensors under names with this ending.
     tensors = (
         {n: v for n, v in body.items() if not str(n).endswith("_extra_state")} if isinstance(body, Mapping) else {}
     )
     if not tensors or not all(isinstance(v, torch.Tensor) for v in tensors.values()):
-        raise BadSource(f"{path} is not a state dict (tensors by name); save model.state_dict()")
+        raise BadSource(f"{path} is no state dict (tensors by name); save model.state_dict()")
     return {str(name): LazyTensor.of(value) for name, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""Folders with whole weights in them: Accelerate's ``save_state`` and ``save_model``, the transformers Trainer."""
+"""Folders with whole weights, as Accelerate's ``save_state`` and ``save_model`` and the transformers Trainer write."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel.errors import BadSource
-from accel.sources import checkpoint_dcp, checkpoint_file
-from accel.sources.checkpoint import Checkpoint
+from accel.spelling import option
 
-# What they are called, in the order in which they are looked for.
+from . import dcp, file
+from .checkpoint import Checkpoint
+
+# Names of the weights, in the order of the search.
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -18,7 +20,7 @@ _NAMES = (
     "pytorch_model_fsdp.bin",
     "pytorch_model_fsdp_0",
 )
-# What save_state calls the second model that was prepared.
+# Names that save_state gives to the second prepared model.
 _SECOND = ("model_1.safetensors", "pytorch_model_1.bin", "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_1")
 
 
@@ -27,16 +29,18 @@ def _weights(path: Path) -> Path | None:
 
 
 def detect(path: Path) -> bool:
-    """A folder with weights under one of their names."""
+    """Tells whether ``path`` is a folder with weights under one of the known names."""
     return path.is_dir() and _weights(path) is not None
 
 
 def read(path: Path) -> Checkpoint:
-    """The weights of the one model in ``path``."""
+    """Reads the weights of the model in ``path``. Raises ``BadSource`` if the folder holds several models."""
     weights = _weights(path)
     assert weights is not None
     second = next((name for name in _SECOND if (path / name).exists()), None)
     if second is not None:
-        raise BadSource(f"{path} holds several models; name one: --weights {weights} or --weights {path / second}")
-    found = checkpoint_dcp.read(weights) if weights.is_dir() else checkpoint_file.read(weights)
+        raise BadSource(
+            f"{path} holds several models; name one: {option('weights', weights)} or {option('weights', path / second)}"
+        )
+    found = dcp.read(weights) if weights.is_dir() else file.read(weights)
     return replace(found, format=f"folder with {weights.name}" if weights.is_file() else f"FSDP folder, {found.format}")

@@ -1,11 +1,11 @@
-"""Megatron's checkpoints, joined to what one rank would hold: torch_dist folders, and one folder a rank (older).
+"""Megatron's checkpoints, joined into whole tensors: torch_dist folders, and the older layout of one folder per rank.
 
     FOLDER/latest_checkpointed_iteration.txt                    2
     FOLDER/iter_0000002/metadata.json, .metadata, *.distcp      torch_dist: whole tensors, the layers stacked
     FOLDER/iter_0000002/mp_rank_TT[_PPP]/model_optim_rng.pt     tensor-parallel rank TT, pipeline stage PPP
 
-How a tensor was cut follows from its name, as in Megatron's own layers: column-parallel ones along axis 0, row-parallel
-weights along axis 1, all others are the same on every rank (and that is checked).
+The name of a tensor tells how Megatron's layers cut it: column-parallel weights along axis 0, row-parallel weights
+along axis 1. All other tensors have to be equal on every rank.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from accel.errors import BadSource, InvalidModel
-from accel.sources.checkpoint import Checkpoint, LazyTensor
-from accel.sources.checkpoint_dcp import Pieces, read_pieces, shards
-from accel.sources.unpickle import Record, read_torch
+
+from .checkpoint import Checkpoint, LazyTensor
+from .dcp import Pieces, read_pieces, shards
+from .unpickle import Record, read_torch
 
 LATEST = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")
@@ -37,7 +38,7 @@ _COLUMN = re.compile(
     r"|(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.weight|(output_layer|lm_head)\.bias)$"
 )
 _ROW = re.compile(r"\b((linear_proj|linear_fc2|dense_4h_to_h)\.weight|(self_attention|attention)\.dense\.weight)$")
-# The norm before a layer goes by the layer's name where the two are fused (Transformer Engine), else by its own.
+# Names of the norm before a layer: with Transformer Engine, which fuses the two, and without.
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -45,7 +46,7 @@ _NORMS = (
 
 
 def detect(path: Path) -> bool:
-    """A folder of iterations, or the folder of one."""
+    """Tells whether ``path`` is a folder of iterations or the folder of one iteration."""
     return path.is_dir() and ((path / LATEST).is_file() or _is_torch_dist(path) or bool(_rank_folders(path)))
 
 
@@ -57,33 +58,35 @@ def _is_torch_dist(path: Path) -> bool:
 
 
 def _rank_folders(path: Path) -> dict[tuple[int, int], Path]:
-    """Folder by (tensor-parallel rank, pipeline stage)."""
+    """Returns the folder of each (tensor-parallel rank, pipeline stage)."""
     found = {}
     for folder in path.iterdir():
         match = _RANK.match(folder.name)
         if match and folder.is_dir():
             if match.group(3):
                 raise BadSource(
-                    f"{path} is a mixture of experts, which isn't read; convert it with Megatron's own scripts"
+                    f"{path} is a mixture of experts, which accel can't read; convert it with Megatron's own scripts"
                 )
             found[int(match.group(1)), int(match.group(2) or 0)] = folder
     return found
 
 
 def read(path: Path) -> Checkpoint:
-    """The weights as one rank would hold them."""
+    """Reads the weights, joined from all ranks."""
     folder, files = path, tuple[Path, ...]()
     if (path / LATEST).is_file():
         files = (path / LATEST,)
         text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()[:40]
         if text != "release" and not text.isdecimal():
             raise InvalidModel(
-                f"{path / LATEST} holds {text!r}, which is no iteration; give the iteration's folder itself"
+                f"{path / LATEST} holds {text!r}, which is no iteration; give the folder of the iteration"
             )
         folder = path / (text if text == "release" else f"iter_{int(text):07d}")
         if not folder.is_dir():
             there = ", ".join(sorted(f.name for f in path.iterdir() if f.is_dir())) or "none"
-            raise BadSource(f"{path / LATEST} names {folder.name}, which isn't there; the folders there are: {there}")
+            raise BadSource(
+                f"{path / LATEST} names {folder.name}, which does not exist; give one of the folders there: {there}"
+            )
     ranks = _rank_folders(folder)
     if not ranks and not _is_torch_dist(folder):
         raise InvalidModel(f"{folder} has neither metadata.json nor mp_rank_XX folders; copy the whole folder")
@@ -91,7 +94,7 @@ def read(path: Path) -> Checkpoint:
     expert = next((name for name in tensors if _EXPERTS.search(name)), None)
     if expert is not None:
         raise BadSource(
-            f"{folder} is a mixture of experts ({expert}), which isn't read; convert it with Megatron's scripts"
+            f"{folder} is a mixture of experts ({expert}), which accel can't read; convert it with Megatron's scripts"
         )
     for name in list(tensors):
         for fused, own in _NORMS:
@@ -114,7 +117,8 @@ Parts = tuple[dict[str, LazyTensor], tuple[Path, ...], tuple[str, ...], set[str]
 
 
 def _torch_dist(folder: Path) -> Parts:
-    """Tensors are whole there already; the layers of a stack share one, along axis 0."""
+    """Reads a torch_dist folder. The tensors of a torch_dist folder are whole, and the layers of a stack are one tensor
+    with an axis 0 of layers."""
     backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
     if backend != "torch_dist":
         raise BadSource(f"{folder} is in Megatron's {backend} format; save it with --ckpt-format torch_dist")
@@ -144,11 +148,11 @@ def _same(master: Pieces | None, model: Pieces) -> bool:
 
 def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
     files = {place: _file(rank) for place, rank in sorted(ranks.items())}
-    fix = "only weights, args and numbers are read from it; save it without the optimizer and objects of your own"
+    fix = "save it without the optimizer and objects of your own: only weights, args and numbers are read"
     bodies = {place: read_torch(file, fix=fix) for place, file in files.items()}
     first = bodies[min(bodies)]
     if not isinstance(first, dict) or not any(key in first for key in ("model", "model0")):
-        raise InvalidModel(f"{files[min(files)]} has no 'model' in it: Megatron didn't write it; give another folder")
+        raise InvalidModel(f"{files[min(files)]} has no 'model', so Megatron did not write it; give another folder")
     arguments = first.get("args")
     said = arguments.get if isinstance(arguments, Record) else (lambda _, default=None: default)
     across = int(said("tensor_model_parallel_size") or max(t for t, _ in ranks) + 1)
@@ -158,13 +162,16 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
             if (rank, stage) not in ranks:
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
                 raise InvalidModel(
-                    f"{folder} lacks {name} (it was saved with {across} x {stages} ranks); copy it there"
+                    f"{folder} lacks {name} (the save has {across} x {stages} ranks); copy the file there"
                 )
     if len(ranks) > across * stages:
-        raise InvalidModel(f"{folder} holds {len(ranks)} ranks of a save with {across * stages}; copy it again, alone")
+        raise InvalidModel(
+            f"{folder} holds {len(ranks)} ranks and its save has {across * stages}; copy the save to an empty folder"
+        )
     iterations = {body.get("iteration") for body in bodies.values()}
     if len(iterations) > 1:
-        raise InvalidModel(f"{folder} mixes ranks of iterations {' and '.join(map(str, sorted(iterations, key=str)))}")
+        found = " and ".join(map(str, sorted(iterations, key=str)))
+        raise InvalidModel(f"{folder} mixes ranks of iterations {found}; copy one save to an empty folder")
     join = _Joining(folder=folder, version=float(first.get("checkpoint_version") or 0), said=said)
     tensors: dict[str, LazyTensor] = {}
     first_layer = 0
@@ -207,7 +214,7 @@ def _file(folder: Path) -> Path:
 
 
 def _flat(body: Any, front: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested dicts, their keys joined by dots."""
+    """Yields the tensors of nested dicts, with their keys joined by dots."""
     for key, value in body.items() if isinstance(body, Mapping) else ():
         if isinstance(value, torch.Tensor) and not str(key).endswith("_extra_state"):
             yield f"{front}{key}", value
@@ -216,7 +223,7 @@ def _flat(body: Any, front: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Joining:
-    """How the parts of the tensor-parallel ranks make one tensor."""
+    """Joins the parts of a tensor from the tensor-parallel ranks."""
 
     def __init__(self, *, folder: Path, version: float, said: Callable[..., Any]) -> None:
         self.folder = folder
@@ -234,13 +241,16 @@ class _Joining:
         if axis is None:
             if any(not torch.equal(parts[0], part) for part in parts[1:]):
                 raise BadSource(
-                    f"{self.folder}: {name!r} differs between the tensor-parallel ranks and isn't a layer of "
-                    "Megatron's that is known to be cut; merge it with Megatron's own scripts and give the result"
+                    f"{self.folder}: {name!r} differs between the tensor-parallel ranks, and accel doesn't know how "
+                    "Megatron cuts this layer; merge the checkpoint with Megatron's own scripts and give the result"
                 )
             return LazyTensor.of(parts[0])
         shape = list(parts[0].shape)
         if axis >= len(shape):
-            raise InvalidModel(f"{self.folder}: {name!r} is {shape}, which can't be joined along axis {axis}")
+            raise InvalidModel(
+                f"{self.folder}: {name!r} has the shape {shape} and can't be joined along axis {axis}; copy the folder "
+                "again"
+            )
         if any(
             [n for i, n in enumerate(part.shape) if i != axis] != shape[:axis] + shape[axis + 1 :] for part in parts
         ):
@@ -251,14 +261,18 @@ class _Joining:
         )
 
     def _old_qkv(self, parts: Sequence[torch.Tensor]) -> LazyTensor:
-        """Before checkpoint version 2: [3, heads, head] (0) or [heads, head, 3] (1) rows, today [heads, 3, head]."""
+        """Joins query, key and value of old checkpoints in today's order of rows, [heads, 3, head].
+
+        Version 0 has rows [3, heads, head], version 1 [heads, head, 3].
+        """
         if (
             not self.heads
             or self.heads % len(parts)
             or any(part.shape[0] % (3 * self.heads // len(parts)) for part in parts)
         ):
             raise BadSource(
-                f"{self.folder} is of checkpoint version {self.version:g} and doesn't say its heads; convert it"
+                f"{self.folder} has the checkpoint version {self.version:g} and doesn't record its number of heads; "
+                "convert it with Megatron's own scripts"
             )
         note = f"query, key and value were put into today's order (checkpoint version {self.version:g})"
         self.notes += [note] if note not in self.notes else []
@@ -281,5 +295,5 @@ class _Joining:
 def _join(parts: Sequence[torch.Tensor], axis: int, gated: bool) -> torch.Tensor:
     if not gated:
         return torch.cat(list(parts), dim=axis)
-    halves = [part.chunk(2) for part in parts]  # each rank holds its share of the gate, then of the values
+    halves = [part.chunk(2) for part in parts]  # each rank holds its share of the gate, then its share of the values
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

@@ -1,4 +1,4 @@
-"""A checkpoint's names matched to a model's: wrappers' prefixes, tied weights, and what to say where they don't fit."""
+"""Matches the names of a checkpoint with the names of a model: prefixes of wrappers, tied weights, and the error."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from dataclasses import replace
 import torch
 
 from accel.errors import BadSource
-from accel.sources.checkpoint import Checkpoint, LazyTensor
 
-# What wrappers put anywhere in a name.
+from .checkpoint import Checkpoint, LazyTensor
+
+# Words that wrappers insert anywhere in a name.
 _INSIDE = re.compile(r"(?<![^.])(?:_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# What they put in front of every name, in the order in which they are tried.
+# Prefixes that wrappers put before every name, in the order of the search.
 _FRONT = ("", "module.", "model.", "module.model.", "model.module.", "_original_module.", "net.", "network.")
 
 
 def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
-    """``checkpoint`` with exactly the names of the model's ``state_dict``.
+    """Returns ``checkpoint`` with exactly the names of the model's ``state_dict``.
 
-    Raises ``BadSource`` with the first name (and the closest ones) or shape that doesn't fit.
+    Raises ``BadSource`` with the first name that doesn't fit and similar names, or with the first shape that doesn't
+    fit.
     """
     wanted: Mapping[str, torch.Tensor] = {
         name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)
@@ -61,14 +63,14 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
 
 def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     found = {_INSIDE.sub("", name): value for name, value in checkpoint.tensors.items()}
-    if len(found) < len(checkpoint.tensors):  # two names that differ in a wrapper only: leave them as they are
+    if len(found) < len(checkpoint.tensors):  # two names differ in a wrapper only: keep the names
         return dict(checkpoint.tensors), ()
     changed = any(name not in checkpoint.tensors for name in found)
     return found, ("wrappers' names (such as _orig_mod) were left out",) if changed else ()
 
 
 def _copies(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """For each name, the others that are the same tensor (tied weights, of which savers may keep one)."""
+    """Returns for each name the other names of the same tensor. Savers may keep only one name of tied weights."""
     places: dict[tuple[object, ...], list[str]] = {}
     keys = {n: (t.data_ptr() or n, tuple(t.shape), t.stride(), t.dtype) for n, t in wanted.items()}
     for name, key in keys.items():
@@ -82,7 +84,7 @@ def _prefix(
     wanted: Mapping[str, torch.Tensor],
     copies: Mapping[str, list[str]],
 ) -> str:
-    """What stands in front of the model's names in the checkpoint; empty where nothing fits."""
+    """Returns the prefix of the model's names in the checkpoint. Returns "" if no prefix fits."""
 
     def holds(prefix: str) -> bool:
         return all(prefix + name in found or any(prefix + c in found for c in copies[name]) for name in wanted)
@@ -92,7 +94,7 @@ def _prefix(
             return prefix
     if not wanted:
         return ""
-    # A LightningModule calls its model what it likes: anything that stands before all the names.
+    # A LightningModule may give its model any name: look for any prefix that all names have.
     first = next(iter(wanted))
     ends = [f".{name}" for name in (first, *copies[first])]
     fronts = {n[: len(n) - len(end) + 1] for n in found for end in ends if n.endswith(end)}
@@ -100,7 +102,7 @@ def _prefix(
     if len(fitting) > 1:
         raise BadSource(
             f"{checkpoint.path} holds this model several times, under {' and '.join(map(repr, fitting))}; "
-            "save the one you mean alone: torch.save(that_model.state_dict(), ...)"
+            "save only one of them: torch.save(that_model.state_dict(), ...)"
         )
     return fitting[0] if fitting else ""
 
@@ -114,7 +116,7 @@ def _differ(
     nearest = f"; closest in the {'checkpoint' if missing else 'model'}: {', '.join(map(repr, close))}" if close else ""
     front = next((f for f in _FRONT[1:] if all(w.startswith(f) and w.removeprefix(f) in found for w in wanted)), "")
     fix = (
-        f"the names fit without the model's {front!r}: have the factory return that part of it"
+        f"the names fit without the model's {front!r}: let the factory return that part of the model"
         if front
         else "give the weights of this factory's model"
     )

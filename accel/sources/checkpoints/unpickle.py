@@ -1,9 +1,9 @@
-"""Pickles of trainers read without running anything in them: every name they may use is in one list here.
+"""Reads the pickles of trainers without executing their code. The list ``RECORDS`` has every class they may name.
 
-``read_torch`` is for files of ``torch.save``: torch's own weights-only unpickler, mapped into memory, with the names
-below added. ``read_pickle`` is for a bare pickle (the ``.metadata`` of torch.distributed.checkpoint): Python's own,
-which finds nothing but these names. None of them leads to the real class: each becomes a ``Record`` that only
-keeps what the pickle said of it, so no constructor, ``__setstate__`` or function of a library ever runs.
+``read_torch`` reads files of ``torch.save`` with torch's own weights-only unpickler, mapped into memory.
+``read_pickle`` reads a bare pickle, the ``.metadata`` of torch.distributed.checkpoint, with Python's unpickler. Both
+find only the listed names. A listed name never leads to the real class: the object becomes a ``Record`` that keeps its
+arguments and state as data. No constructor, ``__setstate__`` or function of a library ever runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from accel.errors import BadSource, InvalidModel
+from accel.spelling import option
 
 
 class Record:
@@ -45,19 +46,20 @@ class Record:
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {self.name}, of which something is called")
 
     def get(self, field: str, default: Any = None) -> Any:
-        """A field of its state, where that is a dict (as it is for a dataclass and a Namespace)."""
+        """Returns a field of the state of a dataclass or a Namespace, which is a dict. Returns ``default``
+        otherwise."""
         return self.state.get(field, default) if isinstance(self.state, dict) else default
 
 
 class PlainDict:
-    """Stands for a dict of a class of its own (Lightning's AttributeDict): makes a plain one."""
+    """Stands for a subclass of dict, such as Lightning's AttributeDict. Makes a plain dict."""
 
     def __new__(cls, *_: Any, **__: Any) -> dict[Any, Any]:  # type: ignore[misc]
         return {}
 
 
 def _member(kind: Any, name: Any) -> Record:
-    """What Python 3.11 writes for a member of an enum: getattr(kind, name). Here it looks nothing up."""
+    """Stands for ``getattr(kind, name)``, which Python 3.11 pickles for a member of an enum. Makes a record."""
     if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
         raise pickle.UnpicklingError("Unsupported global: GLOBAL builtins.getattr was not an allowed global")
     return kind(name)
@@ -67,7 +69,7 @@ def _strings(module: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{module}.{name}" for name in names)
 
 
-# Classes that trainers leave in their checkpoints, by exact name. They are read as records.
+# Exact names of classes in the checkpoints of trainers. Objects of these classes are read as records.
 RECORDS = (
     *_strings("argparse", "Namespace"),
     *_strings("pathlib", "Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
@@ -113,7 +115,7 @@ DICTS = (
 _RECORDS: dict[str, type[Record]] = {
     name: type(name.rpartition(".")[2], (Record,), {"name": name, "__module__": __name__}) for name in RECORDS
 }
-# How many times its size an archive may unpack to. Other tools do compress weights, to a half or so.
+# The largest ratio of unpacked to packed size of an archive. Tools that compress weights reach about 2.
 _MOST_UNPACKED = 16
 _PLAIN = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, tuple, set, complex)}
 _GLOBALS: dict[str, Any] = {
@@ -126,7 +128,7 @@ _GLOBALS: dict[str, Any] = {
 
 
 def is_record(value: Any, name: str) -> bool:
-    """Whether ``value`` is what the pickle calls an object of the class ``name`` (without its module)."""
+    """Tells whether ``value`` stands for an object of the class ``name`` (without its module)."""
     return isinstance(value, Record) and value.name.rpartition(".")[2] == name
 
 
@@ -137,34 +139,34 @@ def _listed() -> Iterator[None]:
 
 
 def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as .safetensors") -> Any:
-    """What is in a file of ``torch.save``; its tensors stay in the file (mapped) until they are used.
+    """Reads a file of ``torch.save``. The tensors stay in the file, mapped, until they are used.
 
-    Raises ``BadSource`` where it names anything outside the list (nothing of it has run then), ``InvalidModel`` where
-    it is empty, truncated or no such file.
+    Raises ``BadSource`` if the file names a class outside the list, before any code of it ran. Raises ``InvalidModel``
+    if the file is empty, truncated or no file of ``torch.save``.
     """
     if not path.is_file():
-        raise BadSource(f"{path} does not exist; check --weights")
+        raise BadSource(f"{path} does not exist; check {option('weights')}")
     if path.stat().st_size == 0:
         raise InvalidModel(f"{path} is empty; save the weights again")
     refuse_bomb(path)
     try:
         with warnings.catch_warnings(), _listed():
-            warnings.simplefilter("ignore")  # what torch warns of here is refused below
+            warnings.simplefilter("ignore")  # files that torch warns of are refused below
             # Files older than the zip format can't be mapped.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         _refuse(path, error, fix)
-    except Exception as error:  # torch raises nearly anything on bytes that are not its own
+    except Exception as error:  # torch raises errors of many types on damaged bytes
         raise InvalidModel(f"{path} is no PyTorch file or is truncated; save the weights again") from error
 
 
 def refuse_bomb(path: Path) -> None:
-    """``InvalidModel`` where an archive unpacks to far more than it is: torch stores what it saves as it is."""
+    """Raises ``InvalidModel`` if an archive unpacks to a multiple of its size: torch stores tensors uncompressed."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return  # for whoever reads it to say
+        return  # the function that reads the file reports the error
     if size > _MOST_UNPACKED * path.stat().st_size:
         raise InvalidModel(f"{path} unpacks to {size / 1e6:.0f} MB, which torch never writes; refused: save it again")
 
@@ -178,7 +180,7 @@ def _refuse(path: Path, error: Exception, fix: str) -> NoReturn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds nothing but the listed names, torch's dtypes and its Size."""
+    """Finds only the listed names, ``OrderedDict``, torch's dtypes and ``torch.Size``."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -189,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
         if full == "torch.Size":
             return torch.Size
         if full == "torch.serialization._get_layout":
-            return str  # a layout by name: nobody asks for it
+            return str  # a layout becomes its name; nothing uses the layout
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full}")
@@ -199,7 +201,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> Any:
-    """What is in a bare pickle, classes as records. Raises as ``read_torch``."""
+    """Reads a bare pickle with its objects as records. Raises the errors of ``read_torch``."""
     try:
         with path.open("rb") as file:
             return _Unpickler(file).load()
@@ -208,6 +210,6 @@ def read_pickle(path: Path) -> Any:
             raise InvalidModel(f"{path} is no pickle or is truncated; save the checkpoint again") from error
         _refuse(path, error, "it was not written by torch.distributed.checkpoint alone")
     except OSError as error:
-        raise BadSource(f"{path} can't be read ({error.strerror}); check --weights") from error
-    except Exception as error:  # a pickle machine raises nearly anything on bytes that are none
+        raise BadSource(f"{path} can't be read ({error.strerror}); check {option('weights')}") from error
+    except Exception as error:  # the unpickler raises errors of many types on damaged bytes
         raise InvalidModel(f"{path} is no pickle or is truncated; save the checkpoint again") from error

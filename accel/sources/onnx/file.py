@@ -1,4 +1,4 @@
-"""ONNX files: what they declare, whether they are what they say, and as a source."""
+"""Reads ONNX files, describes their inputs and outputs, checks them in a child process, and opens them as a source."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from accel.child import run_in_child
 from accel.errors import BadInputSpec, ChildCrashed, InvalidModel
 from accel.errors import one_line as one_line
 from accel.signature import Dim, DimRange, Signature, TensorSpec
+from accel.spelling import option
 
 if TYPE_CHECKING:
     import onnx
 
-# Where torch's exporter notes the modules that a node comes from.
+# The key under which torch's exporter records the modules of a node.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# What the cache keeps what was found of a file under; another name for another check.
+# The cache's name for results of the check. A change of the check needs another name.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
@@ -31,7 +32,8 @@ _PRECISIONS = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
-    """The ONNX model in ``path``; external data only with ``weights``. ``InvalidModel`` where it is none."""
+    """Reads the ONNX model in ``path``, with its external data only if ``weights``. Raises ``InvalidModel`` if the file
+    is missing, empty or no ONNX model."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -51,7 +53,8 @@ def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
 
 
 def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Names of the files that hold tensors outside the model. ``InvalidModel`` where one points out of the folder."""
+    """Returns the names of the files that hold tensors outside the model. Raises ``InvalidModel`` for a file outside
+    the folder of the model."""
     from onnx.external_data_helper import _get_all_tensors, uses_external_data
 
     names: dict[str, None] = {}
@@ -65,7 +68,7 @@ def external_files(model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
-    """Those of ``graph`` and of the graphs in their attributes."""
+    """Yields the nodes of ``graph`` and of the graphs in their attributes."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -74,19 +77,21 @@ def all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Node
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """The version of the default operator set."""
+    """Returns the version of the default operator set."""
     return next((int(o.version) for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
-    """What the file itself declares: its signature (dims unnamed in the file get ``<tensor>_<axis>``), opset, IR and
-    precision (``int4``, ``fp8`` or ``int8`` where it holds such weights, QDQ or integer products, else that of its
-    floats), and which float dtypes occur in it."""
+    """Returns the signature that the file declares, and its properties: opset, IR version, precision and float dtypes.
+
+    Dims without a name in the file are called ``<tensor>_<axis>``. The precision is ``int4``, ``fp8`` or ``int8`` if
+    the file holds such weights, QDQ nodes or integer products, else the precision of most of its float weights.
+    """
     return describe_model(read_proto(path))
 
 
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
-    """As ``describe``, for a model in memory."""
+    """Describes a model in memory as ``describe`` does a file."""
     initializers = {t.name for t in model.graph.initializer}
     inputs = tuple(_spec(v) for v in model.graph.input if v.name not in initializers)
     outputs = tuple(_spec(v) for v in model.graph.output)
@@ -102,8 +107,10 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
 
 
 def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
-    """Inputs that are initializers, too: what the model is run with where nothing is given. ``describe`` leaves them
-    out. None before IR version 4, where every initializer is listed as an input and yet is a constant."""
+    """Returns the inputs that are initializers as well, which are their defaults. ``describe`` leaves out these inputs.
+
+    Returns an empty tuple before IR version 4, which lists every initializer as an input although it is a constant.
+    """
     if model.ir_version < 4:
         return ()
     initializers = {t.name for t in model.graph.initializer}
@@ -126,13 +133,14 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
         if dim.HasField("dim_value") and dim.dim_value >= 0:
             shape.append(int(dim.dim_value))
         else:
-            # Some exporters write "?" for every dim they don't know: no two of them are the same dim.
+            # Some exporters write "?" for every unknown dim, so two "?" are different dims.
             shape.append(dim.dim_param if dim.dim_param not in ("", "?") else f"{value.name}_{axis}")
     return TensorSpec(value.name, dtype, tuple(shape))
 
 
 def _index_bounds(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
-    """For each integer input that picks rows of a constant table (an embedding), the numbers it may hold."""
+    """Returns the smallest and largest index for each integer input that selects rows of a constant table, such as an
+    embedding."""
     rows = {t.name: int(t.dims[0]) for t in model.graph.initializer if t.dims}
     origin = {v.name: v.name for v in model.graph.input if v.name not in rows}
     bounds: dict[str, tuple[int, int]] = {}
@@ -175,7 +183,7 @@ def _precision(model: onnx.ModelProto) -> str:
 
 
 def _floats(model: onnx.ModelProto) -> list[str]:
-    """The float dtypes of its inputs, weights and casts."""
+    """Returns the float dtypes of the inputs, weights and casts of a model."""
     from onnx import TensorProto
 
     names = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16"}
@@ -193,19 +201,22 @@ def open_onnx(
     cache: StageCache | None = None,
     probe: bool = True,
 ) -> Artifact:
-    """An ONNX file from anywhere as an artifact. With a sidecar whose hashes hold, its history comes along.
+    """Opens an ONNX file as an artifact. A file with a manifest whose hashes hold keeps its history.
 
-    ``dims`` replaces ranges of dynamic dims; ``inputs`` adds what a file can't say of them: the values that an integer
-    takes, and a size where the file leaves one open. A file without a sidecar is opened by the checker and by ONNX
-    Runtime in a child process first (once for each content): a hostile file can end that process, not this one.
+    ``dims``: new ranges of dynamic dims. ``inputs``: ranges of integer inputs, and sizes of dims that the file leaves
+    open. With ``probe``, a child process opens a file without a manifest first, by the ONNX checker and by ONNX
+    Runtime, once for each content: a hostile file may crash that process, but not this one.
+
+    Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
+    ``inputs`` don't fit.
     """
     signature, properties = describe(path)
     if not signature.outputs:
-        raise InvalidModel(f"{path} has no outputs; export it again")
+        raise InvalidModel(f"{path} has no outputs; export the model again")
     files = (path, *(path.with_name(name) for name in external_files(read_proto(path))))
     for file in files[1:]:
         if not file.is_file():
-            raise InvalidModel(f"{path} keeps its weights in {file.name}, which is not beside it; put it there")
+            raise InvalidModel(f"{path} keeps its weights in {file.name}, which is not beside it; put that file there")
     if manifest_path(path).is_file():
         artifact = Artifact.open(path)
         assert artifact.manifest is not None
@@ -239,7 +250,10 @@ def _file_entry(path: Path, sha256: str) -> dict[str, str]:
 
 
 def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
-    """``signature`` with the values and the sizes that ``inputs`` give; names, dtypes and ranks are the file's."""
+    """Returns ``signature`` with the value ranges and sizes of ``inputs``.
+
+    Raises ``BadInputSpec`` if a name, dtype, rank or fixed size differs from the file's.
+    """
     given = {spec.name: spec for spec in inputs}
     if strange := [name for name in given if name not in {spec.name for spec in signature.inputs}]:
         raise BadInputSpec(f"the model has no input {strange[0]!r}; it takes {signature.describe_inputs()}")
@@ -253,7 +267,9 @@ def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
             if isinstance(mine, str) and isinstance(theirs, int):
                 fits = fits and dims.setdefault(mine, DimRange(theirs, theirs, theirs)).opt == theirs
         if not fits:
-            raise BadInputSpec(f"--input {said} doesn't fit the model, which takes {own}; change values or sizes only")
+            raise BadInputSpec(
+                f"{option('inputs', [said])} doesn't fit the model, which takes {own}; change values or sizes only"
+            )
         specs.append(replace(own, values=said.values or own.values))
     return replace(signature, inputs=tuple(specs)).with_dims(dims)
 
@@ -267,12 +283,12 @@ def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signatur
 
 
 def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: bool = False) -> None:
-    """``InvalidModel`` where the checker or ONNX Runtime refuse the file, or crash on it, in a child process; with
-    ``crashes_only`` not where they refuse it. Once for each ``digest``: ``cache`` keeps what was found."""
+    """Raises ``InvalidModel`` if the checker or ONNX Runtime crash on the file, or refuse it, in a child process. With
+    ``crashes_only`` raises only for a crash. ``cache`` keeps the result for each ``digest``."""
     found = cache.get_record(PROBED, digest)
     if found is None:
         try:
-            refused = run_in_child("accel.sources.onnx_file:check", timeout=600, path=path)
+            refused = run_in_child("accel.sources.onnx.file:check", timeout=600, path=path)
             found = {"error": refused, "crashed": False}
         except ChildCrashed as error:
             found = {"error": f"it crashes the native parser ({error})", "crashed": True}
@@ -284,14 +300,15 @@ def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: boo
 
 
 def check(path: Path) -> str | None:
-    """What is wrong with the file, in one line; None where the checker and ONNX Runtime both take it."""
+    """Returns the reason why the checker or ONNX Runtime refuses the file, in one line. Returns None if both take
+    it."""
     import onnx
     import onnxruntime
 
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # Custom domains are for the runtime to judge: the checker knows no schema for them.
+        # The checker has no schemas of custom domains, so only the runtime can judge them.
         own = {node.domain for node in read_proto(path).graph.node} - {"", "ai.onnx", "ai.onnx.ml"}
         if not own or ("No Op registered" not in str(error) and "No opset import" not in str(error)):
             return one_line(error)
@@ -301,7 +318,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # a right model for another machine: no product of bfloat16 on this CPU, say
+        return None  # a valid model for another machine: this CPU may lack a product of bfloat16, for example
     except Exception as error:
         return one_line(error)
     return None

@@ -1,8 +1,8 @@
-"""Weights that stay in their file: how a stage works on a model that is larger than what it may hold in memory.
+"""Detached weights, which stay in their file so that a stage can work on a model larger than memory.
 
-``read_detached`` reads a model of more than ``DETACHED_BYTES`` of external data without its large tensors. Such a
-tensor names its file by an absolute path, which no file that is written ever does. What it holds is read with
-``weight_array``, which maps the file; ``write_onnx`` copies it piece by piece.
+``read_detached`` reads a model with more than ``DETACHED_BYTES`` of external data without its large tensors. A detached
+tensor names its file by an absolute path, which a written file never does. ``weight_array`` maps the file and reads the
+tensor. ``write_onnx`` copies it piece by piece.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.sources.onnx_file import external_files, read_proto
+from .file import external_files, read_proto
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 DETACHED_BYTES = 128 << 20
 
-# Smaller tensors come along: rules and shape inference look at their values.
+# Smaller tensors are read: rules and shape inference need their values.
 _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers
 
-# What a detached tensor's numbers are in the file, where that isn't what the tensor is to hold.
+# The key for the dtype of a detached tensor in its file, if the tensor is to have another dtype.
 _STORED_AS = "stored_as"
 
 
 def read_detached(path: Path) -> onnx.ModelProto:
-    """The model in ``path`` with its weights: in it, or detached where they are many. ``InvalidModel`` as
-    ``read_proto``."""
+    """Reads the model in ``path`` with its weights. Large weights are detached if the model has much external data.
+
+    Raises ``InvalidModel`` as ``read_proto`` does.
+    """
     from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
     model = read_proto(path)
@@ -53,7 +55,7 @@ def read_detached(path: Path) -> onnx.ModelProto:
 
 
 def _wide(tensor: onnx.TensorProto) -> bool:
-    """Whether numpy can map it: a byte or more a number."""
+    """Tells whether numpy can map the tensor: its numbers have one byte or more."""
     from onnx import TensorProto
 
     return tensor.data_type not in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)
@@ -72,13 +74,13 @@ def is_detached(tensor: onnx.TensorProto) -> bool:
 
 
 def detached_bytes(model: onnx.ModelProto) -> int:
-    """How many bytes of weights lie outside ``model``."""
+    """Returns the number of bytes of the detached weights of ``model``."""
     return sum(_bytes(tensor) for tensor in model.graph.initializer if is_detached(tensor))
 
 
 def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarray:
-    """The numbers of a tensor, detached or not. Of a detached one that is kept as it is, a view of its file.
-    ``widened``: 16-bit floats as the float32 that they are exactly."""
+    """Returns the numbers of a tensor, detached or not. A detached tensor with the dtype of its file is a view of the
+    file. ``widened``: return 16-bit floats as float32, which is exact."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
@@ -97,7 +99,7 @@ def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarr
 
 
 def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.TensorProto:
-    """A detached float32 tensor as another one, called ``name``, that holds 16-bit floats once it is read."""
+    """Returns a copy of a detached float32 tensor, called ``name``, that becomes 16-bit floats when it is read."""
     import onnx
 
     made = onnx.TensorProto()
@@ -109,7 +111,7 @@ def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.T
 
 
 def attach(tensor: onnx.TensorProto) -> None:
-    """Read what a detached tensor holds into it."""
+    """Reads the numbers of a detached tensor into the tensor itself."""
     raw = b"".join(raw_pieces(tensor))
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")
@@ -117,7 +119,7 @@ def attach(tensor: onnx.TensorProto) -> None:
 
 
 def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
-    """What a detached tensor holds, as the bytes of a file."""
+    """Yields the numbers of a detached tensor as the bytes of a file."""
     from onnx import helper
 
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -126,7 +128,7 @@ def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
 
 
 def _pieces(mapped: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Parts of a tensor that are small enough to be copied a few times, and where each begins."""
+    """Yields small parts of a tensor, which may be copied a few times, each with the index of its first number."""
     flat = mapped.reshape(-1)
     for start in range(0, flat.size, _PIECE):
         yield start, flat[start : start + _PIECE]
@@ -143,7 +145,8 @@ def _mapped(tensor: onnx.TensorProto) -> np.ndarray:
 
 
 def rounded(value: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
-    """``value`` in a 16-bit float format. What is finite stays finite: a mask of -1e9 becomes the lowest number."""
+    """Returns ``value`` rounded to a 16-bit float format. Finite numbers stay finite: a mask of -1e9 becomes the lowest
+    finite number."""
     import ml_dtypes
     import numpy as np
 

@@ -1,6 +1,6 @@
-"""Each form a TensorFlow model comes in, made into one: a call by name and a graph that can be frozen.
+"""Loads each form of a TensorFlow model into a ``Loaded``: a call by name and a graph that can be frozen.
 
-Imported in the TensorFlow process alone.
+Imported only in the TensorFlow process.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from accel.errors import AccelError, BadSource, InvalidModel, one_line, whole_sentences
-from accel.sources.tensorflow_graph import freeze_function, freeze_session_graph, strip_dropout
-from accel.sources.tensorflow_model import Frozen, Loaded, dtype_name, plain_name
-from accel.sources.tensorflow_source import TensorFlowSpec
+from accel.spelling import arguments, option
+
+from ..python_object import load_object, raised
+from .graph import freeze_function, freeze_session_graph, strip_dropout
+from .loaded import Frozen, Loaded, Row, dtype_name, plain_name
+from .source import TensorFlowSpec
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
-    """The model that ``spec`` names. ``BadSource`` (``InvalidModel``) with the reason where it can't be loaded."""
+    """Loads the model that ``spec`` names. Raises ``BadSource`` or ``InvalidModel`` with the reason if that fails."""
     try:
         loaded = _FORMS[spec.form](spec)
-        # What is a graph already was rid of its dropout before it was cut out of the file.
+        # The loaders of graphs and checkpoints strip dropout themselves, before they cut the graph at its outputs.
         return _stripped(loaded) if spec.strip and spec.form not in ("graph", "checkpoint") else loaded
     except AccelError:
         raise
@@ -36,7 +39,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
 
 
 def _stripped(loaded: Loaded) -> Loaded:
-    """The same model frozen, without its dropout: what a conversion is compared with runs that graph too."""
+    """Freezes the model and removes its dropout. Calls of the result run the stripped graph as well, so conversions are
+    compared with it."""
     frozen = loaded.freeze()
     frozen = replace(frozen, graph=strip_dropout(frozen.graph))
     call, _ = _run_graph(frozen)
@@ -44,8 +48,10 @@ def _stripped(loaded: Loaded) -> Loaded:
 
 
 def _run_graph(frozen: Frozen) -> tuple[Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]], list[Any]]:
-    """A call by name (arrays to arrays) through a frozen graph, and the graph's input tensors. ``ValueError`` where the
-    outputs can't be computed of the inputs."""
+    """Returns a function that runs a frozen graph on arrays by name, and the graph's input tensors.
+
+    Raises ``ValueError`` if the outputs can't be computed from the inputs.
+    """
     whole = tf.compat.v1.wrap_function(lambda: tf.compat.v1.import_graph_def(frozen.graph, name=""), [])
     function = whole.prune(list(frozen.inputs.values()), list(frozen.outputs.values()))
 
@@ -61,15 +67,15 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
     signatures = dict(loaded.signatures)
     if not signatures:
         raise BadSource(
-            f"{spec.path} has no signatures, so nothing says what goes in; save it with tf.saved_model.save(model, "
-            "path, signatures=model.call.get_concrete_function(...)) or with Keras' model.export(path)"
+            f"{spec.path} has no signatures, so its inputs are unknown; save it with tf.saved_model.save(model, path, "
+            "signatures=model.call.get_concrete_function(...)) or with Keras' model.export(path)"
         )
     name = spec.signature or ("serving_default" if "serving_default" in signatures else "")
     if not name and len(signatures) == 1:
         name = next(iter(signatures))
     if name not in signatures:
         what = f"has no signature {name!r}" if name else "has several signatures and no serving_default"
-        raise BadSource(f"{spec.path} {what}; pass --signature with one of: {', '.join(signatures)}")
+        raise BadSource(f"{spec.path} {what}; pass {option('signature')} with one of: {', '.join(signatures)}")
     function = signatures[name]
     taken: Mapping[str, Any] = function.structured_input_signature[1]
     outputs: Mapping[str, Any] = dict(sorted(function.structured_outputs.items()))
@@ -87,10 +93,9 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
     return made
 
 
-def _from_old_signature(
-    function: Any, inputs: list[tuple[str, str, list[int | None] | None]], outputs: Mapping[str, Any]
-) -> Loaded:
-    """A signature of a TF1 file. Its variables belong to its own graph: it is frozen as it is, not through a call."""
+def _from_old_signature(function: Any, inputs: list[Row], outputs: Mapping[str, Any]) -> Loaded:
+    """Loads a signature of a TF1 file. The variables of a TF1 file belong to the file's own graph, so the signature is
+    frozen directly and not traced through a call."""
     places = {t.name: index for index, t in enumerate(function.outputs)}
     names = [name for name, _ in sorted(outputs.items(), key=lambda item: places[item[1].name])]
     starts = [str(name) for name in function._arg_keywords]
@@ -103,13 +108,13 @@ def _from_old_signature(
 
 
 def _load_saved_model(path: str) -> tuple[Any, bool]:
-    """What the folder holds, and whether the loader of TF1 files read it."""
+    """Loads the folder. Returns the loaded object, and whether it is a TF1 file."""
     try:
         loaded = tf.saved_model.load(path)
         old = hasattr(loaded, "prune")
     except Exception as first:
-        # Old Keras files keep slots of their optimizer that TensorFlow no longer restores. Their signatures are in
-        # the graph as in any TF1 file, and that loader doesn't look at objects.
+        # Old Keras files keep optimizer slots that TensorFlow no longer restores. The loader of TF1 files
+        # reads the signatures from the graph and ignores all saved objects, such as optimizer slots.
         from tensorflow.python.saved_model import load_v1_in_v2
 
         try:
@@ -135,25 +140,25 @@ def _keras_problem(error: Exception) -> str:
     text, said = one_line(error), whole_sentences(error, 160).rstrip(".")
     if "No model config" in text or "weights-only" in text or "not a valid `.keras`" in text:
         return (
-            "holds no model that Keras can build, only weights (or nothing of Keras); load them into the model they "
-            "belong to in a function that returns it, and export FILE.py:FUNCTION"
+            "holds only weights and no model that Keras can build; write a function that builds the model, loads the "
+            "weights and returns the model, and export FILE.py:FUNCTION"
         )
     if "Lambda" in text and ("deserializ" in text or "safe_mode" in text or "unsafe" in text):
         return (
             "holds a Lambda layer, which is code that loading would run; rebuild the model in a function that returns "
-            "it, and export FILE.py:FUNCTION"
+            "the model, and export FILE.py:FUNCTION"
         )
     if "Unknown layer" in text or "Could not locate" in text or "Could not deserialize" in text:
-        return f"needs Python code that is not in it ({said}); export a FILE.py:FUNCTION that returns the model"
+        return f"needs Python code that is not in the file ({said}); export a FILE.py:FUNCTION that returns the model"
     return f"can't be read as a Keras model ({said}); save it again with model.save('model.keras')"
 
 
 def _from_keras(model: Any, where: str) -> Loaded:
-    """Any built Keras model: inputs by their own names, outputs by the names of the layers they come from."""
+    """Loads a built Keras model. Inputs have their own names, outputs the names of the layers that compute them."""
     if not getattr(model, "built", True) or not getattr(model, "inputs", None):
         raise BadSource(
-            f"{where} is a Keras model that was never called, so it doesn't know its inputs; call it once on an "
-            "example before it is saved, or give its first layer a keras.Input"
+            f"{where} is a Keras model that was never called, so its inputs are unknown; call the model once on an "
+            "example before you save it, or give its first layer a keras.Input"
         )
     inputs = [(plain_name(t.name), dtype_name(tf.as_dtype(t.dtype)), _shape(t.shape)) for t in model.inputs]
     kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(model.inputs)]
@@ -179,21 +184,20 @@ def _from_keras(model: Any, where: str) -> Loaded:
         raise _untraceable(where, kinds, inputs, error) from error
 
 
-def _untraceable(
-    where: str, kinds: Sequence[Any], inputs: Sequence[tuple[str, str, list[int | None] | None]], error: Exception
-) -> BadSource:
-    """A model that Keras runs, and can't make a graph of: bilinear ``UpSampling2D`` over open sizes, for one."""
+def _untraceable(where: str, kinds: Sequence[Any], inputs: Sequence[Row], error: Exception) -> BadSource:
+    """Returns the error for a model that Keras can run but can't trace, such as bilinear ``UpSampling2D`` over open
+    sizes."""
     said = whole_sentences(error, 160).rstrip(".")
     if all(kind.shape.rank is None or all(kind.shape[1:].as_list()) for kind in kinds):
-        return BadSource(f"{where} is read, but Keras can't make a graph of it ({said}); take that layer out of it")
-    fix = "build it with a keras.Input of fixed sizes"
+        return BadSource(f"Keras can't make a graph of {where} ({said}); take that layer out of the model")
+    fix = "build the model with a keras.Input of fixed sizes"
     if len(inputs) == 1 and (shape := inputs[0][2]):
         sizes = ", ".join("SIZE" if size is None else str(size) for size in shape[1:]) + "," * (len(shape) == 2)
         fix = (
-            f"fix them: export a FILE.py:FUNCTION that takes x = keras.Input(({sizes}), name={inputs[0][0]!r}) and "
-            "returns keras.Model(x, model(x))"
+            f"fix the sizes: export a FILE.py:FUNCTION that takes x = keras.Input(({sizes}), name={inputs[0][0]!r}) "
+            "and returns keras.Model(x, model(x))"
         )
-    return BadSource(f"{where} is read, but Keras can't make a graph of it while its sizes are open ({said}); {fix}")
+    return BadSource(f"Keras can't make a graph of {where} while its sizes are open ({said}); {fix}")
 
 
 def _read_graph(path: str) -> Any:
@@ -202,8 +206,9 @@ def _read_graph(path: str) -> Any:
     try:
         graph.ParseFromString(data)
     except Exception as error:
-        hint = "a SavedModel's own file: give its folder" if b"serve" in data[:4096] else "not a TensorFlow graph"
-        raise InvalidModel(f"{path} is {hint}; a frozen graph is what is needed here") from error
+        if b"serve" in data[:4096]:
+            raise InvalidModel(f"{path} is the file of a SavedModel; give its folder") from error
+        raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef") from error
     if not graph.node or not all(node.op and node.name for node in graph.node):
         raise InvalidModel(f"{path} is not a TensorFlow graph; give a frozen GraphDef")
     return graph
@@ -213,7 +218,7 @@ def _graph(spec: TensorFlowSpec) -> Loaded:
     graph = _read_graph(spec.path)
     if any(node.op in ("VariableV2", "VarHandleOp", "RefVariable") for node in graph.node):
         raise BadSource(
-            f"{spec.path} is not frozen: its weights are in a checkpoint; give the checkpoint's .meta file instead"
+            f"{spec.path} is not frozen and its weights are in a checkpoint; give the checkpoint's .meta file instead"
         )
     return _from_graph(graph, spec)
 
@@ -252,19 +257,20 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
-    """``BadSource`` that lists what there is, where inputs or outputs are missing or don't exist."""
+    """Raises ``BadSource`` with likely tensors if the spec names no inputs or outputs, or tensors that don't exist."""
     nodes = {node.name for node in graph.node}
     starts, ends = _ends(graph)
-    hint = f"--inputs {','.join(starts[:4]) or 'x:0'} --outputs {','.join(ends[:4])}"
+    hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
     if not spec.inputs or not spec.outputs:
-        raise BadSource(f"{spec.path} is a bare graph and doesn't say what goes in and out; pass e.g. {hint}")
+        raise BadSource(f"{spec.path} is a bare graph and doesn't name its inputs and outputs; pass e.g. {hint}")
     for name in (*spec.inputs, *spec.outputs):
         if name.partition(":")[0] not in nodes:
-            raise BadSource(f"{spec.path} has no tensor {name}; its ends are {hint}")
+            raise BadSource(f"{spec.path} has no tensor {name}; pass e.g. {hint}")
 
 
 def _ends(graph: Any) -> tuple[list[str], list[str]]:
-    """The tensors of a graph that look like its inputs, and those that are computed of them and lead nowhere."""
+    """Returns the likely inputs of a graph (its placeholders) and its likely outputs: tensors that are computed from
+    the inputs and read by no other node."""
     kinds = ("Placeholder", "PlaceholderWithDefault")
     starts = [node.name for node in graph.node if node.op in kinds and not node.name.startswith("save/")]
     reads = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in graph.node}
@@ -285,8 +291,10 @@ def _ends(graph: Any) -> tuple[list[str], list[str]]:
 
 
 def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
-    """What looks like the inputs and the outputs of a ``.pb`` or ``.meta`` that doesn't say. ``BadSource`` where the
-    file is none."""
+    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file, which doesn't name them itself.
+
+    Raises ``InvalidModel`` if the file can't be read.
+    """
     if spec.form == "graph":
         return _ends(_read_graph(spec.path))
     try:
@@ -300,8 +308,6 @@ def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
 
 
 def _python(spec: TensorFlowSpec) -> Loaded:
-    from accel.sources.python_object import load_object, raised
-
     _, made = load_object(spec.path, "factory")
     if not isinstance(made, tf.Module) and not hasattr(made, "get_concrete_function") and callable(made):
         try:
@@ -317,14 +323,15 @@ def _python(spec: TensorFlowSpec) -> Loaded:
             made = made.get_concrete_function()
         except Exception as error:
             raise BadSource(
-                f"{spec.path} is a tf.function without an input_signature; give it one, or return a concrete function"
+                f"{spec.path} is a tf.function without an input_signature; add an input_signature, or return a "
+                "concrete function"
             ) from error
     if not hasattr(made, "structured_input_signature"):
         raise BadSource(f"{spec.path} returned {type(made).__name__}; return a Keras model or a tf.function")
     function = made
     arguments, keywords = function.structured_input_signature
     if any(not isinstance(t, tf.TensorSpec) for t in (*arguments, *keywords.values())):
-        raise BadSource(f"{spec.path} takes more than tensors; wrap it in a tf.function of tensors only")
+        raise BadSource(f"{spec.path} takes arguments that are no tensors; wrap it in a tf.function of tensors only")
     parameters = [str(name) for name in getattr(function, "_arg_keywords", None) or []]
     names = [t.name or (parameters[i] if i < len(parameters) else f"input_{i}") for i, t in enumerate(arguments)]
     names += list(keywords)
@@ -354,12 +361,13 @@ def _is_keras(made: Any) -> bool:
 def _from_call(
     call: Callable[..., Any],
     kinds: Sequence[Any],
-    inputs: list[tuple[str, str, list[int | None] | None]],
+    inputs: list[Row],
     outputs: list[str],
     *,
     keep: Any,
 ) -> Loaded:
-    """``call`` (tensors in order to tensors in order) as one traced function; ``keep`` holds its variables alive."""
+    """Traces ``call``, which takes tensors and returns tensors in order, into one function. ``keep`` is the object that
+    owns the variables; it has to live as long as the result."""
     traced = tf.function(call, autograph=False).get_concrete_function(*kinds)
     names = [name for name, _, _ in inputs]
 

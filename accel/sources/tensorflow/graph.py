@@ -1,6 +1,6 @@
-"""What is done to TensorFlow graphs before they leave it: frozen, searched for random ops, rid of dropout.
+"""Operations on TensorFlow graphs: freeze, find random ops, remove dropout, count.
 
-Imported in the TensorFlow process alone.
+Imported only in the TensorFlow process.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-from accel.errors import BadSource
+from accel.errors import BadSource, RandomOps
+from accel.spelling import option
 
-if TYPE_CHECKING:
-    from accel.sources.tensorflow_model import Frozen
+from .loaded import Frozen
 
 _RANDOM = frozenset(
     {
@@ -28,7 +28,8 @@ _RANDOM = frozenset(
         "StatefulStandardNormal", "StatefulStandardNormalV2", "StatefulTruncatedNormal",
     }
 )  # fmt: skip
-# From the random numbers to the mask of zeros and ones: TF1 floors keep + u, TF2 compares u with the rate.
+# Operators between the random numbers u and the mask of zeros and ones: TF1 computes floor(keep + u), TF2 compares u
+# with the rate.
 _MASK = frozenset(
     {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
 )
@@ -36,15 +37,16 @@ _ASSIGN = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariab
 _SCALE = frozenset({"RealDiv", "Div", "Mul"})
 _SAME = frozenset({"Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "SelectV2"})
 _NO_WORK = frozenset({"Const", "NoOp", "Placeholder", "PlaceholderWithDefault", "Identity"})
-# A constant of so many numbers may be a shape, which other shapes are computed from; a larger one is a weight.
+# A constant with at most this many numbers may be a shape. A larger constant is a weight.
 _FEW = 1000
 _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 
 
 def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Frozen:
-    """A concrete function of the tensors ``inputs`` with its variables as constants, its calls inlined."""
-    from accel.sources.tensorflow_model import Frozen
+    """Freezes a concrete function of the tensors ``inputs``: variables become constants and calls are inlined.
 
+    Raises ``BadSource`` if the function keeps state that can't be frozen, or changes its variables.
+    """
     frozen = _with_constants(function)
     taken = [t.name for t in frozen.inputs if t.dtype != tf.resource]
     if len(taken) != len(inputs):
@@ -60,14 +62,17 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
 
 
 def _with_constants(function: Any) -> Any:
-    """``function`` with its variables as constants. What a dropout of Keras sets at every call, the state of its random
-    numbers, stays as it is; ``BadSource`` where the model sets numbers that it may compute with."""
+    """Returns ``function`` with its variables as constants. Assignments to integer variables are removed: Keras'
+    dropout stores the state of its random generator that way.
+
+    Raises ``BadSource`` if the model assigns to any other variable.
+    """
     from tensorflow.python.framework import convert_to_constants
 
     how = {"lower_control_flow": False, "aggressive_inlining": True}
     try:
         return convert_to_constants.convert_variables_to_constants_v2(function, **how)
-    except ValueError as error:  # a constant can't be assigned to
+    except ValueError as error:  # the function assigns to a variable, which is a constant now
         if "VariableOp" not in str(error):
             raise
     data = convert_to_constants._FunctionConverterDataInEager(func=function, **how)
@@ -77,8 +82,8 @@ def _with_constants(function: Any) -> Any:
             continue
         if not tf.as_dtype(node.attr["dtype"].type).is_integer:
             raise BadSource(
-                f"the model changes its variables when it is called ({node.name}): it was saved for training, as with "
-                "batch normalization; save it for inference, with training=False"
+                f"the model was saved for training and changes its variables when it is called ({node.name}), as batch "
+                "normalization does; save it for inference, with training=False"
             )
         node.op = "NoOp"
         order = [name for name in node.input if name.startswith("^")]
@@ -89,7 +94,7 @@ def _with_constants(function: Any) -> Any:
 
 
 def _with_values(graph: Any) -> Any:
-    """``graph`` with the variables that it names itself (those of TF1 files) as constants, read from this process."""
+    """Replaces the variables that ``graph`` names itself, as TF1 files do, by constants with their current values."""
     handles = {node.name: node for node in graph.node if node.op == "VarHandleOp"}
     if not handles:
         return graph
@@ -122,14 +127,16 @@ def _with_values(graph: Any) -> Any:
 
 
 def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
-    """The part of a TF1 session's graph that leads to ``outputs``, with its variables as constants."""
+    """Returns the part of a TF1 session's graph that leads to ``outputs``, with its variables as constants."""
     nodes = [name.partition(":")[0] for name in outputs]
     return tf.compat.v1.graph_util.convert_variables_to_constants(session, session.graph.as_graph_def(), nodes)
 
 
 def graph_sha256(frozen: Frozen) -> str:
-    """sha256 over a frozen graph: its operators, what they read, their attributes and weights; not over the names of
-    its nodes, which Keras counts up in a process."""
+    """Returns the sha256 of a frozen graph's operators, edges, attributes and weights.
+
+    The names of the nodes don't count: Keras numbers them within a process.
+    """
     places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
     digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
     for name in (*frozen.inputs.values(), *frozen.outputs.values()):
@@ -147,20 +154,19 @@ def graph_sha256(frozen: Frozen) -> str:
 
 
 def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:
-    """``BadSource`` that names the random ops which lead to the outputs. ``stripped``: dropout was taken out before."""
+    """Raises ``RandomOps`` if random ops lead to the outputs. ``stripped``: dropout was removed before."""
     found = [f"{node.name} ({node.op})" for node in _leading_to_outputs(frozen) if node.op in _RANDOM]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        fix = "they are no dropout that --strip-training-ops knows: " if stripped else ""
-        fix += "" if stripped else "pass --strip-training-ops to take dropout out, or "
-        raise BadSource(
-            f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}; "
-            f"{fix}save the model for inference"
-        )
+        what = f"{where} still holds random ops, so its outputs differ from run to run: {', '.join(found[:3])}{more}"
+        strip = option("strip_training_ops", True)
+        if stripped:
+            raise BadSource(f"{what}; {strip} found no dropout in them: save the model for inference")
+        raise RandomOps(f"{what}; pass {strip} to take dropout out, or save the model for inference")
 
 
 def without_weights(frozen: Frozen) -> Frozen:
-    """``frozen`` with its large constants left open: enough to ask for shapes, and quick to read."""
+    """Replaces the large constants of ``frozen`` by placeholders. The result is small and still has all shapes."""
     graph = tf.compat.v1.GraphDef(versions=frozen.graph.versions, library=frozen.graph.library)
     for node in frozen.graph.node:
         shape = node.attr["value"].tensor.tensor_shape if node.op == "Const" else None
@@ -174,8 +180,10 @@ def without_weights(frozen: Frozen) -> Frozen:
 
 
 def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -> None:
-    """``ValueError`` as TensorFlow words it where a window is larger than what it moves over, at these shapes of the
-    inputs. Run at such a size, the convolutions of oneDNN give memory that nobody wrote instead of an error."""
+    """Raises TensorFlow's ``ValueError`` if a window is larger than its input, for inputs of these shapes.
+
+    At such a size oneDNN's convolutions return uninitialized memory instead of an error.
+    """
     types = {node.name: node.attr["dtype"].type for node in frozen.graph.node if node.op.startswith("Placeholder")}
     with tf.Graph().as_default():
         fixed = {
@@ -186,10 +194,10 @@ def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -
 
 
 def _leading_to_outputs(frozen: Frozen) -> list[Any]:
-    """The nodes that the outputs are computed of, those of the functions that are called included."""
+    """Returns the nodes that the outputs are computed from, including the nodes of called functions."""
     ends = [name.partition(":")[0] for name in frozen.outputs.values()]
     graph = tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, ends)
-    # Functions stay in the library after their last call was inlined.
+    # The library keeps functions whose last call was inlined.
     called = {
         f for node in graph.node for a in node.attr.values() for f in (a.func.name, *(x.name for x in a.list.func)) if f
     }
@@ -206,10 +214,11 @@ def _leading_to_outputs(frozen: Frozen) -> list[Any]:
 
 
 def strip_dropout(graph: Any) -> Any:
-    """``graph`` with every dropout replaced by its input, which is what it is on average and at inference.
+    """Returns ``graph`` with every dropout replaced by its input, which is what a dropout computes at inference.
 
-    A dropout is random numbers that become a mask of zeros and ones, which is multiplied with (or selects from) the
-    input divided by the share that is kept. What doesn't look like one is left, and refused later by name.
+    A dropout turns random numbers into a mask of zeros and ones. The dropout multiplies the mask with the input divided
+    by the keep probability, or selects from that input by the mask. Random ops of any other form stay in the graph;
+    ``refuse_random`` names them.
     """
     nodes = {node.name: node for node in graph.node}
     users: dict[str, list[str]] = {}
@@ -250,12 +259,12 @@ def strip_dropout(graph: Any) -> Any:
 
 
 def _is_mask(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> bool:
-    """Whether ``node`` only combines masks with constants."""
+    """Tells whether ``node`` combines only masks and scalars."""
     return all(_operation(name) in masks or _is_scalar(name, nodes) for name in node.input)
 
 
 def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
-    """The tensor that ``node`` drops parts of, where it is the last node of a dropout; else nothing."""
+    """Returns the tensor whose elements ``node`` drops, or "" if ``node`` is not the last node of a dropout."""
     others = [name for name in node.input if _operation(name) not in masks]
     if node.op == "Mul" and len(others) == 1:
         return _unscaled(others[0], nodes)
@@ -265,7 +274,10 @@ def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
 
 
 def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
-    """What is divided by the share that is kept. TensorFlow multiplies with its inverse, TF1 divides."""
+    """Returns the tensor before it is divided by the keep probability, or "" if there is no such division.
+
+    TF1 divides by the probability, TF2 multiplies with its inverse.
+    """
     node = nodes.get(_operation(name))
     if node is None or node.op not in _SCALE:
         return ""
@@ -276,7 +288,8 @@ def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
 
 
 def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
-    """Whether the tensor is one number: a constant, a placeholder of a keep probability, or made of such."""
+    """Tells whether the tensor is one number: a constant, a placeholder of a keep probability, or computed from
+    them."""
     node = nodes.get(_operation(name))
     if node is None:
         return False
@@ -292,7 +305,8 @@ def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
 
 
 def count_graph(frozen: Frozen) -> dict[str, Any]:
-    """What ``accel.sources.tensorflow_model.count`` gives, of a frozen graph: its constants are the weights."""
+    """Counts nodes, operators, parameters and bytes of a frozen graph, as ``model.count`` returns them. The float
+    constants are the weights."""
     nodes = _leading_to_outputs(frozen)
     operators = Counter(node.op for node in nodes if node.op not in _NO_WORK)
     parameters, weights = 0, Counter[str]()
@@ -313,17 +327,18 @@ def count_graph(frozen: Frozen) -> dict[str, Any]:
 
 
 def index_bounds(frozen: Frozen) -> dict[str, tuple[int, int]]:
-    """For each integer input that picks rows of a constant table (an embedding), the numbers it may hold."""
+    """Returns the smallest and largest index for each integer input that selects rows of a constant table, such as an
+    embedding."""
     nodes = {node.name: node for node in frozen.graph.node}
     origin = {_operation(tensor): name for name, tensor in frozen.inputs.items()}
     bounds: dict[str, tuple[int, int]] = {}
-    for node in frozen.graph.node:  # in the order of execution or not: a chain is followed from its Gather backwards
+    for node in frozen.graph.node:
         if node.op not in _GATHER:
             continue
         rows = _rows(node.input[0], nodes)
         name = _operation(node.input[1])
         while name not in origin and name in nodes and nodes[name].op in _SAME:
-            # Keras counts negative numbers from the end: Select(ids < 0, ids + rows, ids).
+            # Keras lets negative indices count from the end: Select(ids < 0, ids + rows, ids).
             name = _operation(nodes[name].input[2 if nodes[name].op == "SelectV2" else 0])
         if rows and name in origin:
             last = min(rows - 1, bounds.get(origin[name], (0, rows))[1])

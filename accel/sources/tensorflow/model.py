@@ -1,4 +1,4 @@
-"""A TensorFlow model of any form, loaded. This module is imported in the TensorFlow process alone."""
+"""Describes, counts and runs a TensorFlow model of any form. Imported only in the TensorFlow process."""
 
 from __future__ import annotations
 
@@ -6,73 +6,49 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line
+from accel.errors import BadInputSpec, BadSource, FailsOnInputs, one_line
 from accel.signature import BATCH, Dim, DimRange, Feeds, Signature, TensorSpec, shapes_of
-from accel.sources.output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
-from accel.sources.tensorflow_source import TensorFlowSpec, with_given
+from accel.spelling import option, options
+
+from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
+from . import forms, tflite
+from .graph import count_graph, graph_sha256, index_bounds, refuse_random, refuse_windows_beyond, without_weights
+from .loaded import Frozen, Loaded, Row
+from .source import TensorFlowSpec, with_given
 
 if TYPE_CHECKING:
     import numpy as np
 
-# How often a model is run again on the same inputs: what is drawn from a few numbers may come out the same once.
+# The number of times a model is run again on the same inputs. A model that chooses among a few numbers at random
+# may give the same result twice in a row.
 _AGAIN = 4
-# What is tried where a net can't take the usual sizes: the last for sound alone, an image of that size takes long.
+# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one open dim
+# (sound), because an image of this size takes long.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
-# How many models stay loaded: a conversion asks for the same one several times.
+# The number of models that stay loaded. A conversion asks for the same model several times.
 _KEPT = 2
-_DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
 _Run = Callable[[Feeds], "dict[str, np.ndarray]"]
-# Name, dtype and shape of a tensor.
-Row = tuple[str, str, list[int | None] | None]
-
-
-@dataclass(kw_only=True)
-class Loaded:
-    """A model that can be called and converted.
-
-    ``call``: arrays by input name to arrays by output name. ``inputs``: their specs, None as a dim where it is open,
-    and None as the shape where not even the rank is known. ``freeze``: the graph with its weights in it, and the
-    tensor names of the inputs and outputs in that graph, by the user's names. ``declared``: the outputs as ``inputs``,
-    where the file says them without being run.
-    """
-
-    call: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
-    inputs: list[Row]
-    outputs: list[str]
-    freeze: Callable[[], Frozen]
-    declared: Sequence[Row] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frozen:
-    """A GraphDef without variables; tensor names (``x:0``) by the user's names."""
-
-    graph: Any
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-
 
 _loaded: dict[TensorFlowSpec, tuple[tuple[object, ...], Loaded]] = {}
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
-    """The model behind ``spec``; the last few are kept while their files don't change."""
-    from accel.sources import tensorflow_forms, tflite_model
-
+    """Loads the model that ``spec`` names. The last few models are kept as long as their files don't change."""
     place = Path(spec.path.rpartition(":")[0] if spec.form == "python" else spec.path)
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))  # code may be named, and read, from here
+    # A factory may be named, and may read files, relative to the current folder.
+    stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:
         return kept[1]
-    # What TensorFlow's loggers say before an error would hide it.
+    # Warnings of TensorFlow's loggers would hide the error that follows them.
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
-    made = tflite_model.load(spec) if spec.form == "tflite" else tensorflow_forms.load(spec)
+    made = tflite.load(spec) if spec.form == "tflite" else forms.load(spec)
     _loaded[spec] = (stamp, made)
     while len(_loaded) > _KEPT:
         _loaded.pop(next(iter(_loaded)))
@@ -82,33 +58,33 @@ def load(spec: TensorFlowSpec) -> Loaded:
 def describe(
     spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
 ) -> dict[str, Any]:
-    """``inputs`` and ``outputs`` as specs, ``dims`` with their ranges, ``properties``, and the ``sha256`` of what a
-    function made. The model is run at several sizes, and at one of them again and again: what is random isn't taken.
-    Where it can't take the usual sizes of a dim that ``dims`` has no range for, larger ones are tried."""
-    if spec.form == "python":  # it may read files, and import code, that nobody knows of
+    """Describes the model that ``spec`` names: its ``inputs`` and ``outputs`` as specs, its ``dims`` with their ranges,
+    its ``properties``, and for a factory the ``sha256`` of the graph it made.
+
+    Runs the model at several sizes, and repeatedly at one of them to find outputs that are random. Tries larger sizes
+    if the model can't take the usual sizes of a dim for which ``dims`` has no range. ``inputs``: specs from the user,
+    as ``with_given`` takes them. Raises ``BadSource`` if the model runs at no size or has random outputs.
+    """
+    if spec.form == "python":  # a factory may read files and import code that the stamp does not cover
         _loaded.pop(spec, None)
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
     sha256 = ""
-    # The numbers of an image, and those of a quantized tensor, stand for their whole range.
+    # Images and quantized tensors use the whole range of their integers.
     outline: Frozen | None = None
     spans = {"uint8": (0, 255)} | ({"int8": (-128, 127)} if spec.form == "tflite" else {})
     bounds = {name: spans[dtype] for name, dtype, _ in model.inputs if dtype in spans}
     if spec.form == "tflite":
-        from accel.sources.tflite_model import is_quantized
-
-        if is_quantized(Path(spec.path)):
+        if tflite.is_quantized(Path(spec.path)):
             properties["precision"] = "int8"
     else:
-        from accel.sources.tensorflow_graph import graph_sha256, index_bounds, refuse_random, without_weights
-
         frozen = model.freeze()
         outline = without_weights(frozen)
         sha256 = graph_sha256(frozen) if spec.form == "python" else ""
         refuse_random(frozen, spec.path, stripped=spec.strip)
         bounds |= index_bounds(frozen)
     run_on = partial(_run_whole, model, outline, spec.path)
-    last: AccelError | None = None
+    first: BadSource | None = None
     tried: Signature | None = None
     odd: dict[str, Any] | None = None
     for larger in (None, *_LARGER):
@@ -116,7 +92,7 @@ def describe(
             specs = tuple(replace(s, values=s.values or bounds.get(s.name)) for s in named)
             bare = Signature(with_given(specs, inputs, spec.path))
             batch = bare.batch_dim
-            # Of a batch that is always the same one has to be seen that it needn't be.
+            # A fixed batch is probed at other sizes as well, to see which output dims follow it.
             said = {d: r for d, r in (dims or {}).items() if d in bare.dims and (d != batch or r.min < r.max)}
             free = tuple(d for d in bare.dims if d not in said and d != batch)
             if larger and (not free or (larger is _LARGER[-1] and len(free) > 1)):
@@ -125,8 +101,8 @@ def describe(
             try:
                 outputs, sound = _probe(run_on, signature, spec, doubled=free if larger else ())
             except BadSource as error:
-                if last is None:
-                    last, tried = error, signature
+                if first is None:
+                    first, tried = error, signature
                 continue
             if sound and free:
                 signature = _without_too_small(run_on, signature, free)
@@ -141,41 +117,35 @@ def describe(
                 return found
             odd = odd or found
     if odd is None:
-        assert last is not None
+        assert first is not None
         assert tried is not None
-        raise _with_step(last, tried, run_on)
-    return odd  # it gives what is no number, or nothing, at every size
+        raise _with_step(first, tried, run_on)
+    return odd  # at every size an output is empty or not finite
 
 
 def declared(spec: TensorFlowSpec) -> tuple[list[Row], list[Row]]:
-    """Inputs and outputs as the file (a SavedModel, a TFLite file) names them itself; it is loaded and not run."""
+    """Returns the inputs and outputs that a SavedModel or a TFLite file declares. Loads the model without a run."""
     model = load(spec)
     return model.inputs, list(model.declared)
 
 
 def count(spec: TensorFlowSpec) -> dict[str, Any]:
-    """``nodes``, ``operators`` (how many of each, by TensorFlow's names), ``parameters``, ``weight_bytes`` by dtype."""
+    """Counts ``nodes``, ``operators`` (by TensorFlow's names), ``parameters`` and ``weight_bytes`` (by dtype)."""
     if spec.form == "tflite":
-        from accel.sources.tflite_model import count_file
-
-        return count_file(Path(spec.path))
-    from accel.sources.tensorflow_graph import count_graph
-
+        return tflite.count_file(Path(spec.path))
     return count_graph(load(spec).freeze())
 
 
 def run(spec: TensorFlowSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Outputs by name. ``BadSource`` where the model fails on these inputs."""
+    """Runs the model and returns its outputs by name. Raises ``BadSource`` if the model fails on these inputs."""
     return _called(load(spec), feeds, spec.path)
 
 
 def _run_whole(
     model: Loaded, outline: Frozen | None, where: str, feeds: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """As ``run``, after a look at whether each window fits."""
+    """Runs the model as ``run`` does, but first refuses inputs that are smaller than a window of the graph."""
     if outline is not None:
-        from accel.sources.tensorflow_graph import refuse_windows_beyond
-
         with _failures(feeds, where):
             refuse_windows_beyond(outline, {name: value.shape for name, value in feeds.items()})
     return _called(model, feeds, where)
@@ -188,21 +158,21 @@ def _called(model: Loaded, feeds: Mapping[str, np.ndarray], where: str) -> dict[
 
 @contextmanager
 def _failures(feeds: Mapping[str, np.ndarray], where: str) -> Iterator[None]:
-    """What TensorFlow raises as ``BadSource`` with the shapes of ``feeds``."""
+    """Turns any exception of TensorFlow into ``FailsOnInputs`` with the shapes of ``feeds``."""
     try:
         yield
     except Exception as error:
-        shapes = shapes_of(feeds)
-        raise BadSource(
-            f"{where} fails in TensorFlow on {shapes}: {_reason(error)}; correct --input or --dim"
-        ) from error
+        reason = f"{where} fails in TensorFlow on {shapes_of(feeds)}: {_reason(error)}"
+        failure = FailsOnInputs(f"{reason}; correct {options('inputs', 'dims')}")
+        failure.reason = reason
+        raise failure from error
 
 
 def _reason(error: Exception) -> str:
-    """The part of TensorFlow's message that says what is wrong: it comes first, the graph's nodes after it."""
+    """Returns the first lines of TensorFlow's message, which say what is wrong, without the list of graph nodes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
-    # Of a node its name, without all of its attributes.
+    # Keeps the name of a node and drops its attributes.
     text = re.sub(r"'\{\{node (\S+)\}\} = .*", r"\1", " ".join(kept[:3]))
     return one_line(text or type(error).__name__)[:240]
 
@@ -210,8 +180,11 @@ def _reason(error: Exception) -> str:
 def _probe(
     run_on: _Run, signature: Signature, spec: TensorFlowSpec, doubled: Sequence[str]
 ) -> tuple[tuple[TensorSpec, ...], bool]:
-    """The outputs, and whether they are numbers at every size. The sizes of the dims ``doubled`` are their usual and
-    their largest: what halves an image and puts it together again can't take one pixel more."""
+    """Returns the specs of the outputs, and whether all outputs are sound (see ``_is_sound``) at every size.
+
+    The dims ``doubled`` are probed at their usual and their largest size only: a net that halves an image repeatedly
+    can't take an image that is one pixel larger.
+    """
     cases = probe_cases(signature)
     for case in cases[1:]:
         case |= {d: signature.dims[d].max for d in doubled if case[d] != signature.dims[d].opt}
@@ -224,49 +197,50 @@ def _probe(
                 raise BadSource(
                     f"the output {name!r} of {spec.path} differs from run to run on the same inputs: something random "
                     "is left in it; save it for inference"
-                    + (", or take dropout out with --strip-training-ops" if strip else "")
+                    + (f", or take dropout out with {option('strip_training_ops', True)}" if strip else "")
                 )
     far, found = far_runs(signature, run_on)
     return output_specs(signature, [*cases, *far], [*runs, *found], spec.path), all(map(_is_sound, runs))
 
 
 def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
-    """Whether there is something in each output, and numbers: a mean over no pixels is none."""
+    """Tells whether no output is empty and all floats are finite. A mean over zero pixels, for example, is NaN."""
     import numpy as np
 
     return all(v.size and (v.dtype.kind != "f" or np.isfinite(v).all()) for v in outputs.values())
 
 
-def _with_step(error: AccelError, signature: Signature, run_on: _Run) -> AccelError:
-    """``error``, which the model gave at a size of ``signature``, with the step that its sizes may be in."""
-    general = "; correct --input or --dim"
-    if not str(error).endswith(general) or not (fix := step_advice(signature, run_on)):
+def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSource:
+    """Returns ``error``, which the model raised at a size of ``signature``. If the model runs at multiples of a step,
+    the returned error advises to pass ranges with that step."""
+    if not isinstance(error, FailsOnInputs) or not (fix := step_advice(signature, run_on)):
         return error
-    return BadSource(str(error).removesuffix(general) + fix)
+    return BadSource(error.reason + fix)
 
 
 def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) -> Signature:
-    """``signature``, the dims ``free`` beginning at their usual size where the model can't take their smallest."""
+    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. Otherwise returns the
+    signature with the ranges of these dims beginning at their usual sizes."""
     smallest = {d: signature.dims[d].min for d in free}
     try:
         if _is_sound(run_on(signature.example_inputs(**smallest))):
             return signature
     except BadSource:
-        pass  # it says nothing that the sizes don't
+        pass  # the failure says only that these sizes are too small
     return signature.with_dims({d: replace(signature.dims[d], min=signature.dims[d].opt) for d in free})
 
 
-def _namings(
-    found: Sequence[tuple[str, str, list[int | None] | None]], where: str, given: Sequence[TensorSpec]
-) -> Iterator[tuple[TensorSpec, ...]]:
-    """The open dims with names, in the order they are tried: each input's own, then one name for an axis of all."""
+def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, ...]]:
+    """Yields the inputs with named dims: first with different names for each input, then with one name for the same
+    axis of all inputs."""
     said = {spec.name: spec for spec in given}
     rows: list[tuple[str, str, list[int | None]]] = []
     for name, dtype, shape in found:
         if shape is None:
             if name not in said:
                 raise BadInputSpec(
-                    f"{where} doesn't say which shape {name!r} has; pass --input {name}:{dtype}[batch,...]"
+                    f"{where} doesn't declare the shape of {name!r}; "
+                    f"pass {option('inputs', [f'{name}:{dtype}[batch,...]'])}"
                 )
             shape = [d if isinstance(d, int) else None for d in said[name].shape]
         rows.append((name, dtype, shape))
@@ -283,7 +257,8 @@ def _namings(
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """``batch``, then ``length`` of a sequence, ``height`` and ``width`` of an image (NHWC), else ``dim_<axis>``."""
+    """Names an open dim: ``batch``, ``length`` of a sequence, ``height`` and ``width`` of an NHWC image, or
+    ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:
@@ -291,17 +266,3 @@ def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -
     image = {1: "height", 2: "width"} if len(shape) == 4 else {}
     sequence = {1: "length"} if len(shape) <= 3 else {}
     return prefix.replace(".", "_").replace("/", "_") + (image | sequence).get(axis, f"dim_{axis}")
-
-
-def plain_name(name: str) -> str:
-    """``x:0`` is the ``x`` that the user knows; ``x:1`` is ``x_1``."""
-    operation, _, index = name.partition(":")
-    return operation if index in ("", "0") else f"{operation}_{index}"
-
-
-def dtype_name(kind: Any) -> str:
-    """The field name of a ``tf.DType``; ``InvalidModel`` for one that ONNX has not (resource, variant, complex)."""
-    name = str(_DTYPES.get(kind.name, kind.name))
-    if name in ("resource", "variant") or name.startswith(("complex", "q")):
-        raise InvalidModel(f"an input or output is {name}, which ONNX has not; export a signature of plain tensors")
-    return name

@@ -1,4 +1,5 @@
-"""The one process that TensorFlow lives in: never this one, its log never on the terminal, a crash only an error."""
+"""The child process that TensorFlow runs in. The child's log stays off the terminal, and a crash of the child is only
+an error in the parent."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ from typing import Any
 from accel.child import Child
 from accel.errors import ChildCrashed, MissingExtra
 
-# The reference is computed on the CPU: a GPU's TF32 would be taken for an error of the conversion.
+# The reference is computed on the CPU: the rounding of a GPU's TF32 would look like an error of the conversion.
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "KERAS_BACKEND": "tensorflow"}
 
 _process: Child | None = None
 
 
 def in_tensorflow(target: str, /, **arguments: Any) -> Any:
-    """``target(**arguments)`` in the TensorFlow process, which is started for the first call and kept for the next:
-    importing TensorFlow takes seconds. It stands where this process stands now: a factory may read what lies there.
+    """Calls ``target(**arguments)`` in the TensorFlow process and returns the result.
 
-    Raises ``MissingExtra`` without TensorFlow, ``ChildCrashed`` with the last line it wrote where the process died.
+    The first call starts the process. Later calls use the same process, because importing TensorFlow takes seconds.
+    The call runs in the current folder of this process: a factory may read files there.
+    Raises ``MissingExtra`` if TensorFlow is not installed. Raises ``ChildCrashed`` with the last line of the process'
+    log if the process dies.
     """
     global _process
     require_tensorflow()
@@ -36,14 +39,14 @@ def in_tensorflow(target: str, /, **arguments: Any) -> Any:
 
 
 def require_tensorflow(*others: str) -> None:
-    """``MissingExtra`` where TensorFlow (or one of ``others``) is not installed; nothing is imported."""
+    """Raises ``MissingExtra`` if TensorFlow or one of ``others`` is not installed. Imports nothing."""
     for name in ("tensorflow", *others):
         if importlib.util.find_spec(name) is None:
             raise MissingExtra(name, "tensorflow")
 
 
 def close() -> None:
-    """End the process; the next call starts another."""
+    """Ends the process. The next call starts another process."""
     global _process
     if _process is not None:
         process, _process = _process, None

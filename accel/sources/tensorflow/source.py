@@ -1,4 +1,7 @@
-"""TensorFlow sources: a SavedModel, a Keras file, a frozen graph, a TF1 checkpoint, a TFLite file, a Python factory."""
+"""TensorFlow sources: a SavedModel, a Keras file, a frozen graph, a TF1 checkpoint, a TFLite file, a Python factory.
+
+This process only names and hashes files. TensorFlow itself runs in the TensorFlow process (see ``process``).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from typing import Any
 from accel.artifact import Artifact, canonical_json, file_sha256, text_sha256
 from accel.errors import BadInputSpec, BadSource, ChildCrashed, InvalidModel, UsageError
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources.declare import Dims, Inputs, parse_dims, parse_inputs
-from accel.sources.tensorflow_process import in_tensorflow
+from accel.spelling import option, options
+
+from ..declare import Dims, Inputs, parse_dims, parse_inputs
+from .process import in_tensorflow
 
 _FORMS = {".keras": "keras", ".h5": "keras", ".hdf5": "keras", ".pb": "graph", ".meta": "checkpoint"}
 _SAVED_MODEL = ("saved_model.pb", "saved_model.pbtxt")
@@ -22,11 +27,11 @@ _FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFlowSpec:
-    """Where a model is and how it is to be read.
+    """The place of a TensorFlow model and the way to read it.
 
     ``form``: ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` or ``tflite``.
-    ``signature``: which signature of a SavedModel. ``inputs``, ``outputs``: tensors of a graph, like ``x:0``.
-    ``strip``: take dropout out that was left in it.
+    ``signature``: the name of a SavedModel's signature. ``inputs``, ``outputs``: tensors of a graph, like ``x:0``.
+    ``strip``: remove dropout that training left in the model.
     """
 
     form: str
@@ -38,7 +43,7 @@ class TensorFlowSpec:
 
     @classmethod
     def of(cls, artifact: Artifact) -> TensorFlowSpec:
-        """How the model behind ``artifact`` (kind ``tensorflow`` or ``tflite``) is read."""
+        """Returns how to read the model behind ``artifact``, which is of kind ``tensorflow`` or ``tflite``."""
         loading = artifact.source.get("loading")
         if loading and artifact.manifest is None:
             return cls(**{**loading, "inputs": tuple(loading["inputs"]), "outputs": tuple(loading["outputs"])})
@@ -48,14 +53,20 @@ class TensorFlowSpec:
 
 
 def saved_model_file(path: Path) -> Path | None:
-    """The main file of the SavedModel in the folder ``path`` (or that ``path`` is itself); None where it is none."""
+    """Returns the main file of a SavedModel. ``path`` is its folder or the main file itself.
+
+    Returns None if ``path`` is no SavedModel.
+    """
     if path.name in _SAVED_MODEL and path.is_file():
         return path
     return next((path / name for name in _SAVED_MODEL if (path / name).is_file()), None)
 
 
 def form_of(text: str) -> str | None:
-    """The form of ``TensorFlowSpec`` that ``text`` names, None where it is not TensorFlow's. Nothing is imported."""
+    """Returns the ``form`` of the TensorFlow model that ``text`` names, or None if it names no TensorFlow model.
+
+    Imports nothing.
+    """
     path = Path(text)
     if saved_model_file(path) is not None:
         return "saved_model"
@@ -67,9 +78,10 @@ def form_of(text: str) -> str | None:
 
 
 def _written_in_tensorflow(text: str) -> bool:
-    """Whether the file behind ``file.py:factory`` or ``package.module:factory`` imports TensorFlow or Keras, not torch.
+    """Tells whether the file behind ``file.py:factory`` or ``package.module:factory`` imports TensorFlow or Keras, and
+    not torch.
 
-    Read from its text: importing it is what must not happen in this process.
+    Parses the file: this process must not import it.
     """
     where, colon, _ = text.rpartition(":")
     if not colon:
@@ -106,13 +118,14 @@ def open_tensorflow(
     signature: str = "",
     strip_training_ops: bool = False,
 ) -> Artifact:
-    """The TensorFlow model that ``text`` names, as an artifact of kind ``tensorflow`` (``tflite`` for such a file).
+    """Opens the TensorFlow model that ``text`` names, as an artifact of kind ``tensorflow`` or ``tflite``.
 
-    ``inputs``: names or fixes dims that the model leaves open, and says which values integers may have.
-    ``graph_inputs``, ``graph_outputs``: tensor names of a frozen graph or checkpoint. ``signature``: which one of a
-    SavedModel. ``strip_training_ops``: take dropout out of a model that still holds it.
+    ``inputs``: names or fixes dims that the model leaves open, and gives the range of integers. ``graph_inputs``,
+    ``graph_outputs``: tensor names of a frozen graph or checkpoint. ``signature``: the name of a SavedModel's
+    signature. ``strip_training_ops``: remove dropout that training left in the model.
 
-    Raises ``BadSource`` (``InvalidModel``) where it can't be read, holds random ops, or lacks what has to be said.
+    Raises ``BadSource`` or ``InvalidModel`` if the model can't be read, holds random ops, or needs an option that is
+    missing. Raises ``UsageError`` for an option that this form of model does not have.
     """
     form = form_of(text)
     assert form is not None, text
@@ -120,13 +133,14 @@ def open_tensorflow(
     if form in ("graph", "checkpoint"):
         graph_inputs, graph_outputs = _tensor_names(graph_inputs), _tensor_names(graph_outputs)
     elif graph_inputs or graph_outputs:
-        raise UsageError(f"{text} has its own inputs and outputs; --inputs and --outputs are for a .pb or .meta")
+        given = options("graph_inputs", "graph_outputs")
+        raise UsageError(f"{text} has its own inputs and outputs; leave out {given}, which are for a .pb or .meta file")
     if signature and form != "saved_model":
-        raise UsageError(f"{text} has no signatures; leave out --signature")
+        raise UsageError(f"{text} has no signatures; leave out {option('signature')}")
     if strip_training_ops and form == "tflite":
         raise UsageError(
-            f"{text} is a TFLite file, which --strip-training-ops can't change; export the SavedModel or Keras file "
-            "that it was made of"
+            f"{text} is a TFLite file, which {option('strip_training_ops', True)} can't change; "
+            "export the SavedModel or Keras file that it was made from"
         )
     files = _files(form, path, text)
     main = files[0]
@@ -138,21 +152,20 @@ def open_tensorflow(
         outputs=tuple(graph_outputs),
         strip=strip_training_ops,
     )
-    given = parse_inputs(inputs) if inputs else ()
+    specs = parse_inputs(inputs) if inputs else ()
     ranges: dict[str, DimRange] = parse_dims(dims or {})
     try:
         found: Mapping[str, Any] = in_tensorflow(
-            "accel.sources.tensorflow_model:describe", spec=spec, inputs=given, dims=ranges
+            "accel.sources.tensorflow.model:describe", spec=spec, inputs=specs, dims=ranges
         )
     except ChildCrashed as error:
-        reason = str(error).partition("): ")[0].rpartition("(")[2].rstrip(")")
-        raise InvalidModel(f"{text} ends TensorFlow's process ({reason}); save it again") from error
+        raise InvalidModel(f"{text} ends TensorFlow's process ({error.died}); save it again") from error
     bare = Signature(found["inputs"])
     if unknown := [d for d in ranges if d not in bare.dims]:
         raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
     entries = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in files]
     loading = asdict(spec)
-    said = canonical_json({**loading, "path": "", "given": [str(s) for s in given]})
+    said = canonical_json({**loading, "path": "", "given": [str(s) for s in specs]})
     return Artifact(
         path=main,
         kind="tflite" if form == "tflite" else "tensorflow",
@@ -168,8 +181,8 @@ def open_tensorflow(
     )
 
 
-# What of ``open_tensorflow`` can be said of each form, beside inputs and dims.
-_OPTIONS = {
+# The options of ``open_tensorflow`` that each form has, beside inputs and dims.
+OPTIONS = {
     "saved_model": ("signature", "strip_training_ops"),
     "keras": ("strip_training_ops",),
     "graph": ("graph_inputs", "graph_outputs", "strip_training_ops"),
@@ -178,33 +191,16 @@ _OPTIONS = {
 }
 
 
-def option_name(parameter: str) -> str:
-    """How the command line spells a parameter of ``open_tensorflow``."""
-    return "--" + {"graph_inputs": "inputs", "graph_outputs": "outputs"}.get(parameter, parameter.replace("_", "-"))
-
-
-def options_of_each(models: Sequence[str], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each of several models those of ``options`` (parameters of ``open_tensorflow``) that concern its form.
-
-    ``UsageError`` where one of them concerns none of the models.
-    """
-    from accel.sources import is_source
-
-    given = {name: value for name, value in options.items() if value}
-    forms = [form_of(text) if is_source(text) else None for text in models]
-    each = [{name: given[name] for name in _OPTIONS.get(form or "", ()) if name in given} for form in forms]
-    if unused := [name for name in given if not any(name in found for found in each)]:
-        raise UsageError(f"there is no TensorFlow model here that takes {option_name(unused[0])}; leave it out")
-    return each
-
-
 def _tensor_names(names: Sequence[str]) -> tuple[str, ...]:
-    """``x`` stands for ``x:0``: the first output of that operation."""
+    """Completes names of operations: ``x`` stands for its first output, ``x:0``."""
     return tuple(name if ":" in name else f"{name}:0" for name in names)
 
 
 def _files(form: str, path: Path, text: str) -> list[Path]:
-    """What the model is read from, the main file first. ``BadSource`` where it is not there, ``InvalidModel`` empty."""
+    """Returns the files of the model, the main file first.
+
+    Raises ``BadSource`` if a file is missing, ``InvalidModel`` if it is empty.
+    """
     if form == "python":
         where = text.rpartition(":")[0]
         if where.endswith(".py"):
@@ -226,14 +222,17 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
         parts = sorted(path.parent.glob(f"{path.stem}.*"))
         if not any(f.suffix == ".index" for f in parts):
             raise BadSource(
-                f"{path} has no {path.stem}.index and .data-* beside it; put the checkpoint's weights there"
+                f"there is no {path.stem}.index and .data-* beside {path}; put the checkpoint's weights there"
             )
         return [path, *(f for f in parts if f != path and f.is_file())]
     return [path]
 
 
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
-    """``found`` with the dims and values that the user gave by name. ``BadInputSpec`` where they contradict it."""
+    """Returns ``found`` with the dims and value ranges of ``given``, matched by name.
+
+    Raises ``BadInputSpec`` if a given spec contradicts the model ``where``.
+    """
     by_name = {spec.name: spec for spec in given}
     specs = []
     for spec in found:
@@ -242,10 +241,12 @@ def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: 
             specs.append(spec)
             continue
         if said.dtype != spec.dtype:
-            raise BadInputSpec(f"input {spec.name!r} of {where} is {spec.dtype}, not {said.dtype}; correct --input")
+            raise BadInputSpec(
+                f"input {spec.name!r} of {where} is {spec.dtype}, not {said.dtype}; correct {option('inputs')}"
+            )
         fixed = [d for d in zip(spec.shape, said.shape, strict=False) if isinstance(d[0], int) and d[0] != d[1]]
         if spec.shape and (len(spec.shape) != len(said.shape) or fixed):
-            raise BadInputSpec(f"{where} takes {spec}, not {said}; correct --input")
+            raise BadInputSpec(f"{where} takes {spec}, not {said}; correct {option('inputs')}")
         specs.append(replace(spec, shape=said.shape, values=said.values or spec.values))
     if by_name:
         names = ", ".join(spec.name for spec in found)

@@ -1,4 +1,4 @@
-"""TFLite files in TensorFlow's own interpreter. Imported in the TensorFlow process alone."""
+"""TFLite files in TensorFlow's own interpreter. Imported only in the TensorFlow process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 from accel.errors import BadSource, InvalidModel, one_line
-from accel.sources.tensorflow_model import Frozen, Loaded, Row, plain_name
+
+from .loaded import Frozen, Loaded, Row, plain_name
 
 if TYPE_CHECKING:
-    from accel.sources.tensorflow_source import TensorFlowSpec
+    from .source import TensorFlowSpec
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
-    """The model in a ``.tflite`` file. ``InvalidModel`` where the interpreter doesn't take it, with its reason."""
+    """Loads a ``.tflite`` file. Raises ``InvalidModel`` with the interpreter's reason if it refuses the file."""
     path = Path(spec.path)
     if path.read_bytes()[4:8] != b"TFL3":
         raise InvalidModel(f"{path} is not a TFLite file; convert it again")
@@ -30,7 +31,7 @@ def load(spec: TensorFlowSpec) -> Loaded:
     inputs, outputs = names(interpreter)
     starts, ends = interpreter.get_input_details(), interpreter.get_output_details()
     specs = _rows(inputs, starts)
-    # A result whose rank the converter didn't find out is written as a scalar.
+    # The converter writes an output of unknown rank as a scalar.
     declared = [(name, dtype, shape or None) for name, dtype, shape in _rows(outputs, ends)]
 
     def call(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -61,8 +62,8 @@ def _interpreter(path: Path) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it will live in another package
-        # The reference kernels, not XNNPACK: it is what the file means, and what other runtimes are compared with.
+        warnings.simplefilter("ignore")  # the notice that the interpreter moves to another package
+        # The reference kernels define what the file computes; XNNPACK's kernels may differ.
         interpreter = tf.lite.Interpreter(
             str(path),
             num_threads=1,
@@ -73,7 +74,8 @@ def _interpreter(path: Path) -> Any:
 
 
 def names(interpreter: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Tensor indices of inputs and outputs by the names the user knows: those of its signature where it has one."""
+    """Returns the tensor indices of inputs and outputs by the user's names. The names come from the signature if the
+    file has one, else from the tensors."""
     signatures = interpreter.get_signature_list()
     if signatures:
         runner = interpreter.get_signature_runner(
@@ -89,18 +91,19 @@ def names(interpreter: Any) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether weights or activations of the file are int8: its kernels round where a float graph does not."""
+    """Tells whether weights or activations of the file are quantized to 8 bits."""
     details = _interpreter(path).get_tensor_details()
     return any(d["quantization_parameters"]["scales"].size and d["dtype"] in (np.int8, np.uint8) for d in details)
 
 
 def operators(path: Path) -> set[str]:
-    """The operators in the file, by TFLite's names."""
+    """Returns TFLite's names of the operators in the file."""
     return {str(op["op_name"]) for op in _interpreter(path)._get_ops_details()}
 
 
 def count_file(path: Path) -> dict[str, Any]:
-    """What ``accel.sources.tensorflow_model.count`` gives, of a ``.tflite`` file: tensors with a buffer are weights."""
+    """Counts nodes, operators, parameters and bytes of a ``.tflite`` file, as ``model.count`` returns them. Tensors
+    with a buffer are the weights."""
     from tensorflow.lite.python import schema_py_generated as schema
 
     kinds = {value: name.lower() for name, value in vars(schema.TensorType).items() if not name.startswith("_")}
@@ -110,7 +113,7 @@ def count_file(path: Path) -> dict[str, Any]:
         for tensor in (graph.Tensors(i) for i in range(graph.TensorsLength())):
             kind, size = kinds[tensor.Type()], model.Buffers(tensor.Buffer()).DataLength()
             number = math.prod(tensor.Shape(axis) for axis in range(tensor.ShapeLength()))
-            # Axes and sizes are int32, and so are the biases of quantized layers, which alone have a scale.
+            # Axes, sizes and the biases of quantized layers are int32. Only the biases have a scale.
             scaled = tensor.Quantization() is not None and tensor.Quantization().ScaleLength() > 0
             if size and number > 1 and (kind.startswith("float") or scaled):
                 parameters += number
@@ -125,7 +128,7 @@ def count_file(path: Path) -> dict[str, Any]:
 
 
 def tensor_names(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The file's own tensor names of inputs and outputs, by the names the user knows."""
+    """Returns the file's own tensor names of inputs and outputs by the user's names."""
     interpreter = _interpreter(path)
     inputs, outputs = names(interpreter)
     at = {int(d["index"]): str(d["name"]) for d in interpreter.get_tensor_details()}
@@ -133,5 +136,5 @@ def tensor_names(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _plain(name: str) -> str:
-    """``serving_default_x:0`` is ``x``."""
+    """Returns ``x`` for ``serving_default_x:0``."""
     return plain_name(name.removeprefix("serving_default_"))

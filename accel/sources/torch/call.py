@@ -1,4 +1,4 @@
-"""Calling a module by input name and getting its outputs by name, whatever its ``forward`` takes and returns."""
+"""Calls a module by input names and returns its outputs by name, for any signature of ``forward``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import torch
 
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec, shapes_of
-from accel.sources.output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
+from accel.spelling import options
+
+from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Batch statistics or random numbers in training, neither in evaluation; a BatchNorm without running statistics has
-# those of the batch in both.
+# Layers that use statistics of the batch or random numbers in training mode, but not in evaluation mode.
 _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
 
 
 def to_tensor(value: np.ndarray) -> torch.Tensor:
-    """A tensor on the array's own memory where torch can (bfloat16 by its bits)."""
+    """Returns the array as a tensor. Shares the memory of a contiguous array. Passes bfloat16 by its bits."""
     import numpy as np
 
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16)
-    if not value.flags.writeable:  # torch warns about these, and nothing here writes to them
+    if not value.flags.writeable:  # hides torch's warning: the callers don't write to the tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(np.ascontiguousarray(value))
@@ -37,7 +38,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 
 
 def to_array(value: torch.Tensor) -> np.ndarray:
-    """The tensor as numpy (bfloat16 through ml_dtypes)."""
+    """Returns the tensor as a numpy array, bfloat16 as the dtype of ml_dtypes."""
     import ml_dtypes
 
     value = value.detach().cpu().contiguous()
@@ -48,11 +49,14 @@ def to_array(value: torch.Tensor) -> np.ndarray:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors in whatever ``forward`` returned, by name: keys of dicts and fields of dataclasses, else
-    ``output`` (one) or ``output_0``, ``output_1``...; None and plain numbers are left out."""
+    """Returns the tensors in a result of ``forward`` by name.
+
+    Names are keys of dicts, fields of dataclasses and named tuples, else ``output``, or ``output_0``, ``output_1``...
+    for several. Leaves out None and plain numbers.
+    """
     if isinstance(value, torch.Tensor):
         return {prefix or "output": value}
-    if isinstance(value, Mapping):  # transformers' ModelOutput is one
+    if isinstance(value, Mapping):  # transformers' ModelOutput is a Mapping
         items = [(str(key), item) for key, item in value.items()]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
@@ -75,8 +79,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
 class NamedModule(torch.nn.Module):
     """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
 
-    Inputs go by keyword where ``forward`` has parameters of these names, else by position. ``BadInputSpec`` where one
-    of several has another name.
+    Passes inputs by keyword if ``forward`` has parameters with these names, else by position. Raises ``BadInputSpec``
+    if one of several inputs has another name.
     """
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:
@@ -85,7 +89,7 @@ class NamedModule(torch.nn.Module):
         self.names = tuple(inputs)
         self.outputs = tuple(outputs)
         self.keywords = _by_keyword(module, self.names)
-        # Whether forward writes to what it is given: None until it has run once.
+        # True if forward writes to its inputs, None before the first run.
         self.writes_inputs: bool | None = None
 
     def by_name(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -100,15 +104,18 @@ class NamedModule(torch.nn.Module):
 
 
 def script_parameters(module: torch.jit.ScriptModule) -> list[str]:
-    """Names of what a TorchScript module's ``forward`` takes."""
+    """Returns the names of the parameters of a TorchScript module's ``forward``."""
     forward: Any = module.forward
     return [argument.name for argument in forward.schema.arguments[1:]]
 
 
 def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
-    """Whether inputs go by keyword: all of them are parameters of ``forward``. A single input may be called as one
-    likes, and goes by position, as several do where ``forward`` takes any (``*args``); otherwise a name that
-    ``forward`` doesn't have is a mistake: by position it would silently be another input."""
+    """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
+
+    A single input may have any name and is passed by position. So are several inputs if ``forward`` takes ``*args``.
+    Otherwise raises ``BadInputSpec`` for a name that ``forward`` doesn't have: passed by position, the input could
+    silently become another one.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
     else:
@@ -126,9 +133,9 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
 
 
 def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One forward pass from numpy to numpy, without gradients. ``feeds`` stay as they are: a model that writes to its
-    inputs (``x -= mean``) gets copies."""
-    with torch.inference_mode(False):  # tensors of that mode don't know whether they were written to
+    """Runs one forward pass from numpy to numpy, without gradients. A model that writes to its inputs (``x -= mean``)
+    gets copies, so ``feeds`` never change."""
+    with torch.inference_mode(False):  # inference tensors don't count writes
         tensors = [to_tensor(feeds[spec.name]) for spec in signature.inputs]
         if module.writes_inputs is not False:
             tensors = [tensor.clone() for tensor in tensors]
@@ -140,25 +147,26 @@ def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.
 
 
 def in_training(module: torch.nn.Module) -> str:
-    """Which layers that do something else in training are in training mode after ``module`` ran, though it was opened
-    in evaluation mode, and what to do about it; empty where none is."""
+    """Names the dropout and batch norm layers that are in training mode after ``module`` ran, although it was opened in
+    evaluation mode, and the fix. Returns "" if there are none."""
     names = [name for name, part in module.named_modules() if part.training and isinstance(part, _OTHER_IN_TRAINING)]
     if not names:
         return ""
     first = names[0].removeprefix("module.") or type(module).__name__
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"{first!r}{more} ({type(module.get_submodule(names[0])).__name__}) runs in training mode, as the model calls "
-        "train() itself; take that call out of forward, so that eval() holds"
+        f"{first!r}{more} ({type(module.get_submodule(names[0])).__name__}) runs in training mode, because the model "
+        "calls train() itself; take that call out of forward, so that eval() holds"
     )
 
 
 def discover_outputs(
     module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
 ) -> tuple[TensorSpec, ...]:
-    """Run the module at several sizes and see what comes out: names, dtypes, and which dims follow which input dim.
+    """Runs the module at several sizes and returns the specs of its outputs: names, dtypes and dims. ``names``: names
+    for the outputs in order. ``where``: the source, for messages.
 
-    Raises ``BadSource`` where it can't run at a size that the signature promises.
+    Raises ``BadSource`` if the module fails at a size of the signature, has random outputs or returns no tensor.
     """
     named = NamedModule(module, [spec.name for spec in signature.inputs])
     cases = probe_cases(signature)
@@ -174,7 +182,7 @@ def discover_outputs(
                 raise BadSource(f"{where} fails in PyTorch on {shapes}: {reason}; {training}") from error
             fix = step_advice(signature, partial(run_named, named, signature))
             raise BadSource(
-                f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct --input or --dim'}"
+                f"{where} fails in PyTorch on {shapes}: {reason}{fix or '; correct ' + options('inputs', 'dims')}"
             ) from error
     far, found = far_runs(signature, partial(run_named, named, signature))
     first = runs[0]
@@ -182,13 +190,16 @@ def discover_outputs(
     for name, value in first.items():
         if not same_output(value, again[name]):
             why = in_training(module) or (
-                "forward draws random numbers, or changes a buffer that it computes with; leave that out of the model "
-                "(a dropout with training=True, say)"
+                "forward draws random numbers, or changes a buffer that it computes with; take that out of the "
+                "model, for example a dropout with training=True"
             )
             raise BadSource(f"the output {name!r} of {where} differs from run to run on the same inputs: {why}")
     if not first:
-        raise BadSource(f"{where} returns no tensor; forward has to return a tensor, or a tuple or dict of them")
+        raise BadSource(f"{where} returns no tensor; let forward return a tensor, or a tuple or dict of tensors")
     if names and len(names) != len(first):
-        raise BadInputSpec(f"{where} returns {len(first)} tensors ({', '.join(first)}), {len(names)} names were given")
+        raise BadInputSpec(
+            f"{where} returns {len(first)} tensors ({', '.join(first)}) and {len(names)} names are given; "
+            "give one name for each tensor"
+        )
     renamed = dict(zip(first, names, strict=False))
     return output_specs(signature, [*cases, *far], [*runs, *found], where, renamed)

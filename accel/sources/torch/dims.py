@@ -1,4 +1,4 @@
-"""The dims of a signature as ``torch.export`` has them."""
+"""The dims of a signature in the form that ``torch.export`` takes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from accel.signature import DimRange
 
 
 def export_dim(name: str, bounds: DimRange, *, open_end: bool = False) -> torch.export.Dim:
-    """``bounds`` under ``name``. Of a dim that goes in steps, a multiple of their number, in which whoever reads the
-    program finds the step."""
+    """Returns ``bounds`` as a dim called ``name``. ``open_end``: leave out the upper bound.
+
+    A dim with a step becomes ``step`` times another dim, so that a reader of the program finds the step.
+    """
     step = bounds.step
     most = None if open_end else bounds.max // step
     steps = torch.export.Dim(name if step == 1 else f"_{name}", min=bounds.min // step, max=most)

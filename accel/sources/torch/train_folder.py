@@ -1,4 +1,4 @@
-"""What ``accel train`` leaves: a run folder with ``final/`` in it, or that folder itself."""
+"""Models trained by ``accel train``: a run folder with ``final/`` in it, or the folder ``final`` itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from accel.artifact import file_sha256
 from accel.errors import BadSource, InvalidModel
 from accel.progress import report
-from accel.sources.declare import parse_dims, parse_inputs
-from accel.sources.python_object import load_object
-from accel.sources.torch_source import Found, call_factory, specs_from_example
-from accel.sources.weights import load_weights
+
+from ..declare import parse_dims, parse_inputs
+from ..python_object import load_object
+from .factory import call_factory, specs_from_example
+from .found import Found
+from .weights import load_weights
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -23,7 +25,10 @@ INPUTS = "inputs.safetensors"
 
 
 def final_folder(folder: Path) -> Path | None:
-    """The folder of the trained model in ``folder`` or ``folder`` itself; None where accel train didn't write it."""
+    """Returns the folder of the trained model: ``folder`` or its subfolder ``final``.
+
+    Returns None if accel train wrote neither.
+    """
     for candidate in (folder, folder / "final"):
         try:
             body = json.loads((candidate / CONFIG).read_text(encoding="utf-8"))
@@ -35,15 +40,16 @@ def final_folder(folder: Path) -> Path | None:
 
 
 def open_train_folder(folder: Path) -> Found:
-    """The trained model: its factory is called and the weights put into it; inputs from its signature or its samples.
+    """Opens the trained model: calls its factory and loads the weights. The inputs come from the recorded signature, or
+    from the recorded samples.
 
-    Raises ``InvalidModel`` where a file isn't the one that training wrote, ``BadSource`` where the factory isn't found.
+    Raises ``InvalidModel`` if a file is not the one that training wrote, ``BadSource`` if the factory is not found.
     """
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     try:
         files, spec, signature = dict(config["files"]), str(config["model"]), config["signature"]
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidModel(f"{folder / CONFIG} was not written by accel train or was changed; train again") from error
+        raise InvalidModel(f"{folder / CONFIG} was not written by accel train, or was changed; train again") from error
     for name, sha256 in files.items():
         file = folder / name
         if Path(name).name != name or not file.is_file() or file_sha256(file) != sha256:
@@ -76,8 +82,8 @@ def open_train_folder(folder: Path) -> Found:
 
 
 def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) -> str:
-    """The factory ``spec`` as it was trained: where it was then, or its copy in ``folder`` where that file, or one that
-    it imported from beside it, is gone or has changed since."""
+    """Returns the spec of the factory as it was trained. This is ``spec``, or its copy in ``folder`` if the original
+    file, or a file beside it that it imports, is gone or has changed since."""
     where, _, name = spec.rpartition(":")
     if not isinstance(source, str) or source not in files:
         return spec
@@ -86,5 +92,5 @@ def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) ->
     here = {file: original for file, original in originals.items() if original.is_file()}
     changed = [str(original) for file, original in here.items() if file_sha256(original) != copies[file]]
     if changed:
-        report(f"{', '.join(changed)} changed after the training: what {folder} has a copy of is used")
+        report(f"{', '.join(changed)} changed after the training: the copy in {folder} is used")
     return spec if len(here) == len(copies) and not changed else f"{folder / source}:{name}"

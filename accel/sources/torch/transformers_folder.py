@@ -1,4 +1,4 @@
-"""A folder written by transformers' ``save_pretrained``: config.json and safetensors."""
+"""Folders written by transformers' ``save_pretrained``: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadSource, InvalidModel, MissingExtra, one_line
-from accel.sources.torch_source import Found
-from accel.sources.transformers_inputs import example, forms
+
+from .found import Found
+from .transformers_inputs import example, forms
 
 
 def open_folder(folder: Path) -> Found:
-    """The model of ``folder``, by the architecture its config names. Nothing in the folder is executed or unpickled."""
+    """Opens the model of ``folder`` by the architecture that its config names. Executes and unpickles no file of the
+    folder.
+
+    Raises ``BadSource`` if a file is missing, ``InvalidModel`` if transformers can't load the folder, ``MissingExtra``
+    if transformers is not installed.
+    """
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise BadSource(f"{folder} has no config.json; give a folder written by save_pretrained or by accel train")
@@ -37,7 +43,9 @@ def open_folder(folder: Path) -> Found:
         module = kind.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
     except Exception as error:
         reason = one_line(error, 200)
-        raise InvalidModel(f"transformers can't load {folder} as {kind.__name__}: {reason}") from error
+        raise InvalidModel(
+            f"transformers can't load {folder} as {kind.__name__} ({reason}); save the model again"
+        ) from error
     index = folder / "model.safetensors.index.json"
     files = (*weights, *([index] if index.is_file() else []), config_file)
     found = forms(module, folder)

@@ -1,4 +1,4 @@
-"""What a model of transformers takes, as far as its config and the parameters of its ``forward`` tell."""
+"""The inputs of a transformers model, read from its config and from the parameters of its ``forward``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources.declare import input_example
-from accel.sources.output_specs import farthest, probe_cases
-from accel.sources.torch_call import NamedModule, run_named
 
-# Ranges that nobody declared end here: everything is tried at their ends.
+from ..declare import input_example
+from ..output_specs import farthest, probe_cases
+from .call import NamedModule, run_named
+
+# The largest end of a default range. Gates run at the ends of each range.
 _LONGEST = 512
-# Characters are Unicode's.
+# The last character of Unicode.
 _LAST_CHARACTER = 0x10FFFF
 _BATCH = DimRange(1, 1, 8)
-# Seconds of sound at 16 kHz.
+# 0.5 to 5 seconds of sound at 16 kHz.
 _SAMPLES = DimRange(8000, 16000, 80000)
 _FRAMES = DimRange(32, 128, 1024)
 
 
 def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
-    """The inputs that ``module`` may be called with, the most likely first; empty where its config doesn't tell.
-    ``folder``: where its preprocessor's config lies, if it has one."""
+    """Returns the signatures that ``module`` may have, the most likely first. Returns an empty tuple if its config
+    doesn't tell. ``folder``: the folder that may hold the config of the preprocessor."""
     config, takes = module.config, set(inspect.signature(module.forward).parameters)
     main = module.main_input_name
     pictures = _images(config, folder) if "pixel_values" in takes else None
@@ -46,21 +47,24 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     if seen is None:
         return ()
     if "bbox" in takes and (last := _whole(config, "max_2d_position_embeddings")):
-        # Some look up the width of a box, which of random corners may be negative.
+        # Some models look up the width of a box. Boxes with random corners may have a negative width.
         return tuple(_both(seen, _boxes(values)) for values in ((0, last - 1), (0, 0)))
     if main == "input_ids" and pictures is not None and getattr(config, "vision_config", None) is not None:
-        # Those that compare each image with each text take any number of both.
+        # A model that compares each image with each text takes any number of both.
         return _apart(seen), seen
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in takes:
         return (seen,)
     decoded = _both(seen, _decoder(config))
-    # One that writes text is called token by token; another may do without.
+    # A model that generates text needs decoder_input_ids; another model may do without.
     return (decoded, seen) if module.can_generate() else (seen, decoded)
 
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
-    """The first of ``found`` that PyTorch runs, its dims as far as that goes: a config doesn't say where a table of
-    positions ends. The first one as it is where none runs. Ranges that are ``given`` stay as they are."""
+    """Returns the first signature of ``found`` that PyTorch runs, with ranges in which it runs: a config may not tell
+    where a table of positions ends. Keeps the ranges that are ``given``.
+
+    Returns the first signature unchanged if none runs.
+    """
     module.eval()
     for form in found:
         fixed = {dim: bounds for dim, bounds in given.items() if dim in form.dims}
@@ -76,7 +80,9 @@ def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRa
 
 
 def _reach(module: Any, form: Signature, dim: str, bounds: DimRange) -> DimRange:
-    """The part of ``bounds`` in which ``module`` runs; all of it where that isn't at its end only."""
+    """Returns the part of ``bounds`` in which ``module`` runs. Returns ``bounds`` if the module runs at none of its
+    sizes.
+    """
 
     def runs(size: int) -> bool:
         return _runs(module, form, form.sizes(**{dim: size}))
@@ -95,13 +101,13 @@ def _runs(module: Any, form: Signature, sizes: Mapping[str, int]) -> bool:
     named = NamedModule(module, [spec.name for spec in form.inputs])
     try:
         run_named(named, form, form.example_inputs(**sizes))
-    except Exception:  # a model raises what it likes; of the form that is taken it is said later
+    except Exception:  # a model may raise any type; errors of the chosen form are reported later
         return False
     return True
 
 
 def example(module: Any) -> tuple[str, ...]:
-    """How what ``module`` can't do without may be declared."""
+    """Returns example declarations of the inputs that ``module`` needs."""
     parameters = inspect.signature(module.forward).parameters
     empty = inspect.Parameter.empty
     ordered = [n for n, p in parameters.items() if p.default is empty and p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -119,19 +125,19 @@ def _sees(config: Any, takes: Container[str]) -> bool:
 
 
 def _hears(config: Any, takes: Container[str]) -> bool:
-    """Whether it takes sound beside text."""
+    """Tells whether the model takes sound besides text."""
     return "input_ids" in takes and getattr(config, "audio_config", None) is not None
 
 
 def _part(config: Any, name: str) -> Any:
-    """``name`` of a config, or of that part of it which has one."""
+    """Returns the attribute ``name`` of a config or of the first part of the config that has it, else None."""
     inner = ("text_config", "vision_config", "image_config", "encoder", "decoder")
     parts = (config, *(getattr(config, part, None) for part in inner))
     return next((found for part in parts if (found := getattr(part, name, None)) is not None), None)
 
 
 def _whole(config: Any, name: str) -> int | None:
-    """``name`` of ``config`` where it is a number above 0."""
+    """Returns the attribute ``name`` of ``config`` if it is a number above 0, else None."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else None
 
@@ -145,7 +151,7 @@ def _both(one: Signature, other: Signature) -> Signature:
 
 
 def _apart(seen: Signature) -> Signature:
-    """``seen`` with the images and the texts under dims of their own."""
+    """Returns ``seen`` with separate first dims for images and texts, in place of the batch."""
     inputs = []
     for spec in seen.inputs:
         dim = "images" if spec.name == "pixel_values" else "texts"
@@ -180,7 +186,8 @@ def _text(module: Any, takes: set[str]) -> Signature | None:
 
 
 def _first_position(module: Any, positions: int) -> int:
-    """Where positions begin in the table of them: behind the row of the padding, in the family of RoBERTa."""
+    """Returns the row of the position table for the first position. In models like RoBERTa it follows the padding
+    row."""
     import torch
 
     for name, part in module.named_modules():
@@ -215,7 +222,8 @@ def _images(config: Any, folder: Path) -> Signature | None:
 
 
 def _size(value: Any) -> tuple[int, int] | None:
-    """Height and width as configs have them: one number for both, two, or by name."""
+    """Reads height and width from a config, which has one number for both, two numbers, or a dict. Returns None if
+    there are none."""
     if isinstance(value, dict):
         edge = value.get("shortest_edge")
         value = [value.get("height", edge), value.get("width", edge)]
@@ -226,7 +234,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _preprocessed_size(folder: Path) -> tuple[int, int] | None:
-    """The size of the images that the preprocessor saved beside the model gives it."""
+    """Returns the size of the images from the preprocessor's config beside the model, else None."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         try:
             found = json.loads((folder / name).read_text(encoding="utf-8"))

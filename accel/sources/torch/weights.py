@@ -1,4 +1,4 @@
-"""Weights from a file or a checkpoint's folder into a module, read without executing anything in them."""
+"""Loads weights from a file or the folder of a checkpoint into a module, without executing code in them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 import torch
 
 from accel.errors import BadSource
-from accel.sources.checkpoint import Checkpoint, open_checkpoint
-from accel.sources.checkpoint_names import fit
+
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.names import fit
 
 
 def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
-    """Load ``path`` into ``module``: one file (.safetensors, a sharded index, .pt, .pth, .bin, .ckpt) or the folder of
-    a training checkpoint (see ``accel.sources.checkpoint.FORMATS``).
+    """Loads ``path`` into ``module``: one file (.safetensors, a sharded index, .pt, .pth, .bin, .ckpt) or the folder of
+    a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
 
-    Returns what was read: format, files, notes. Names must match, wrappers' prefixes aside; ``BadSource`` names the
-    first that doesn't. Tensors are put together and copied one by one. Pickles that hold code are refused.
+    Returns the checkpoint that was read: its format, files and notes. Assembles and copies one tensor at a time.
+    Raises ``BadSource`` with the first name that doesn't match, prefixes of wrappers aside, and for a pickle that holds
+    code.
     """
     checkpoint = fit(open_checkpoint(path), module)
     own = {
@@ -24,7 +26,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     if any(tensor.is_meta for tensor in own.values()):
-        raise BadSource(f"the model that {path} is for is on the meta device; let the factory make it on the CPU")
+        raise BadSource(f"the model for {path} is on the meta device; let the factory make it on the CPU")
     if _loads_its_own_way(module) or not set(checkpoint.tensors) <= set(own):
         module.load_state_dict({name: lazy.read() for name, lazy in checkpoint.tensors.items()}, strict=False)
         return checkpoint
@@ -36,7 +38,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
                 or value.is_complex() != own[name].is_complex()
             ):
                 raise BadSource(
-                    f"{path}: {name!r} is {value.dtype}, the model's is {own[name].dtype}; "
+                    f"{name!r} is {value.dtype} in {path} and {own[name].dtype} in the model; "
                     "give the weights of this factory's model"
                 )
             own[name].copy_(value)
@@ -44,7 +46,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
 
 
 def _loads_its_own_way(module: torch.nn.Module) -> bool:
-    """Whether a part of the module does more with a state dict than copying it."""
+    """Tells whether a submodule does more with a state dict than copying its tensors."""
     plain = torch.nn.Module._load_from_state_dict
     kinds = (type(part) for part in module.modules())
     return any(

@@ -1,12 +1,12 @@
-"""Checkpoints: written beside and renamed, whole or not there; read back on any world size and ZeRO stage.
+"""Checkpoints. Each is written beside its place and renamed, and can be read on any world size and ZeRO stage.
 
-    RUN/checkpoints/step-00000200/   DCP shards and its .metadata, and run.json: step, loss scale, config, model
-    RUN/checkpoints/best.json        which step is the best so far, by which metric
-    RUN/final/                       what ``accel export`` takes (see ``accel.train.final``)
+    RUN/checkpoints/step-00000200/   DCP shards and their .metadata, and run.json: step, loss scale, config, model
+    RUN/checkpoints/best.json        the step that is the best so far, and the metric
+    RUN/final/                       the model for ``accel export`` (see ``accel.train.checkpoints.final``)
 
-A folder without ``run.json`` is unfinished and is never resumed from: that file is written last, after every rank's
-shards are on disk, and the folder gets its name after that. It holds size and CRC-32 of each file: a checkpoint that is
-damaged is named and the one before it used.
+A folder without ``run.json`` is unfinished, and no run resumes from it. ``run.json`` is written last, after every
+rank's shards are on disk, and after that the folder gets its name. ``run.json`` holds the size and CRC-32 of each file.
+A run reports a damaged checkpoint and uses the one before it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 
 from accel.errors import BadCheckpoint, BadConfig, CannotWrite, one_line
-from accel.train.config import CheckpointConfig
 
-dcp: Any = torch.distributed.checkpoint  # its names are not declared as exported
+from ..config.schema import CheckpointConfig
 
-# What DCP raises where a rank failed is no Exception.
+dcp: Any = torch.distributed.checkpoint  # torch doesn't declare the module's names as exported
+
+# DCP's CheckpointException, raised if a rank failed, is not a subclass of Exception.
 _FAILED = (Exception, dcp.CheckpointException)
 
 RUN = "run.json"
@@ -38,13 +39,13 @@ BEST = "best.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. Every rank makes one; rank 0 alone renames and deletes."""
+    """The checkpoints of one run folder. Every rank has an instance, and only rank 0 renames and deletes."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:
         self.folder = folder / "checkpoints"
         self.config = config
-        self.group = group  # a gloo group of its own, so that a save in the background meets no other collective
-        self.damaged: list[str] = []  # what was wrong with each checkpoint that was passed over
+        self.group = group  # a separate gloo group, so that a save in the background meets no other collective
+        self.damaged: list[str] = []  # the fault of each damaged checkpoint that was skipped
         self._passed: set[str] = set()
         self._pending: tuple[Future[Any] | Any, Path, dict[str, Any]] | None = None
 
@@ -53,20 +54,21 @@ class Checkpoints:
         return self.group is None or dist.get_rank() == 0
 
     def complete(self) -> list[Path]:
-        """Finished checkpoints, oldest first."""
+        """Returns the finished checkpoints, oldest first."""
         found = [f for f in self.folder.glob("step-*") if (f / RUN).is_file() and (f / ".metadata").is_file()]
         return sorted(found)
 
     def has(self, step: int) -> bool:
-        """Whether ``step`` has a finished checkpoint."""
+        """Tells whether ``step`` has a finished checkpoint."""
         name = f"step-{step:08d}"
         return name not in self._passed and (self.folder / name / RUN).is_file()
 
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Write ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
+        """Writes ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
 
-        Asynchronous where the config says so: the tensors are copied first, and the save before it is waited for. It is
-        finished by ``wait``, which every rank has to call together: best as soon as no rank is ``writing`` any more.
+        Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes them in
+        the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, best as soon as no
+        rank is ``writing`` any more.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -96,16 +98,16 @@ class Checkpoints:
 
     @property
     def pending(self) -> bool:
-        """Whether a save in the background isn't finished; the same on every rank."""
+        """Tells whether a save in the background isn't finished. The answer is the same on every rank."""
         return self._pending is not None
 
     @property
     def writing(self) -> bool:
-        """Whether this rank's part of the save in the background is still on its way to the disk."""
+        """Tells whether this rank is still writing its part of a save in the background."""
         return self._pending is not None and not self._pending[0].done()
 
     def wait(self) -> None:
-        """Until the save in the background is whole, and has its name."""
+        """Waits until the save in the background is whole and has its name."""
         if self._pending is None:
             return
         (future, final, run), self._pending = self._pending, None
@@ -134,13 +136,13 @@ class Checkpoints:
             dist.barrier(self.group)
 
     def _unwritten(self, final: Path, error: BaseException) -> CannotWrite:
-        if self._first:  # what is half written takes the room that saying so needs
+        if self._first:  # makes room on the disk for the error report
             shutil.rmtree(_beside(final), ignore_errors=True)
-        before = "the one before is whole" if self.complete() else "there is none before it"
+        before = "the one before it is whole" if self.complete() else "there is none before it"
         return CannotWrite(f"the checkpoint {final} could not be written ({_reason(error)}); free some space, {before}")
 
     def _together(self, own: Any) -> list[Any]:
-        """What every rank has, in the order of the ranks."""
+        """Returns the values of all ranks, in the order of the ranks."""
         if self.group is None:
             return [own]
         found: list[Any] = [None] * dist.get_world_size()
@@ -148,14 +150,18 @@ class Checkpoints:
         return found
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """On rank 0: note that ``step`` is the best, where it is. The folder is kept whatever ``keep`` says."""
+        """Records ``step`` if it is the best step so far, and tells whether it is. Only rank 0 calls this.
+
+        The checkpoint of the best step is kept in addition to the ``keep`` newest. Raises ``BadConfig`` if ``evaluate``
+        doesn't measure the metric of ``checkpoint.best``.
+        """
         name = self.config.best
         if not name:
             return False
         if name.removeprefix("-") not in metrics:
             raise BadConfig(
                 f"checkpoint.best is {name!r}, and evaluate measures {', '.join(metrics) or 'nothing'}; "
-                "name one of them"
+                "use one of these metrics"
             )
         value = metrics[name.removeprefix("-")] * (-1 if name.startswith("-") else 1)
         best = self.standing()
@@ -166,7 +172,7 @@ class Checkpoints:
         return True
 
     def best(self) -> dict[str, Any] | None:
-        """What ``best.json`` says."""
+        """Returns the content of ``best.json``, or None if it can't be read."""
         try:
             body: dict[str, Any] = json.loads((self.folder / BEST).read_text())
         except (OSError, ValueError):
@@ -174,13 +180,15 @@ class Checkpoints:
         return body
 
     def standing(self) -> dict[str, Any] | None:
-        """The best so far by ``config.best``, where its checkpoint is there: a run that was killed between noting and
-        writing it, or is asked for another metric now, has none."""
+        """Returns the record of the best step, or None if its checkpoint is missing or ``config.best`` has changed.
+
+        The checkpoint is missing if the run was killed after ``mark_best`` and before the save.
+        """
         best = self.best()
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """On rank 0: note what was measured of ``step`` after it was saved, and keep what is kept now."""
+        """On rank 0: adds the metrics of ``step`` to its checkpoint, and deletes checkpoints that needn't be kept."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()
@@ -196,14 +204,14 @@ class Checkpoints:
     def load_newest(
         self, wanted: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]], model: str
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Read the newest sound checkpoint into the tensors that ``wanted`` gives for its ``run.json`` and the names
-        that all ranks saved, in place.
+        """Reads the newest sound checkpoint. Returns its ``run.json`` and tensors, or None if there is no checkpoint.
 
-        Returns ``run.json`` and the tensors, None where there is no checkpoint. Every rank calls it and takes the same
-        one; ``damaged`` says what was passed over.
+        ``wanted``: takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
+        rank has to call ``load_newest``, and all ranks take the same checkpoint. ``damaged`` lists the skipped
+        checkpoints.
 
-        Raises ``BadCheckpoint`` where it is of another model than ``model``, a tensor has another shape there or is
-        missing, or none can be read.
+        Raises ``BadCheckpoint`` if the checkpoint is of another model than ``model``, if a tensor in it is missing or
+        has another shape, or if no checkpoint can be read.
         """
         found = self.complete()
         for path in reversed(found):
@@ -225,7 +233,7 @@ class Checkpoints:
         return None
 
     def _shapes(self, path: Path) -> dict[str, list[int] | None]:
-        """Of the tensors that all ranks saved, by name; None of what isn't one."""
+        """Returns the shape of each tensor in a checkpoint by name, and None for an entry that is not a tensor."""
         try:
             found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         except _FAILED as error:
@@ -233,7 +241,7 @@ class Checkpoints:
         return {name: list(one.size) if hasattr(one, "size") else None for name, one in found.items()}
 
     def _same(self, path: Path, saved: Mapping[str, list[int] | None], state: Mapping[str, Any]) -> None:
-        """Raise ``BadCheckpoint``, on every rank, where a tensor of ``state`` isn't in a sound checkpoint as it is."""
+        """Raises ``BadCheckpoint`` on every rank if ``saved`` lacks a tensor of ``state`` or has another shape."""
         said = ""
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or (name in saved and saved[name] in (None, list(value.shape))):
@@ -247,7 +255,7 @@ class Checkpoints:
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:
-            with warnings.catch_warnings():  # alone, torch warns that it is
+            with warnings.catch_warnings():  # torch warns if a process runs alone
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 reader = dcp.FileSystemReader(path)
                 dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
@@ -255,7 +263,7 @@ class Checkpoints:
             raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
 
     def check(self, path: Path, model: str) -> dict[str, Any]:
-        """``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` where it is of another model."""
+        """Returns ``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` if it is of another model."""
         try:
             run: dict[str, Any] = json.loads((path / RUN).read_text())
             other = run["model"]
@@ -266,7 +274,7 @@ class Checkpoints:
         return run
 
     def _wrong(self, path: Path, run: dict[str, Any]) -> str:
-        """What is wrong with the files in ``path``, "" for nothing; each rank looks at some of them."""
+        """Says in words which file in ``path`` is damaged, or returns "". Each rank checks some of the files."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if self.group is not None else (1, 0)
         said = ""
         for name, (size, crc) in list(run["files"].items())[rank::ranks]:
@@ -274,20 +282,20 @@ class Checkpoints:
             if not file.is_file() or file.stat().st_size != size:
                 said = f"{file} is missing or cut short"
             elif _crc32(file) != crc:
-                said = f"{file} is not what was written"
+                said = f"{file} has changed since it was written"
         return next((one for one in self._together(said) if one), "")
 
 
 class _Unreadable(Exception):
-    """A checkpoint that is to be passed over."""
+    """Raised for a damaged checkpoint, which is then skipped."""
 
 
 def _reason(error: BaseException) -> str:
-    """What the first rank that failed met, without the tracebacks."""
+    """Returns the error of the first rank that failed, without tracebacks."""
     failures = getattr(error, "failures", {})
     first: BaseException | None = failures[min(failures)][0] if failures else error
     said = str(first)
-    while first is not None:  # torch.save hides what the disk said behind what it didn't expect
+    while first is not None:  # torch.save hides the OSError behind an error of its own
         said = str(first) if isinstance(first, OSError) else said
         first = first.__cause__ or first.__context__
     return one_line(said, None)[-200:]
@@ -309,5 +317,5 @@ def _write(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def _beside(final: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Returns the folder that a checkpoint is written to until it is whole."""
     return final.with_name(f".{final.name}.part")

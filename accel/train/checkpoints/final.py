@@ -1,10 +1,9 @@
-"""``final/``: the trained model as ``accel export`` takes it.
+"""``final/``: the trained model for ``accel export``.
 
 model-00001-of-0000N.safetensors  whole tensors, and model.safetensors.index.json
 config.json                       the factory (spec), sha256 of each file, the training config, metrics, the signature
-inputs.safetensors                the inputs of up to 64 samples: where the factory declares no signature, names and
-ranges come from them
-NAME.py                           the factory's file (of file.py:factory) and what it imported from beside it
+inputs.safetensors                the inputs of up to 64 samples, for names and ranges if the factory declares none
+NAME.py                           the file of a file.py:factory, and the modules that it imported from the same folder
 """
 
 from __future__ import annotations
@@ -24,18 +23,21 @@ from torch.distributed.tensor import DTensor
 from accel.artifact import file_sha256
 from accel.errors import CannotWrite, one_line
 from accel.sources.python_object import SOURCE
-from accel.sources.train_folder import CONFIG, INDEX, INPUTS
-from accel.train.config import TrainConfig
-from accel.train.inputs import named_inputs
-from accel.train.layout import Ranks
+from accel.sources.torch.train_folder import CONFIG, INDEX, INPUTS
+
+from ..batch import named_inputs
+from ..config.schema import TrainConfig
+from ..ranks import Ranks
 
 FORMAT = 1
 SHARD_BYTES = 4 * 2**30
 
 
 def gather(state: Mapping[str, Any], ranks: Ranks) -> dict[str, torch.Tensor] | None:
-    """Whole tensors of every pipeline stage on the CPU of rank 0, None on the others; every rank has to call it. One
-    tensor at a time is whole on the other ranks."""
+    """Returns the whole tensors of all pipeline stages on the CPU of rank 0, and None on the other ranks.
+
+    Every rank has to call it. The other ranks hold only one whole tensor at a time.
+    """
     stages = ranks.pp.size() if ranks.pp is not None else 1
     first, leads = ranks.rank == 0, ranks.rank % (ranks.world // stages) == 0
     found: dict[str, torch.Tensor] = {}
@@ -80,8 +82,10 @@ def write_run(
     metrics: Mapping[str, float],
     code: Mapping[str, bytes],
 ) -> None:
-    """Write ``folder`` with what ``config`` made of its model (rank 0): the factory, its declaration, some of its data.
-    ``names``: of the inputs of the model's ``forward``. ``code``: its ``sources`` when it was made."""
+    """Writes ``final/`` of a run into ``folder`` (rank 0): the weights, the factory and its declaration, some inputs.
+
+    ``names``: the names of the inputs of the model's ``forward``. ``code``: the model's ``sources`` when the run began.
+    """
     from accel.sources.python_object import load_object
 
     factory = load_object(config.model, "factory")[1]
@@ -89,9 +93,9 @@ def write_run(
     samples = [data[i] for i in range(min(64, len(data)))]
     try:
         stacked = torch.utils.data.default_collate(samples)[0]
-    except RuntimeError:  # a micro-batch of 1 takes samples of different lengths, which can't be stacked
+    except RuntimeError:  # the samples differ in length, as a micro-batch of 1 allows, and can't be stacked
         stacked = torch.utils.data.default_collate(samples[:1])[0]
-    if config.pack:  # positions and documents are training's own
+    if config.pack:  # only training takes positions and documents
         stacked = stacked[0]
     signature = None
     if declaration is not None:
@@ -113,12 +117,14 @@ def write_run(
 
 
 def input_options(folder: Path) -> list[str]:
-    """What ``accel export`` has to be told of the inputs of the model in ``folder``, a run's ``final/``, where it gets
-    the factory and a checkpoint alone: ``--input`` for each as ``inputs.safetensors`` has them, nothing where the
-    factory declares them."""
+    """Returns the ``--input`` options with which ``accel export`` takes a checkpoint of the run.
+
+    ``folder``: the run's ``final/``, whose ``inputs.safetensors`` gives the inputs. Returns an empty list if the
+    factory declares its inputs.
+    """
     from safetensors.torch import load_file
 
-    from accel.sources.torch_source import specs_from_example
+    from accel.sources.torch.factory import specs_from_example
 
     if json.loads((folder / CONFIG).read_text())["signature"] is not None:
         return []
@@ -127,20 +133,22 @@ def input_options(folder: Path) -> list[str]:
 
 
 def sources(spec: str) -> dict[str, bytes]:
-    """The Python files of ``file.py:factory`` by name: its own first, then every one in the same folder that was
-    imported. None of ``package.module:factory``, which is installed or not."""
+    """Returns the Python files of ``file.py:factory`` by name: its own, then the imported files of its folder.
+
+    Returns an empty dict for ``package.module:factory``, whose code is not copied.
+    """
     where = spec.rpartition(":")[0]
     if not where.endswith(".py"):
         return {}
     own = Path(where).absolute()
-    loaded = [(name, getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())]
+    loaded = [(name, getattr(module, "__file__", None) or "") for name, module in sys.modules.copy().items()]
     beside = {Path(f) for name, f in loaded if f.endswith(".py") and not name.startswith((SOURCE, "__main__"))}
     files = [own, *sorted(file for file in beside if file.parent == own.parent and file != own)]
     return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
 def absolute(spec: str) -> str:
-    """``file.py:factory`` with the file's whole path, so that it is found from any folder; a module stays as it is."""
+    """Returns ``file.py:factory`` with the file's absolute path, and ``package.module:factory`` unchanged."""
     where, _, name = spec.rpartition(":")
     return f"{Path(where).absolute()}:{name}" if where.endswith(".py") else spec
 
@@ -156,9 +164,9 @@ def write_final(
     signature: Mapping[str, Any] | None,
     code: Mapping[str, bytes],
 ) -> None:
-    """Write ``folder`` beside and rename it, so that it is there whole or not at all (rank 0).
+    """Writes ``folder`` under another name and renames it, so that it is never there in part (rank 0).
 
-    Raises ``CannotWrite`` where there is no room for it.
+    Raises ``CannotWrite`` if the disk has no room for it.
     """
     from safetensors import SafetensorError
 
@@ -180,7 +188,7 @@ def write_final(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise CannotWrite(
-            f"{folder} could not be written ({one_line(error, 200)}); free some space and run it again, "
+            f"{folder} could not be written ({one_line(error, 200)}); free some space and run the same command again, "
             "the last checkpoint is whole"
         ) from error
     old = folder.with_name(f".{folder.name}.old")
@@ -192,7 +200,7 @@ def write_final(
 
 
 def set_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Note in a run's ``folder`` what was measured of it after it was written."""
+    """Adds metrics to a ``final/`` that is already written."""
     from accel.artifact import beside
 
     body = json.loads((folder / CONFIG).read_text())

@@ -1,4 +1,4 @@
-"""Which configs can't run, each said in one sentence. Nothing here needs torch or a process group."""
+"""Checks that a config can run. Each problem is one sentence with its fix. Needs neither torch nor a process group."""
 
 from __future__ import annotations
 
@@ -6,41 +6,33 @@ import math
 from collections.abc import Iterator
 
 from accel.errors import BadConfig
-from accel.train.config import (
-    APEX,
-    COMPRESSION,
-    MODES,
-    OPTIMIZERS,
-    PIPELINES,
-    RECOMPUTE,
-    SCHEDULES,
-    STYLES,
-    TrainConfig,
-)
+
+from .schema import APEX, COMPRESSION, MODES, OPTIMIZERS, PIPELINES, RECOMPUTE, SCHEDULES, STYLES, TrainConfig
 
 
 def check(config: TrainConfig, world_size: int) -> None:
-    """Raise ``BadConfig`` with the first problem of ``config`` on ``world_size`` ranks."""
+    """Raises ``BadConfig`` with the first problem of ``config`` on ``world_size`` ranks."""
     for problem in problems(config, world_size):
         raise BadConfig(problem)
 
 
 def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
-    """Every reason, with its fix, why ``config`` can't run on ``world_size`` ranks."""
+    """Yields each reason, with its fix, why ``config`` can't run on ``world_size`` ranks."""
     yield from _names(config)
     yield from _numbers(config)
     yield from _layout(config, world_size)
 
 
 def runnable(config: TrainConfig) -> None:
-    """Raise ``BadConfig`` where ``config`` is enough for a plan and not for a run."""
+    """Raises ``BadConfig`` if ``config`` is enough for ``accel plan`` but not for a run."""
     if not config.model or not config.data:
         raise BadConfig(
-            "the config needs model and data; write model = 'package.module:factory' (what they make: docs/training.md)"
+            "the config needs model and data; write model = 'package.module:factory', and data the same way "
+            "(docs/how-to/training.md)"
         )
     if config.parallel.tp > 1 and not config.tensor_parallel:
         raise BadConfig(
-            "tensor parallel needs a plan of what is cut; write [tensor_parallel] with e.g. "
+            "tensor parallel needs a plan of which modules to cut; write [tensor_parallel] with e.g. "
             '"blocks.*.attention.query" = "column"'
         )
 
@@ -102,10 +94,10 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
     if not config.evaluate and config.checkpoint.best:
         yield (
             f"checkpoint.best is {config.checkpoint.best!r}, and nothing measures it; give evaluate, or "
-            "--checkpoint.best="
+            "pass --checkpoint.best= to turn it off"
         )
     if not config.evaluate and config.evaluate_every:
-        yield f"evaluate_every is {config.evaluate_every}, and there is nothing to run; give evaluate"
+        yield f"evaluate_every is {config.evaluate_every}, and there is nothing to run; give evaluate a function"
     if config.schedule.warmup >= config.steps:
         yield f"schedule.warmup is {config.schedule.warmup} of {config.steps} steps; leave steps after the warm-up"
     if config.precision.resolved == "fp16-only" and config.optimizer.name != "sgd" and config.optimizer.eps < 1e-7:
@@ -129,34 +121,33 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
         shards = data * p.cp
         yield f"{shards} data-parallel ranks don't divide into {p.replicate} replicas; use a divisor of {shards}"
     if p.cp > 1 and fixed > p.cp:
-        yield "context parallel shares heads as tensor parallel does, and has no pipeline; use tp 1 and pp 1 with cp"
+        yield "context parallel can't be combined with tensor or pipeline parallel; use tp 1 and pp 1 with cp"
     if p.compression != "none" and (p.zero or p.tp * p.pp > 1):
-        yield "DDP alone compresses gradients on their way; use parallel.zero = 0, tp 1 and pp 1 with compression"
+        yield "only DDP can compress gradients; use parallel.zero = 0, tp 1 and pp 1 with compression"
     if (p.hpz or p.qwz or p.qgz) and p.zero != 3:
-        yield "hpz, qwz and qgz belong to ZeRO++, which is a stage 3; use parallel.zero = 3 with them"
+        yield "hpz, qwz and qgz are parts of ZeRO++, which works at stage 3; use parallel.zero = 3 with them"
     if (p.hpz or p.qwz or p.qgz) and p.tp * p.cp > 1:
-        yield "ZeRO++ works over data-parallel ranks alone; use tp 1 and cp 1 with hpz, qwz and qgz"
+        yield "ZeRO++ works with data-parallel ranks only; use tp 1 and cp 1 with hpz, qwz and qgz"
     shards = data * p.cp // p.replicate
     if p.hpz and (shards % p.hpz or not 1 < p.hpz < shards):
-        yield f"hpz {p.hpz} is no true part of {shards} shards; use a divisor between 1 and {shards}, or 0"
+        yield f"hpz {p.hpz} can't group {shards} shards; use a divisor of {shards} between 1 and {shards}, or 0"
     if config.compile and p.tp * p.pp * p.cp > 1:
-        yield "compiled blocks are not cut over tp, pp or cp; use compile = false with them"
+        yield "compiled blocks can't be cut over tp, pp or cp; use compile = false with them"
     if config.pack and (config.compile or p.pp * p.cp > 1):
-        yield "documents are kept apart in the whole model's attention; use pp 1, cp 1 and compile = false with pack"
+        yield "packing needs the whole, uncompiled model on a rank; use pp 1, cp 1 and compile = false with pack"
     if not config.drop_last and p.pp > 1:
-        yield "a pipeline's micro-batches are all of one size; use drop_last = true with pp"
+        yield "the micro-batches of a pipeline must all have the same size; use drop_last = true with pp"
     if p.compression == "powersgd" and "fp16" in config.precision.resolved:
-        yield "PowerSGD would keep what overflowed for the next step; use a bf16 precision.mode with it"
+        yield "PowerSGD would carry an fp16 overflow into the next step; use a bf16 precision.mode with it"
     if config.global_batch % (config.micro_batch * data):
         step = config.micro_batch * data
         best = max(step, config.global_batch // step * step)
         yield (
-            f"global_batch {config.global_batch} is no multiple of micro_batch {config.micro_batch} x {data} "
-            f"data-parallel "
-            f"ranks; use --global-batch={best}"
+            f"global_batch {config.global_batch} is not a multiple of micro_batch {config.micro_batch} x {data} "
+            f"data-parallel ranks; use --global-batch={best}"
         )
     if p.pp > 1 and p.zero == 3:
-        yield "ZeRO 3 gathers the parameters again for every micro-batch of a pipeline; use parallel.zero = 2 with pp"
+        yield "ZeRO 3 would gather all parameters for every micro-batch of a pipeline; use parallel.zero = 2 with pp"
     yield from _pipeline(config, world_size)
     if p.pp > 1 and config.shape.layers and config.shape.layers < p.pp:
         yield f"{config.shape.layers} layers can't be cut into {p.pp} pipeline stages; use a smaller pp"
@@ -183,4 +174,4 @@ def _pipeline(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"{max(1, config.global_batch // (config.data_ranks(world_size) * p.pp))}, or a larger global_batch"
         )
     elif p.pipeline == "interleaved" and batches % (batches // p.pp):
-        yield f"interleaved takes micro-batches in rounds of {p.pp}, {batches} aren't; use a multiple of {p.pp}"
+        yield f"interleaved needs whole rounds of {p.pp} micro-batches, not {batches}; use a multiple of {p.pp}"

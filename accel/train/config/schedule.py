@@ -1,14 +1,17 @@
-"""The learning rate of a step."""
+"""The learning rate schedule."""
 
 from __future__ import annotations
 
 import math
 
-from accel.train.config import TrainConfig
+from .schema import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of ``step`` (from 0): linear warm-up, then constant, linear or cosine down to ``floor`` times ``lr``.
+    """Returns the learning rate of ``step`` (from 0).
+
+    The rate warms up linearly. After that it stays constant, or falls linearly or as a cosine to ``floor`` times
+    ``lr``.
 
     Cosine: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts.
     """

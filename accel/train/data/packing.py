@@ -1,11 +1,12 @@
-"""Documents of any length, several in one sequence, each trained as if it were alone.
+"""Packing: several documents of any length in one sequence, each trained as if it were alone.
 
-``pack = 128`` in the config puts the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n as it comes)
-into sequences of 128 positions, the longest first, each into the fullest sequence that still has room (best fit; Krell
-et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3). Positions are counted anew in every
-document (the model's ``forward`` takes them as ``positions`` or ``position_ids``, if where a token stands means
-anything to it), and ``F.scaled_dot_product_attention`` sees the positions of its own document alone. What is left over
-at the end of a sequence has targets of -100, which aren't counted.
+``pack = 128`` in the config packs the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n varies) into
+sequences of 128 positions. The longest document comes first, and each goes into the fullest sequence that still has
+room (best fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
+
+Positions restart in every document. The model's ``forward`` takes them as ``positions`` or ``position_ids`` if it uses
+positions. ``F.scaled_dot_product_attention`` sees only the positions of its own document. The padding at the end of a
+sequence has targets of -100, which aren't counted.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel.errors import BadConfig, BadData
-from accel.train.attention import AroundAttention
-from accel.train.inputs import call, input_names, to_device
-from accel.train.loss import IGNORED
 
-# What forward may call the place of a token in its document.
+from ..attention import AroundAttention
+from ..batch import call, input_names, to_device
+from ..loss import IGNORED
+
+# The names of forward's parameter for the position of a token in its document.
 POSITIONS = ("positions", "position_ids")
 _FIX = (
-    "let forward take positions (or position_ids), and only F.scaled_dot_product_attention look at other positions, "
-    "or use pack = 0"
+    "let forward take positions (or position_ids), and let only F.scaled_dot_product_attention look at other "
+    "positions, or use pack = 0"
 )
 
 
 class Packed(torch.utils.data.Dataset[Any]):
-    """``documents`` in sequences of ``length`` positions, the same ones on every rank and in every run.
+    """``documents`` packed into sequences of ``length`` positions, the same on every rank and in every run.
 
-    A sample is ``((tokens, positions, documents), targets)``, each ``int64[length]``; ``documents`` numbers them within
-    the sequence, -1 is padding. Lengths are taken from ``documents.lengths`` where there is such a list, else every
-    document is read once. Raises ``BadData`` where one is longer than a sequence.
+    A sample is ``((tokens, positions, documents), targets)``, each ``int64[length]``. ``documents`` numbers the
+    documents within the sequence, and -1 is padding. Takes the lengths from ``documents.lengths`` if there is such a
+    list, else reads every document once. Raises ``BadData`` if a document is longer than a sequence.
     """
 
     def __init__(self, documents: Sequence[Any], length: int) -> None:
@@ -47,7 +49,7 @@ class Packed(torch.utils.data.Dataset[Any]):
         )
         for index, size in enumerate(lengths):
             if size > length:
-                raise BadData(f"document {index} has {size} tokens, pack takes {length}; cut it, or use --pack={size}")
+                raise BadData(f"document {index} has {size} tokens, and pack is {length}; cut it, or use --pack={size}")
         self.sequences = best_fit(lengths, length)
 
     def __len__(self) -> int:
@@ -62,8 +64,8 @@ class Packed(torch.utils.data.Dataset[Any]):
             end = start + len(x)
             if x.ndim != 1 or x.shape != y.shape or end > self.length:
                 raise BadData(
-                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; packing takes two "
-                    "rows of the same length, the one that its lengths say"
+                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; give two rows of the "
+                    "same length, and that length in the dataset's lengths"
                 )
             tokens[start:end], targets[start:end] = x, y
             positions[start:end], documents[start:end] = torch.arange(len(x)), number
@@ -71,16 +73,19 @@ class Packed(torch.utils.data.Dataset[Any]):
         return (tokens, positions, documents), targets
 
     def several(self) -> tuple[torch.Tensor, ...] | None:
-        """The inputs of the first sequence that holds more than one document."""
+        """Returns the inputs of the first sequence that holds more than one document, or None if there is none."""
         index = next((i for i, inside in enumerate(self.sequences) if len(inside) > 1), None)
         return None if index is None else self[index][0]
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which documents go into each sequence: the longest first, each where it leaves least room."""
+    """Returns the documents of each sequence of ``room`` tokens.
+
+    Places the longest documents first, each in the sequence with the least room left that is enough.
+    """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # sequences by the room that is left in them
-    rooms: list[int] = []  # the keys of ``spare`` that have any, sorted
+    spare: dict[int, list[int]] = {}  # the sequences with each amount of room left
+    rooms: list[int] = []  # the amounts of room that some sequence has, sorted
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
         if place == len(rooms):
@@ -100,7 +105,10 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 class OwnDocument(AroundAttention):
-    """Inside, attention sees the positions of its own document alone; ``documents`` int64[batch, positions]."""
+    """A context in which attention sees only the positions of its own document.
+
+    ``documents``: int64[batch, positions].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,12 +116,12 @@ class OwnDocument(AroundAttention):
         self._masks: dict[bool, torch.Tensor] = {}
 
     def enter(self, documents: torch.Tensor) -> None:
-        """The sequences that are computed from now on, until the next call."""
+        """Sets the documents of the sequences that run next."""
         self.documents = documents
         self._masks = {}
 
     def _mask(self, causal: bool) -> torch.Tensor:
-        """Who sees whom: bool[batch, 1, positions, positions]."""
+        """Returns which positions see each other: bool[batch, 1, positions, positions]."""
         if causal not in self._masks:
             same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
             self._masks[causal] = same.tril() if causal else same
@@ -134,7 +142,7 @@ class OwnDocument(AroundAttention):
             if tensor.ndim != 4 or tensor.shape[0] != batch or tensor.shape[2] != positions:
                 raise BadConfig(
                     f"attention over {list(tensor.shape)} isn't [batch, heads, positions, width] of {batch} sequences "
-                    f"of {positions}, so its documents can't be kept apart; {_FIX}"
+                    f"of {positions}, so packing can't keep its documents apart; {_FIX}"
                 )
         mask = self._mask(is_causal)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -145,9 +153,9 @@ class OwnDocument(AroundAttention):
 
 
 def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: torch.dtype) -> None:
-    """Let ``module`` take ``(tokens, positions, documents)`` and keep documents apart, in place.
+    """Makes ``module`` take ``(tokens, positions, documents)`` and keep documents apart, in place.
 
-    Raises ``BadConfig`` where a document in a sequence gets something else than alone.
+    Raises ``BadConfig`` if the output for a document in a sequence differs from its output alone.
     """
     sample = data.several()
     if sample is None:
@@ -165,11 +173,11 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
         same = found.shape[:2] == tokens.shape and found[:, own].shape == expected.shape
         far = float((found[:, own] - expected).abs().max() / expected.abs().max()) if same else float("inf")
         if not far < (1e-4 if dtype == torch.float32 else 3e-2):
-            raise BadConfig(f"a document gets something else in a sequence with others than alone; {_FIX}")
+            raise BadConfig(f"the model's output for a document changes if others are in its sequence; {_FIX}")
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Which positions of the one sequence each document has: bool[positions]."""
+    """Returns the positions of each document in the only sequence: bool[positions] each."""
     return [numbers[0] == number for number in range(int(numbers.max()) + 1)]
 
 

@@ -1,4 +1,5 @@
-"""Samples for each rank, in an order that depends on the seed and the step alone, and resumes where it was."""
+"""The samples of each rank. The order of the samples depends only on the seed and the step, so a run resumes
+exactly."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ Sample = tuple[Any, Any]
 
 
 class Order(torch.utils.data.Sampler[int]):
-    """The samples of one data-parallel rank: all of an epoch shuffled with (seed, epoch), global batches cut out of it
-    in turn, of each batch the rank's own part. So the global batch of a step is the same on any number of ranks.
+    """The samples of one data-parallel rank.
 
-    ``first``: the step to begin with. What doesn't fill the last global batch of an epoch is left out of that epoch, or
-    (``drop_last=False``) is a smaller batch, of which some ranks get a sample more than others, or none.
+    Shuffles all samples of an epoch with (seed, epoch), cuts them into global batches, and gives each rank its part of
+    each batch. So the global batch of a step is the same on any number of ranks.
+
+    ``first``: the step to begin with. The samples that don't fill the last global batch are left out of the epoch. With
+    ``drop_last=False`` they are a smaller batch. Some ranks then get fewer samples than others, or none.
     """
 
     def __init__(
@@ -33,13 +36,13 @@ class Order(torch.utils.data.Sampler[int]):
         drop_last: bool = True,
     ) -> None:
         if length < (global_batch if drop_last else 1):
-            raise BadData(f"the data has {length} samples, a global batch takes {global_batch}; use a smaller batch")
+            raise BadData(f"the data has {length} samples, and global_batch is {global_batch}; use a smaller batch")
         self.length, self.global_batch, self.rank, self.ranks = length, global_batch, rank, ranks
         self.seed, self.first = seed, first
         self.epoch = length // global_batch if drop_last else -(-length // global_batch)  # in steps
 
     def steps(self) -> Iterator[list[int]]:
-        """This rank's samples of each step."""
+        """Yields this rank's samples of each step, without end."""
         step = self.first
         order: list[int] = []
         while True:
@@ -58,8 +61,11 @@ class Order(torch.utils.data.Sampler[int]):
 
 
 class MicroBatches:
-    """An order's steps, each as ``count`` micro-batches of ``size``; where samples run out, smaller and empty ones:
-    every rank runs as many, because the others wait for it in their collectives."""
+    """The steps of an ``Order``, each cut into ``count`` micro-batches of ``size``.
+
+    If samples run out, the last micro-batches are smaller or empty. Every rank runs the same number of micro-batches,
+    because the ranks wait for each other in their collectives.
+    """
 
     def __init__(self, order: Order, size: int) -> None:
         self.order, self.size = order, size
@@ -72,7 +78,7 @@ class MicroBatches:
 
 
 class _Stack:
-    """Samples to a micro-batch ``(inputs, targets)``; of none, the inputs of ``spare`` and no targets."""
+    """Stacks samples to a micro-batch ``(inputs, targets)``. Without samples: the inputs of ``spare``, and None."""
 
     def __init__(self, spare: Sample) -> None:
         self.spare = spare
@@ -94,11 +100,11 @@ def loader(
     processes: int,
     drop_last: bool = True,
 ) -> Any:
-    """A StatefulDataLoader over ``data`` for one rank: endless micro-batches ``(inputs, targets)``, stacked; targets
-    are None where this rank has no sample of a last, smaller batch left (``drop_last=False``).
+    """Returns a StatefulDataLoader over ``data`` for one rank: endless stacked micro-batches ``(inputs, targets)``.
 
-    It begins with step ``first``, whatever the number of ranks was before: position is counted in global batches, which
-    makes resuming exact on another world size too. Raises ``BadData`` where the data is shorter than a batch.
+    The targets are None if this rank has no sample of a last, smaller batch (``drop_last=False``). The loader begins
+    with step ``first``. Positions are counted in global batches, so resuming is exact on another world size too. Raises
+    ``BadData`` if the data is shorter than a batch.
     """
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
@@ -107,7 +113,7 @@ def loader(
     order = Order(
         len(data), global_batch=global_batch, rank=rank, ranks=ranks, seed=seed, first=first, drop_last=drop_last
     )
-    with warnings.catch_warnings():  # its constructor calls a deprecated function of torch
+    with warnings.catch_warnings():  # the constructor calls a deprecated function of torch
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         return StatefulDataLoader(
             data, batch_sampler=MicroBatches(order, micro_batch), collate_fn=_Stack(data[0]), num_workers=processes

@@ -1,7 +1,8 @@
-"""Communication hooks of DDP: gradients that are smaller on their way between ranks than where they are added up.
+"""Compressed gradients: communication hooks of DDP that send fewer bytes between the ranks.
 
-``bf16`` and ``fp16`` halve what is sent and round it. ``powersgd`` sends a product of two thin matrices for each weight
-(Vogels et al. 2019, "PowerSGD") and keeps what it left out for the next step: that memory goes into checkpoints.
+``bf16`` and ``fp16`` round the gradients and send half the bytes. ``powersgd`` approximates each weight's gradient by a
+product of two thin matrices (Vogels et al. 2019, "PowerSGD"). ``powersgd`` keeps the approximation error for the next
+step, and checkpoints save that error.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.train.config import ParallelConfig
+from ..config.schema import ParallelConfig
 
 
 def compress(module: DistributedDataParallel, config: ParallelConfig) -> PowerSGD | None:
-    """Register what ``config.compression`` names on ``module``; returns what of it has to be kept in checkpoints."""
+    """Registers the hook that ``config.compression`` names.
+
+    Returns its state for checkpoints, or None if it has none.
+    """
     if config.compression == "powersgd":
         return PowerSGD(module, config)
     if config.compression != "none":
@@ -30,13 +34,14 @@ def compress(module: DistributedDataParallel, config: ParallelConfig) -> PowerSG
 
 
 class PowerSGD:
-    """Torch's PowerSGD, whose memory can be saved and taken up again.
+    """Torch's PowerSGD with a memory that can be saved and loaded.
 
-    Torch keeps its memory by bucket, and DDP makes other buckets after the first step of a process: whenever they
-    change, the memory is laid out anew, parameter by parameter. A parameter's memory is its ``error``, what was left
-    out, and ``q``, the matrix that the next approximation starts with. Only the mean error over the ranks matters: what
-    is sent is linear in the gradients, and so is their mean in the errors. So one copy is saved, and any number of
-    ranks can take it up.
+    A parameter's memory is its ``error``, which the approximation left out, and ``q``, the matrix that the next
+    approximation starts with. Torch keeps the memory by bucket, and DDP changes its buckets after the first step of a
+    process. So the memory is kept by parameter whenever the buckets change.
+
+    Only the mean error over the ranks matters, because the approximation is linear in the gradients. So a checkpoint
+    saves one copy, and any number of ranks can load it.
     """
 
     def __init__(self, module: DistributedDataParallel, config: ParallelConfig) -> None:
@@ -51,12 +56,12 @@ class PowerSGD:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._buckets: dict[int, tuple[str, ...]] = {}
         self._memory: dict[str, torch.Tensor] = {}
-        module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))  # unannotated, as DDP wants it
+        module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))  # DDP refuses some annotations
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """The hook."""
+        """Reduces a bucket. This is the communication hook."""
         names, index = tuple(self._names[id(p)] for p in bucket.parameters()), bucket.index()
-        if self._buckets.get(index, names) != names:  # the ones before it are as they were, and under way
+        if self._buckets.get(index, names) != names:  # earlier buckets haven't changed, and are being reduced
             for old in [old for old in self._buckets if old >= index]:
                 self._memory |= self._by_parameter(old)
                 for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
@@ -68,8 +73,10 @@ class PowerSGD:
         return powerSGD_hook.powerSGD_hook(self.state, bucket)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """``<parameter>.error``, the mean over the ranks, and ``<parameter>.q``; every rank has to call it. Empty
-        before PowerSGD has begun."""
+        """Returns ``<parameter>.error``, the mean over the ranks, and ``<parameter>.q``. Empty before PowerSGD begins.
+
+        Every rank has to call it.
+        """
         found = dict(self._memory)
         for index in self._buckets:
             found |= self._by_parameter(index)
@@ -79,19 +86,21 @@ class PowerSGD:
         return found
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """What ``state_dict`` gives once PowerSGD has begun, zeros: a checkpoint is read into it."""
+        """Returns zeros in the shapes of ``state_dict``, for a checkpoint to be read into."""
         found = {f"{name}.error": torch.zeros_like(p).detach() for name, p in self.parameters.items()}
         for name, (columns, rank) in self._thin(self.parameters):
             found[f"{name}.q"] = self.parameters[name].detach().new_zeros(columns, rank)
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Loads a ``state_dict``."""
         self._memory = dict(state)
 
     def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
-        """The parameters among ``names`` that are compressed, with the shape of their q, as torch's hook lays them end
-        to end: those of one shape together."""
+        """Returns the compressed parameters among ``names`` with the shape of their q.
+
+        The order is the order of torch's hook, which puts parameters of one shape together.
+        """
         shapes: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name in names:
             rows = self.parameters[name].shape[0] if self.parameters[name].ndim else 1
@@ -129,7 +138,7 @@ class PowerSGD:
 
 
 def rounded(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
-    """A hook that averages in ``dtype``; torch's own for bfloat16 refuses everything but NCCL."""
+    """Returns a hook that averages in ``dtype``. Torch's own hook for bfloat16 works only with NCCL."""
     return lambda group, bucket: _average(group, bucket, dtype)  # DDP refuses hooks with postponed annotations
 
 

@@ -1,63 +1,38 @@
-"""Where a rank stands: the mesh ``(pp, dp_replicate, dp_shard, tp)``, and the part of it that each technique uses."""
+"""Joining the process group, and the meshes of each technique, cut out of ``(pp, dp_replicate, dp_shard, tp)``."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from accel.train import watchdog
-from accel.train.config import TrainConfig
+from ..config.rules import check
+from ..config.schema import FIRST_STEP_FACTOR, TrainConfig
+from ..ranks import Ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _FOREVER = timedelta(days=365)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """This process: its rank, how many there are, its device, and its meshes (None where there is nothing to do).
-
-    ``data``: what ZeRO works over: one axis, or replicas and shards; ranks that share sequences (``cp``) are in it too.
-    ``data_rank`` of ``data_ranks``: which samples this rank sees. ``saving``: a gloo group of all.
-    """
-
-    rank: int
-    world: int
-    device: torch.device
-    data: DeviceMesh | None = None
-    tp: DeviceMesh | None = None
-    pp: DeviceMesh | None = None
-    cp: DeviceMesh | None = None
-    saving: dist.ProcessGroup | None = None
-    data_rank: int = 0
-    data_ranks: int = 1
-
-    @property
-    def averaged(self) -> int:
-        """How many ranks gradients are averaged over."""
-        return self.data.size() if self.data is not None else 1
-
-    @property
-    def counts(self) -> bool:
-        """Whether what this rank counts is added up: ranks of one tensor-parallel group all see the same targets."""
-        return self.tp is None or self.tp.get_local_rank() == 0
-
-
 def patience(config: TrainConfig) -> timedelta:
-    """How long ranks wait for one another in a collective: as long as whoever watches the run lets the first step take,
-    so that a rank that hangs is named, and one that evaluates or writes for long isn't given up before."""
-    return timedelta(seconds=max(1800.0, watchdog.START * config.hang_seconds)) if config.hang_seconds else _FOREVER
+    """Returns how long ranks wait for one another in a collective: as long as the watchdog allows the first step.
+
+    A shorter wait would fail before the watchdog names the rank that hangs, or while a rank evaluates or writes.
+    """
+    return timedelta(seconds=max(1800.0, FIRST_STEP_FACTOR * config.hang_seconds)) if config.hang_seconds else _FOREVER
 
 
 def join(config: TrainConfig) -> Ranks:
-    """Join the process group that the environment describes (torchrun's variables); alone without one."""
+    """Joins the process group that torchrun's environment variables describe, and returns this rank's place.
+
+    Without these variables the process is a world of one rank.
+    """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    config.validate(world)
+    check(config, world)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -76,7 +51,7 @@ def join(config: TrainConfig) -> Ranks:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES[1:3] if two else AXES[2:3])
         cp = init_device_mesh(device.type, (samples, p.cp), mesh_dim_names=("dp", "cp"))["cp"] if p.cp > 1 else None
         return Ranks(**common, data=mesh, cp=cp, data_rank=rank // p.cp)
-    # Stage 0 is FSDP2 too beside other axes, with shards over one rank, so that all parameters are of one kind.
+    # With tp or pp, stage 0 uses FSDP2 too, with shards over one rank, so that all parameters are DTensors.
     replicate = samples if p.zero == 0 else p.replicate
     mesh = init_device_mesh(device.type, (p.pp, replicate, samples // replicate, p.tp), mesh_dim_names=AXES)
     place = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))

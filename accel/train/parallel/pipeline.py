@@ -1,12 +1,12 @@
-"""Pipeline parallel: a model that is a chain of modules, cut into stages of equal cost, on torch's schedules.
+"""Pipeline parallel: a chain of modules, cut into stages of equal cost and run in torch's schedules.
 
     gpipe        all forward passes, then all backward passes           Huang et al. 2019
     1f1b         one forward, one backward in turn                      Narayanan et al. 2019, "PipeDream"
     interleaved  two stages a rank, 1f1b over them                      Narayanan et al. 2021, section 2.2
     zero-bubble  two stages a rank in a V, backward in two halves       Qi et al. 2024, "Zero Bubble", ZB-V
 
-The chain is an ``nn.Sequential``, or what the model's attribute ``pipeline_chain`` names: the modules that ``forward``
-is, one after the other (a ``ModuleList`` stands for its entries). That it is one is tried on a sample before it is cut.
+The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names (a ``ModuleList``
+stands for its entries). ``forward`` has to run these modules one after the other, which a sample checks before the cut.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from accel.errors import BadConfig, one_line
 from accel.plan.measure import blocks, count_flops
-from accel.train import loss as losses
-from accel.train.config import TrainConfig
-from accel.train.inputs import call, to_device
-from accel.train.layout import Ranks
-from accel.train.passes import Batch, one_tensor
-from accel.train.precision import autocast, parameter_dtype
+
+from .. import loss as losses
+from ..batch import Batch, call, one_tensor, to_device
+from ..config.schema import TrainConfig
+from ..precision import autocast, parameter_dtype
+from ..ranks import Ranks
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": torch_schedules.ScheduleGPipe,
@@ -42,7 +42,7 @@ TWO_STAGES = ("interleaved", "zero-bubble")
 
 
 class Stage(nn.Module):
-    """Some parts of a chain, one after the other, under the names that they have in the whole model."""
+    """Successive modules of a chain, under the names they have in the whole model."""
 
     def __init__(self, parts: Mapping[str, nn.Module], mode: str) -> None:
         super().__init__()
@@ -57,19 +57,22 @@ class Stage(nn.Module):
             home.add_module(last, part)
 
     def forward(self, *inputs: Any) -> torch.Tensor:
-        """The chain's result after this stage."""
+        """Returns the result of the chain after this stage."""
         x: Any = inputs
         with autocast(self._mode, inputs[0].device.type):
             for name in self._order:
                 x = call(self.get_submodule(name), x)
-        # What goes to the next stage is sent as it lies in memory, and gloo and NCCL refuse a transposed view.
+        # The next stage receives this tensor, and gloo and NCCL can't send a transposed view.
         found: torch.Tensor = x.contiguous() if isinstance(x, torch.Tensor) else x
         return found
 
 
 class _Place(PipelineStage):
-    """Torch's stage. To learn shapes it runs the module once more before the first step, all but the first of them on
-    memory that nobody wrote: that is to leave nothing in the statistics of a batch norm."""
+    """Torch's stage, without its effect on batch norm statistics.
+
+    Torch runs the module once before the first step to learn shapes, on uninitialized memory except in the first stage.
+    The buffers get their values back afterwards.
+    """
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -77,12 +80,12 @@ class _Place(PipelineStage):
             return super()._compute_outputs(*args, module=module, **kwargs)
         finally:
             for buffer, value in before:
-                buffer.data.copy_(value)  # of its data: autograd is to take what it kept for unchanged
+                buffer.data.copy_(value)  # through .data, so that autograd doesn't see a change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A stage that this rank holds: ``index`` of ``count``, and which of its modules are gathered together."""
+    """A stage on this rank: its place ``index`` of ``count``, and the ``blocks`` that FSDP2 gathers together."""
 
     module: Stage
     index: int
@@ -91,21 +94,21 @@ class Cut:
 
 
 def chain(module: nn.Module) -> list[str]:
-    """The names of the modules that ``module`` is a chain of. Raises ``BadConfig`` where it doesn't say."""
+    """Returns the names of the modules in the chain of ``module``. Raises ``BadConfig`` if it declares no chain."""
     names = getattr(module, "pipeline_chain", None)
     if names is None and isinstance(module, nn.Sequential):
         return [name for name, _ in module.named_children()]
     if names is None:
         raise BadConfig(
-            f"{type(module).__name__} doesn't say where a pipeline may cut; make it an nn.Sequential, or name the "
-            "modules that its forward is, one after the other, in its attribute pipeline_chain"
+            f"{type(module).__name__} doesn't say where a pipeline may cut; make the model an nn.Sequential, or give "
+            "the model an attribute pipeline_chain that names the modules which forward runs one after the other"
         )
     found = []
     for name in names:
         try:
             part = module.get_submodule(name)
         except AttributeError:
-            raise BadConfig(f"pipeline_chain names {name}, which the model hasn't; correct it") from None
+            raise BadConfig(f"pipeline_chain names {name}, which is not in the model; correct it") from None
         several = isinstance(part, nn.ModuleList)
         found += [f"{name}.{index}" for index, _ in part.named_children()] if several else [name]
     return found
@@ -113,14 +116,15 @@ def chain(module: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
-    """What each part of the chain costs on ``inputs``: FLOPs of its forward pass (parameters where no part has any).
+    """Returns the cost of each part of the chain on ``inputs``: the FLOPs of its forward pass.
 
-    Raises ``BadConfig`` where the chain isn't the model: it gives something else, or leaves parameters out.
+    If no part has FLOPs, the cost is the number of parameters. Raises ``BadConfig`` if the chain leaves out parameters
+    of the model, or its output differs from the model's.
     """
     owned = {id(p) for name in names for p in module.get_submodule(name).parameters()}
     for name, parameter in module.named_parameters():
         if id(parameter) not in owned:
-            raise BadConfig(f"{name} is in no part of the pipeline's chain; pipeline_chain has to name all of forward")
+            raise BadConfig(f"{name} is in no part of the pipeline's chain; name all modules in pipeline_chain")
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -135,14 +139,15 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
     except Exception as error:
         reason = one_line(error, 200)
         raise BadConfig(
-            f"the pipeline's chain can't be run ({reason}); each part takes what the one before gave"
+            f"the pipeline's chain can't be run ({reason}); let each part take the output of the part before it"
         ) from error
     finally:
         for part in training:
             part.training = True
     if x.shape != expected.shape or not torch.allclose(x.float(), expected.float(), rtol=1e-3, atol=1e-5):
         raise BadConfig(
-            "the pipeline's chain gives something else than the model; pipeline_chain has to be its forward"
+            "the output of the pipeline's chain differs from the model's; let pipeline_chain name the modules in the "
+            "order of forward"
         )
     if not any(found):
         found = [float(sum(p.numel() for p in module.get_submodule(name).parameters())) for name in names]
@@ -150,15 +155,17 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """``costs`` cut into ``stages`` runs, none empty, so that the dearest run costs least (exact, by dynamic
-    programming)."""
+    """Cuts ``costs`` into ``stages`` non-empty runs so that the most expensive run costs least.
+
+    The result is exact, by dynamic programming. Raises ``BadConfig`` if there are fewer costs than stages.
+    """
     count = len(costs)
     if count < stages:
         raise BadConfig(f"a chain of {count} parts can't be cut into {stages} stages; use a smaller pp")
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][n]: the dearest of k runs over the first n parts, and where the last of them begins
+    # best[k][n]: the cost of the most expensive of k runs over the first n parts, and where the last run begins
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k
@@ -175,7 +182,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def places(pp: int, schedule: str) -> list[list[int]]:
-    """The stages of each rank: one, or two in a loop (interleaved) or in a V (zero-bubble)."""
+    """Returns the stages of each rank: one, or two in a loop (interleaved), or two in a V (zero-bubble)."""
     if schedule == "interleaved":
         return [[rank, pp + rank] for rank in range(pp)]
     if schedule == "zero-bubble":
@@ -184,7 +191,7 @@ def places(pp: int, schedule: str) -> list[list[int]]:
 
 
 def cut(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> list[Cut]:
-    """This rank's stages of ``module``."""
+    """Returns this rank's stages of ``module``. Raises ``BadConfig`` if the model can't be cut into stages."""
     assert ranks.pp is not None
     mode = config.precision.resolved
     names = chain(module)
@@ -208,17 +215,18 @@ def _not_tied(module: nn.Module, names: Sequence[str]) -> None:
         for parameter in module.get_submodule(name).parameters():
             if owner.setdefault(id(parameter), name) != name:
                 raise BadConfig(
-                    f"{owner[id(parameter)]} and {name} share a parameter, and stages can't; untie them, or use pp 1"
+                    f"{owner[id(parameter)]} and {name} share a parameter, but pipeline stages can't share one; untie "
+                    "them, or use pp 1"
                 )
 
 
 def whole(stages: Sequence[Cut]) -> nn.Module:
-    """All of a rank's stages as one module, for names and parameters."""
+    """Returns all stages of a rank as one module, for its names and parameters."""
     return Stage({name: s.module.get_submodule(name) for s in stages for name in s.module._order}, "fp32")
 
 
 class Pipelined:
-    """The passes of a step through a pipeline: the micro-batches of a step go through the stages together."""
+    """Runs the forward and backward passes of a step through a pipeline."""
 
     def __init__(self, stages: Sequence[Cut], config: TrainConfig, ranks: Ranks, loss: losses.Loss) -> None:
         assert ranks.pp is not None
@@ -243,21 +251,24 @@ class Pipelined:
         return total * self.forth
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
-        """One step; what the last stage's rank counted, zeros on the others."""
+        """Runs one step.
+
+        Returns [sum of losses, counted targets] on the rank of the last stage, and zeros on the others.
+        """
         self.forth = forth
         self.pairs.clear()
         inputs: tuple[Any, ...] = ()
         if self.first:
             given = [x if isinstance(x, tuple | list) else (x,) for x, _ in batches]
             if any(isinstance(x, Mapping) for x, _ in batches):
-                raise BadConfig("a pipeline takes inputs by position; let the data give tensors or tuples, no dicts")
+                raise BadConfig("a pipeline takes inputs by position; let the data give tensors or tuples, not dicts")
             inputs = to_device(tuple(map(torch.cat, zip(*given, strict=True))), self.ranks.device, self.dtype)
         target = None
         if self.last:
             target = torch.cat([one_tensor(y, "a pipeline") for _, y in batches]).to(self.ranks.device)
-        with loss_parallel():  # the backward pass of a cut vocabulary runs inside
+        with loss_parallel():  # if the vocabulary is cut, its backward pass has to run in this context
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        # Before the first step torch calls the loss once more, on memory that nobody wrote, to learn the shapes.
+        # Before the first step torch calls the loss once more to learn shapes, on uninitialized memory.
         return torch.stack(self.pairs[-self.count :]).sum(0)

@@ -1,11 +1,12 @@
 """Collectives of FSDP2 in 8 bits: qwZ (gather of parameters) and qgZ (reduction of gradients) of ZeRO++.
 
-Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training": values are quantized
-symmetrically in blocks, each with its own scale, so that one outlier spoils its block only; blocks begin anew with each
-parameter, so that a norm's weights of 1 don't spoil a neighbour's of 0.02. A gradient is quantized once for the wire,
-exchanged all to all, and summed in float32; nothing is quantized twice: under hpZ the backward pass gathers what the
-forward pass got, as it is. int8 here (the paper's reduction uses int4 between nodes): a value is off by at most half a
-step, 1/254 of the largest in its block.
+Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training". Values are quantized
+symmetrically in blocks. Each block has its own scale, so an outlier affects only its block. Each parameter begins a new
+block, so that a norm's weights of 1 don't affect a neighbor's weights of 0.02.
+
+A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice: under hpZ the
+backward pass gathers the rounded values of the forward pass unchanged. All blocks are int8, while the paper reduces in
+int4 between nodes. The error of a value is at most half a step, 1/254 of the largest value in its block.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _LEVELS = 127
 
 
 def quantize(values: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """1-D floats to int8 [blocks, block] (zeros behind the last value) and their float32 scales [blocks].
+    """Quantizes 1-D floats to int8 [blocks, block] and float32 scales [blocks]. Zeros fill the last block.
 
-    A block that holds NaN or infinity has a scale that is not finite: it comes back as NaN, never as a number.
+    The scale of a block with NaN or infinity is not finite, so the whole block comes back as NaN.
     """
     count = -(-values.numel() // block)
     padded = torch.zeros(count * block, dtype=torch.float32, device=values.device)
@@ -38,19 +39,19 @@ def quantize(values: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """float32 [..., blocks, block] of int8 codes and their scales; NaN where a scale isn't finite."""
+    """Returns float32 [..., blocks, block] from int8 codes and scales. A block whose scale isn't finite becomes NaN."""
     return codes.to(torch.float32) * torch.where(scales.isfinite(), scales, torch.nan)[..., None]
 
 
 def encode(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """1-D floats, parameters of ``sizes`` end to end, to as many int8 codes and the float32 scales of their blocks."""
+    """Quantizes parameters of ``sizes``, end to end in 1-D floats, to as many int8 codes and float32 block scales."""
     parts = [quantize(part) for part in values.split(list(sizes))]
     codes = [codes.view(-1)[:size] for (codes, _), size in zip(parts, sizes, strict=True)]
     return torch.cat(codes), torch.cat([scales for _, scales in parts])
 
 
 def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
-    """float32 [rows, values] of what ``encode`` made of each row."""
+    """Returns float32 [rows, values] from the codes and scales that ``encode`` made of each row."""
     blocks = [-(-size // BLOCK) for size in sizes]
     found = []
     for code, scale, size, count in zip(
@@ -63,7 +64,7 @@ def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 class _Comm:
-    """What FSDP2 asks of a collective of one's own, but for the call."""
+    """The interface of a custom collective of FSDP2, without the call."""
 
     def __init__(self, module: FSDPModule) -> None:
         self.module = module
@@ -72,16 +73,20 @@ class _Comm:
         return torch.empty(size, dtype=dtype, device=device)
 
     def sizes(self, count: int) -> list[int]:
-        """How many of the ``count`` values that a rank gives are of each parameter; all of one where FSDP2 leaves
-        parameters out, as it does with those that got no gradient."""
+        """Returns how many of a rank's ``count`` values belong to each parameter.
+
+        Returns ``[count]`` if FSDP2 leaves out parameters, as it does with parameters that got no gradient.
+        """
         groups = self.module._get_fsdp_state()._fsdp_param_groups
         found = [p._sharded_param_data.numel() for group in groups for p in group.fsdp_params]
         return found if sum(found) == count else [count]
 
 
 class QuantizedAllGather(_Comm):
-    """Every rank, the one that owns a shard too, gets the same rounded parameters: replicas stay equal. ``shards``: the
-    ranks that the parameters are sharded over."""
+    """Gathers parameters in int8. The owner of a shard gets the rounded values too, so all ranks have equal parameters.
+
+    ``shards``: the number of ranks that the parameters are sharded over.
+    """
 
     def __init__(self, module: FSDPModule, shards: int) -> None:
         super().__init__(module)
@@ -95,7 +100,7 @@ class QuantizedAllGather(_Comm):
         async_op: bool = False,  # noqa: ARG002 - FSDP2's own call
     ) -> None:
         world = dist.get_world_size(group)
-        if world != self.shards:  # hpZ's second shards, which were rounded on their way here
+        if world != self.shards:  # hpZ's second shards are already rounded
             dist.all_gather_single(output_tensor, input_tensor, group=group)
             return
         sizes = self.sizes(input_tensor.numel())
@@ -109,7 +114,7 @@ class QuantizedAllGather(_Comm):
 
 
 class QuantizedReduceScatter(_Comm):
-    """One all-to-all of int8 blocks, then a sum in float32 on the rank that keeps the shard."""
+    """Reduces gradients by an all-to-all of int8 blocks and a float32 sum on the rank that keeps the shard."""
 
     def __call__(
         self,
@@ -130,13 +135,16 @@ class QuantizedReduceScatter(_Comm):
         if op == dist.ReduceOp.AVG:
             total /= world
         else:
-            assert op == dist.ReduceOp.SUM, op  # FSDP2 asks for others with a divide factor of one's own alone
+            assert op == dist.ReduceOp.SUM, op  # FSDP2 uses other operations only with a custom divide factor
         output_tensor.copy_(total.view(output_tensor.shape))
 
 
 def set_quantized(module: torch.nn.Module, shards: int, *, gather: bool, reduce: bool) -> None:
-    """Let each FSDP2 module inside ``module``, sharded over ``shards`` ranks, gather its parameters (``gather``) and
-    reduce its gradients (``reduce``) in int8."""
+    """Makes each FSDP2 module inside ``module`` communicate in int8.
+
+    ``shards``: the number of ranks that parameters are sharded over. ``gather``: gathers parameters in int8.
+    ``reduce``: reduces gradients in int8.
+    """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             if gather:

@@ -2,16 +2,18 @@
 
     [tensor_parallel]
     "embed.tokens" = "vocabulary"               # an embedding or the head: cut along the vocabulary
-    "embed.positions" = "split"                 # works on everything, gives each rank its part of the sequence
+    "embed.positions" = "split"                 # computes whole sequences, then gives each rank its part
     "blocks.*.norm?" = "sequence"               # works on each rank's part of the sequence
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
     "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks
 
 Column and row cuts: Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel: Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2; hidden states are [batch, sequence,
-hidden], between the modules of the plan each rank holds its part of the sequence, ``column`` gathers it and ``row``
-reduces and scatters it. The model's code sees plain tensors; only logits stay a DTensor, whose cross entropy is
-computed without gathering them. A head count in the code has to be what is left of it: ``view(b, s, -1, width)``.
+"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch, sequence,
+hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the sequence, and
+``row`` reduces and scatters it.
+
+The model's code sees plain tensors. Only the logits stay a DTensor, and the cross entropy works on them without a
+gather. The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ _SEQUENCE = 1
 
 
 def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The style of each module that a pattern of ``plan`` names; ``*`` stands for anything but a dot.
+    """Returns the style of each module that a pattern of ``plan`` names. ``*`` matches anything but a dot.
 
-    Raises ``BadConfig`` where a pattern names nothing, two disagree, or a style doesn't fit its module.
+    Raises ``BadConfig`` if a pattern matches no module, two patterns disagree, or a style doesn't fit its module.
     """
     found: dict[str, str] = {}
     modules = dict(module.named_modules())
@@ -52,16 +54,17 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             raise BadConfig(f"tensor_parallel.{pattern!r} names no module of the model; its modules are {some}, ...")
         for name in names:
             if found.setdefault(name, style) != style:
-                raise BadConfig(f"tensor_parallel calls {name} {found[name]} and {style}; keep one of them")
+                raise BadConfig(f"tensor_parallel gives {name} the styles {found[name]} and {style}; keep one of them")
             wanted = {"column": (nn.Linear,), "row": (nn.Linear,), "vocabulary": (nn.Linear, nn.Embedding)}
             if not isinstance(modules[name], wanted.get(style, nn.Module)):
                 kinds = " or an ".join(kind.__name__ for kind in wanted[style])
-                raise BadConfig(f"{name} is a {type(modules[name]).__name__}, {style} cuts a {kinds}; correct the plan")
+                got = type(modules[name]).__name__
+                raise BadConfig(f"{name} is a {got}, and the style {style} needs a {kinds}; correct the plan")
     return found
 
 
 def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raise ``BadConfig`` where, with sequence parallel, a column gathers a sequence that nothing has split."""
+    """Raises ``BadConfig`` if a column would gather a sequence that no module has split, under sequence parallel."""
     modules = dict(module.named_modules())
     splits = any(
         s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()
@@ -69,21 +72,23 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
     column = next((name for name, style in styles.items() if style == "column"), None)
     if column is not None and not splits:
         raise BadConfig(
-            f"{column} would gather the parts of a sequence, and nothing in [tensor_parallel] splits it; use "
-            '--parallel.sequence_parallel=false, or give the embedding "split" or "vocabulary" and the norms "sequence"'
+            f"{column} would gather the parts of a sequence, but no module of [tensor_parallel] splits the sequence; "
+            'give the embedding "split" or "vocabulary" and the norms "sequence", or pass '
+            "--parallel.sequence_parallel=false"
         )
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a module's ``name`` is what ``pattern`` stands for, part by part between the dots."""
+    """Tells whether ``pattern`` matches a module's ``name``, part by part between the dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
-    """Cut the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place; names stay as they are.
+    """Cuts the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place. Names don't change.
 
-    ``sequence``: sequence parallel too. Raises ``BadConfig`` where a size doesn't divide (a vocabulary needn't).
+    ``sequence``: sequence parallel too. Raises ``BadConfig`` if a size doesn't divide by the ranks. A vocabulary
+    needn't divide.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -91,7 +96,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
         try:
             part = module.get_submodule(name)
         except AttributeError:
-            continue  # of another pipeline stage
+            continue  # the module is in another pipeline stage
         if isinstance(part, nn.Linear) and style in ("column", "row"):
             size = part.out_features if style == "column" else part.in_features
             if size % mesh.size():
@@ -124,7 +129,7 @@ def _styles(part: nn.Module, style: str, gathered: _Gathered, *, sequence: bool)
 
 
 class _Gathered:
-    """The tensor that was gathered last: columns that share an input (query, key, value) gather it once."""
+    """Keeps the last gathered tensor, so that columns with the same input (query, key, value) gather it only once."""
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor, int, bool, DTensor] | None = None
@@ -150,7 +155,7 @@ class _Column(ColwiseParallel):
 
 
 class _Divides(ParallelStyle):
-    """Refuses a sequence that can't be cut evenly: DTensor would take the parts for equally long."""
+    """Refuses a sequence that can't be cut evenly, because DTensor assumes parts of equal length."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def check(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -161,7 +166,7 @@ class _Divides(ParallelStyle):
 
 
 class _Split(ParallelStyle):
-    """Every rank computes the whole, [..., sequence, hidden], and goes on with its part of the sequence."""
+    """Computes the whole output, [..., sequence, hidden], on every rank, and passes on its part of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -191,10 +196,10 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 
 @torch.no_grad()
 def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """After a first backward pass: parameters outside the plan have the same gradient on every tensor-parallel rank.
+    """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
 
-    Raises ``TrainingFailed`` with the first that hasn't: its module saw a part of the sequence or of the hidden states,
-    and every rank would go on with weights of its own.
+    Raises ``TrainingFailed`` with the first parameter whose gradients differ. The module of this parameter saw only a
+    part of the sequence or of the hidden states, and each rank would continue with different weights.
     """
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:
@@ -209,8 +214,8 @@ def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh
         if apart > 1e-3 * size:
             module = name.rpartition(".")[0]
             raise TrainingFailed(
-                f"{name} has another gradient on each tensor-parallel rank, because {module} sees a part of its input; "
-                f'give it a style, e.g. "{module}" = "sequence" in [tensor_parallel]'
+                f"{name} has a different gradient on each tensor-parallel rank, because {module} sees a part of its "
+                f'input; give it a style, e.g. "{module}" = "sequence" in [tensor_parallel]'
             )
 
 

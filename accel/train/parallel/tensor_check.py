@@ -1,8 +1,8 @@
-"""Whether a model is still the same once tensor parallel has cut it: tried on a sample before it trains.
+"""Checks before training that tensor parallel hasn't changed the model, on a sample.
 
-What a rank makes of its share of a product is the model's own code. Heads that are cut in two, that are counted by a
-number of their own, or that come out of one product together end in an error of torch's about shapes, or in silence in
-another model, whose weights mean something else when they are put together.
+A rank's share of a product goes through the model's own code. That code may cut a head in two, use a fixed number of
+heads, or take query, key and value from one product. Then torch raises an error about shapes, or the model silently
+becomes another one, whose weights are wrong once they are put together.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from accel.errors import AccelError, BadConfig, one_line
-from accel.train.attention import AroundAttention
-from accel.train.config import TrainConfig
-from accel.train.inputs import call, to_device
-from accel.train.layout import Ranks
-from accel.train.precision import parameter_dtype
+
+from ..attention import AroundAttention
+from ..batch import call, to_device
+from ..config.schema import TrainConfig
+from ..precision import parameter_dtype
+from ..ranks import Ranks
 
 _HEADS, _WIDTH = 1, 3
 _FIX = (
-    "a rank has its share of what a column gives: a row has to follow, and code that counts heads takes what is left, "
-    "view(b, s, -1, width); correct that, or use another --tp"
+    "a rank has only its share of a column's output: let a row follow, and let code that counts heads use "
+    "view(b, s, -1, width), or use another --tp"
 )
 _SEQUENCE = (
-    "; sizes of an input (b, s, _ = x.shape) are those of a rank's part of the sequence there: take them from what a "
-    "column gave, or pass --parallel.sequence_parallel=false"
+    "; the sizes of an input (b, s, _ = x.shape) are sizes of a rank's part of the sequence: take them from a column's "
+    "output, or pass --parallel.sequence_parallel=false"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A call of ``F.scaled_dot_product_attention``: the module that it is in, the shapes of its query and its key."""
+    """A call of ``F.scaled_dot_product_attention``: the module that calls it, the shapes of query and key."""
 
     module: str
     query: torch.Size
@@ -47,14 +48,16 @@ class Attention:
 
     @property
     def has_heads(self) -> bool:
-        """Whether it is over [batch, heads, positions, width]."""
+        """Tells whether query and key are [batch, heads, positions, width]."""
         return len(self.query) == len(self.key) == 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A forward pass on ``inputs``: what came out, on the CPU (None where it is no tensor), and its attentions in
-    turn."""
+    """A forward pass on ``inputs``: its output on the CPU, and its attention calls in order.
+
+    ``output`` is None if the model didn't return a tensor.
+    """
 
     inputs: Any
     output: torch.Tensor | None
@@ -64,9 +67,9 @@ class Tried:
 def try_whole(
     module: nn.Module, styles: Mapping[str, str], config: TrainConfig, ranks: Ranks, data: Sequence[Any]
 ) -> Tried:
-    """What ``module``, which nothing has cut yet, makes of the first sample.
+    """Runs ``module``, which must still be whole, on the first sample.
 
-    Raises ``BadConfig`` where ``styles`` cut one of its heads over several ranks.
+    Raises ``BadConfig`` if ``styles`` would cut an attention head over several ranks.
     """
     assert ranks.tp is not None
     sample = torch.utils.data.default_collate([data[0]])[0]
@@ -77,8 +80,7 @@ def try_whole(
 
 
 def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequence[Attention], tp: int) -> None:
-    """Raise ``BadConfig`` where a column that ``styles`` name makes the heads of one of ``attentions`` and ``tp`` ranks
-    can't have whole ones."""
+    """Raises ``BadConfig`` if a column of ``styles`` makes attention heads that ``tp`` ranks can't share evenly."""
     for seen in (one for one in attentions if one.has_heads):
         inside, width = f"{seen.module}." if seen.module else "", seen.query[_WIDTH]
         for name in (name for name, style in styles.items() if style == "column" and name.startswith(inside)):
@@ -87,15 +89,16 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
                 if isinstance(part, nn.Linear) and part.out_features == heads * width and heads % tp:
                     several = "s" if heads > 1 else ""
                     raise BadConfig(
-                        f"{name} makes {heads} head{several} of width {width}, and tp {tp} would cut finer than one; "
+                        f"{name} makes {heads} head{several} of width {width}, and tp {tp} would cut a head in parts; "
                         f"use a --tp that divides {heads}"
                     )
 
 
 def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool, sequence: bool) -> None:
-    """Raise ``BadConfig`` where ``module``, now cut over ``mesh``, can't be run or makes something else of the sample
-    than it did ``whole``. ``exact``: its parameters and products are float32. ``sequence``: the ranks share the
-    sequence between cut modules."""
+    """Raises ``BadConfig`` if ``module``, now cut over ``mesh``, can't be run or its output differs from ``whole``.
+
+    ``exact``: parameters and products are float32. ``sequence``: the ranks share the sequence between cut modules.
+    """
     fix = _FIX + _SEQUENCE if sequence else _FIX
     running: list[str] = []
     try:
@@ -113,7 +116,7 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
         if before.has_heads and after.has_heads and before.query[_WIDTH] != after.query[_WIDTH]:
             raise BadConfig(
                 f"cut over tp {mesh.size()}, {before.module} makes {after.query[_HEADS]} heads of width "
-                f"{after.query[_WIDTH]} of a rank's share of {before.query[_HEADS]} heads of width "
+                f"{after.query[_WIDTH]} from a rank's share of {before.query[_HEADS]} heads of width "
                 f"{before.query[_WIDTH]}; {fix}"
             )
     limit = 1e-3 if exact else 0.1
@@ -122,13 +125,13 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
     dist.all_reduce(wrong, group=mesh.get_group())
     if wrong:
         raise BadConfig(
-            f"cut over tp {mesh.size()}, the model makes something else of a sample; one product for query, key and "
-            "value can't be cut, and a row has to follow a column: correct [tensor_parallel], or use tp 1"
+            f"cut over tp {mesh.size()}, the model's output for a sample changes; don't cut one product for query, key "
+            "and value, let a row follow each column in [tensor_parallel], or use tp 1"
         )
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far ``found`` is from ``expected``, as a share of it; 0 where that is no number itself."""
+    """Returns the relative distance of ``found`` from ``expected`` in the 2-norm, or 0 if ``expected`` isn't finite."""
     if found.shape != expected.shape:
         return float("inf")
     size = expected.float().norm()
@@ -140,7 +143,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def attempt(module: nn.Module, inputs: Any, running: list[str]) -> Tried:
-    """A forward pass of ``module`` in ``eval()`` mode; where it raises, ``running`` ends with the module that did."""
+    """Runs ``module`` in ``eval()`` mode. If it raises, the last entry of ``running`` is the module that raised."""
     watched = _Watched(running)
     training = [part for part in module.modules() if part.training]
     handles = []
@@ -170,7 +173,7 @@ def _leave(running: list[str], *_: Any) -> None:
 
 
 class _Watched(AroundAttention):
-    """Inside, notes every attention."""
+    """A context that records every attention call."""
 
     def __init__(self, running: list[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The ZeRO stages, on PyTorch's own engine: DDP for stage 0, FSDP2 (``fully_shard``) for the rest.
+"""The ZeRO stages on PyTorch's own engine: DDP for stage 0, FSDP2 (``fully_shard``) for the others.
 
     stage  what is sharded             reshard after forward   reduce gradients
     0      nothing (DDP)               -                       on the last micro-batch
@@ -6,9 +6,9 @@
     2      + gradients                 no                      on every micro-batch
     3      + parameters                yes (blocks)            on every micro-batch
 
-Under FSDP2 the optimizer always works on shards; what a stage adds is how long the whole of a thing is kept. At stages
-1 and 2 the gathered parameters stay through all micro-batches of a step; on the last one they always go, because the
-optimizer steps the shards and a gathered copy left alive would hide the step.
+Under FSDP2 the optimizer always works on shards. The stages differ in how long whole gradients and parameters are kept.
+At stages 1 and 2 the gathered parameters stay through all micro-batches of a step. After the last micro-batch they are
+always freed, because the optimizer updates the shards and a gathered copy would hide the update.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ def shard(
     parts: Sequence[nn.Module] | None = None,
     hpz: int = 0,
 ) -> nn.Module:
-    """``module`` laid out over ``mesh`` (1-D: data-parallel ranks; 2-D: replicas, then shards) at ZeRO stage ``zero``.
+    """Lays ``module`` out over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
 
-    Returns the module to call; it is ``module`` itself except at stage 0, where DDP wraps it. Without a mesh: one
-    process, nothing is done. Gradients come out averaged over the data-parallel ranks. ``ddp=False``: FSDP2 at stage 0
-    too (tensor and pipeline parallel ask for it; the mesh then shards over one rank). ``parts``: what is gathered
-    together, by default the blocks. ``hpz``: at stage 3 the parameters stay in shards over this many ranks between
-    forward and backward (ZeRO++), which costs memory and saves the wide gather.
+    Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients come out averaged over the data-parallel
+    ranks. ``mesh``: 1-D of data-parallel ranks, or 2-D of replicas and shards. None is a single process, where nothing
+    is done.
+
+    ``ddp=False``: uses FSDP2 at stage 0 too, as tensor and pipeline parallel need. The mesh then shards over one rank.
+    ``parts``: the modules whose parameters are gathered together, by default the blocks. ``hpz``: at stage 3, keeps the
+    parameters in shards over this many ranks between forward and backward (ZeRO++). This costs memory and saves a
+    gather over all ranks.
     """
     if mesh is None:
         return module
@@ -53,14 +56,17 @@ def shard(
     reshard = hpz or zero == 3
     for block in blocks(module) if parts is None else parts:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-    # What lies outside the blocks is held all through both passes; giving it back between them would save nothing.
+    # The parameters outside the blocks are used in both passes. To free them in between would save nothing.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     return module
 
 
 @contextmanager
 def micro_batch(module: nn.Module, zero: int, *, last: bool) -> Iterator[None]:
-    """Forward and backward of one micro-batch of a step run inside; ``last``: the step's last one."""
+    """Returns the context of the forward and backward pass of one micro-batch.
+
+    ``last``: whether it is the last of its step.
+    """
     if isinstance(module, DistributedDataParallel):
         if last:
             yield

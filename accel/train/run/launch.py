@@ -1,4 +1,4 @@
-"""Starting the ranks, following them, and saying in one place what went wrong on which."""
+"""The launcher of a run: starts the ranks, shows their progress, and turns their failures into one error."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from typing import Any
 
 import accel.errors
 from accel.child import own_temporary
-from accel.cpu import available_cores
 from accel.errors import AccelError, BadConfig, TrainingFailed
+from accel.machine import available_cores
 from accel.progress import report
-from accel.train import watchdog
-from accel.train.config import TrainConfig
-from accel.train.log import BOARD, LOG
-from accel.train.rank import ERRORS, RESULT, disk_full
-from accel.train.rules import problems, runnable
 
-# Bytes that a rank needs to say what stopped it.
+from ..config.rules import problems, runnable
+from ..config.schema import TrainConfig
+from ..log import BOARD, LOG
+from . import watchdog
+from .rank import ERRORS, RESULT, disk_full
+
+# Bytes of disk space that a rank needs to write the error that stopped it.
 _ROOM = 2**16
-# Who else sends it than a person.
-_SENT_BY: dict[int, str] = {signal.SIGKILL: " (as the system does where memory runs out)"}
+# The likely sender of a signal.
+_SENT_BY: dict[int, str] = {signal.SIGKILL: " (the system does this if memory runs out)"}
 
 
 def train(
@@ -45,10 +46,12 @@ def train(
     rendezvous: str | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """Train ``config`` on ``nproc`` processes of this machine (of ``nnodes`` machines at ``rendezvous``) into ``out``.
+    """Trains ``config`` into the folder ``out`` and returns the report of rank 0: steps, loss, metrics.
 
-    A folder that holds checkpoints is gone on with, ``fresh`` starts over. Returns what rank 0 reports: steps, loss,
-    metrics. Raises what the first rank that failed raised, with every rank's first error in the message.
+    ``nproc``: processes on this machine. ``nnodes``: the number of machines, or ``MIN:MAX``, which meet at
+    ``rendezvous``. If ``out`` holds checkpoints, training goes on from the newest, and ``fresh`` starts over.
+
+    Raises the error of the first rank that failed. The message has the first error of every rank.
     """
     _valid(config, nproc, nnodes, rendezvous)
     runnable(config)
@@ -62,7 +65,7 @@ def train(
     (out / RESULT).unlink(missing_ok=True)
     config_file = out / "train.json"
     config_file.write_text(json.dumps(dataclasses.asdict(config), indent=2))
-    program = ["-m", "accel.train.rank", str(config_file), str(out)]
+    program = ["-m", "accel.train.run.rank", str(config_file), str(out)]
     if nproc > 1 or nnodes != "1" or max_restarts:
         where = ["--standalone"] if rendezvous is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
         torchrun = ["-m", "torch.distributed.run", *where, f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"]
@@ -70,8 +73,7 @@ def train(
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
-        # After a rank was killed, its successors would read the stale keys of a store that is shared with the
-        # rendezvous.
+        # With a store shared with the rendezvous, the ranks of a restart would read the stale keys of the killed ones.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc)),
     }
@@ -102,7 +104,7 @@ def train(
 
 
 def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None) -> None:
-    """Raise ``BadConfig`` where ``config`` can't run on any number of machines that ``nnodes`` allows."""
+    """Raises ``BadConfig`` if ``config`` can't run on any number of machines that ``nnodes`` allows."""
     least, _, most = nnodes.partition(":")
     if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
         raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or MIN:MAX of them")
@@ -114,16 +116,19 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
 
 
 def _goes_on(out: Path) -> str:
-    """Where the same command goes on."""
+    """Says in words at which step the same command resumes."""
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"
-    return "it starts anew: there is no checkpoint yet, checkpoint.every makes them"
+    return "it starts over: there is no checkpoint yet, checkpoint.every writes them"
 
 
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
-    """The signal of each rank that one ended, by what torchrun says in its log from ``begin`` on, or by the exit
-    ``code`` of a process that is alone. torchrun itself ends the others by SIGTERM."""
+    """Returns the signal of each rank that a signal ended.
+
+    Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Leaves out SIGTERM,
+    with which torchrun ends the other ranks.
+    """
     if code < 0:
         return {0: -code}
     with (out / "ranks.log").open("rb") as stream:
@@ -136,30 +141,34 @@ def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
 def first_errors(
     out: Path, ranks: Collection[int], code: int, killed: Mapping[int, int] = MappingProxyType({})
 ) -> AccelError:
-    """One error for the run: which ranks were ``killed`` (the signal of each), or the kind and words of the earliest,
-    and after it what each other of ``ranks`` (those of this machine) met first."""
+    """Returns one error for the whole run.
+
+    ``ranks``: the ranks of this machine. ``killed``: the signal of each killed rank. If no rank was killed, the error
+    has the class and the message of the earliest error. The first errors of the other ranks follow in the message.
+    """
     found = []
     for file in (out / ERRORS).glob("rank-*.json"):
         with contextlib.suppress(ValueError):
             found.append(json.loads(file.read_text()))
     found.sort(key=lambda body: body["time"])
     silent = [str(r) for r in ranks if r not in {body["rank"] for body in found}]
-    if killed:  # what the others met is that it was gone
+    if killed:  # the other ranks only failed because the killed rank was gone
         words = []
         for rank, number in killed.items():
             where = watchdog.where_it_died(out, rank)
             words.append(f"rank {rank} was killed by signal {number}{_SENT_BY.get(number, '')}{where and f' {where}'}")
         words += [f"then rank {body['rank']}: {body['error'][:100]}" for body in found if body["rank"] not in killed]
         return TrainingFailed(
-            f"{' | '.join(words)}; run the same command again, {_goes_on(out)}; --max-restarts does so by itself "
-            f"(see {out / 'ranks.log'})"
+            f"{' | '.join(words)}; run the same command again, {_goes_on(out)}, or pass --max-restarts to restart "
+            f"automatically (see {out / 'ranks.log'})"
         )
     if not found:
         if shutil.disk_usage(out).free < _ROOM:
             return disk_full(out)
         lines = (out / "ranks.log").read_text(errors="replace").strip().splitlines()
         return TrainingFailed(
-            f"the ranks died without a word (exit code {code}): {lines[-1] if lines else ''}; see {out / 'ranks.log'}"
+            f"the ranks ended without an error message (exit code {code}): {lines[-1] if lines else ''}; see "
+            f"{out / 'ranks.log'}"
         )
     first, *others = found
     told = {first["error"]}
@@ -205,7 +214,7 @@ def _follow(process: subprocess.Popen[bytes], out: Path, hang_seconds: float) ->
         if hang_seconds and (late := watchdog.overdue(out, hang_seconds)):
             raise TrainingFailed(
                 f"{late}: {watchdog.who_hangs(out)}; the stacks of the ranks are in "
-                f"{out / watchdog.STACKS}, longer steps need a larger hang_seconds"
+                f"{out / watchdog.STACKS}; if steps may take that long, use a larger hang_seconds"
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
@@ -229,7 +238,7 @@ def _tell(body: dict[str, Any]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and its ranks: they are a session of their own."""
+    """Ends torchrun and its ranks, which run in a session of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
@@ -241,7 +250,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """``path``, or the one of that name that comes with accel (``examples/digits.toml`` works from any folder)."""
+    """Returns ``path``, or accel's example config of that name, so that ``examples/digits.toml`` works anywhere."""
     if path.is_file() or path.parent.name != "examples":
         return path
     root = Path(accel.__file__).resolve().parent

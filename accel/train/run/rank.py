@@ -1,4 +1,4 @@
-"""The program of one rank: ``python -m accel.train.rank CONFIG.json OUT``, started by ``accel.train.launch``."""
+"""The program of one rank: ``python -m accel.train.run.rank CONFIG.json OUT``, started by ``launch``."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import AccelError, BadConfig, CannotWrite, no_space, one_line
-from accel.train import watchdog
+
+from . import watchdog
 
 if TYPE_CHECKING:
-    from accel.train.layout import Ranks
+    from ..ranks import Ranks
 
 RESULT = "result.json"
 ERRORS = "errors"
 
 
 def main(config_file: Path, out: Path) -> int:
-    """Run this rank. What stops it is written to ``OUT/errors/rank-K.json``: when, what, and the traceback."""
+    """Runs this rank and returns the exit code. An error goes to ``OUT/errors/rank-K.json`` with time and traceback."""
     import torch.distributed as dist
 
     from accel.artifact import beside
-    from accel.train.config import TrainConfig
-    from accel.train.layout import join
-    from accel.train.loop import Trainer
+
+    from ..config.schema import TrainConfig
+    from ..loop import Trainer
+    from ..parallel.layout import join
 
     rank = int(os.environ.get("RANK", "0"))
     watchdog.enrol(out, rank)
-    (out / ERRORS / f"rank-{rank}.json").unlink(missing_ok=True)  # of what this is the restart of
+    (out / ERRORS / f"rank-{rank}.json").unlink(missing_ok=True)  # from before a restart
     try:
         config = TrainConfig.from_dict(json.loads(config_file.read_text()))
         ranks = join(config)
         one_folder(out, ranks)
         result = Trainer(config, out, ranks).run()
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # on each machine: what started it there waits for it
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the launcher of each machine waits for the file
             with beside(out / RESULT) as temporary:
                 temporary.write_text(json.dumps(result))
     except BaseException as error:
-        with suppress(OSError):  # where the disk is full the launcher sees it by itself
+        with suppress(OSError):  # if the disk is full, the launcher finds out by itself
             leave(out, rank, error)
             traceback.print_exc()
         return 1
@@ -54,7 +56,7 @@ def main(config_file: Path, out: Path) -> int:
 
 
 def leave(out: Path, rank: int, error: BaseException) -> None:
-    """Write what stopped this rank to where the launcher looks."""
+    """Writes the error that stopped this rank, for the launcher."""
     said: BaseException = error
     if not isinstance(error, AccelError) and (full := no_space(error)) is not None:
         said = disk_full(full.filename or out)
@@ -72,7 +74,10 @@ def leave(out: Path, rank: int, error: BaseException) -> None:
 
 
 def _of_the_loader(error: BaseException) -> str:
-    """What a process that loads samples met: its whole traceback is the text of the error that comes here."""
+    """Returns the error of a process that loads samples, or "" if ``error`` is not from such a process.
+
+    The text of ``error`` is the whole traceback of that process.
+    """
     text = str(error).strip()
     if not re.match(r"Caught \w+ in DataLoader worker", text):
         return ""
@@ -80,13 +85,15 @@ def _of_the_loader(error: BaseException) -> str:
 
 
 def disk_full(where: Path | str) -> CannotWrite:
-    """What is said of a run whose disk has no room left."""
+    """Returns the error of a run whose disk is full."""
     return CannotWrite(f"no space left for {where}; free some space and run the same command again")
 
 
 def one_folder(out: Path, ranks: Ranks) -> None:
-    """Every rank calls it. Raises ``BadConfig`` where not all ranks see the folder of rank 0: each writes its shards of
-    a checkpoint into it."""
+    """Raises ``BadConfig`` if a rank doesn't see the folder of rank 0, into which every rank writes its shards.
+
+    Every rank has to call it.
+    """
     import torch.distributed as dist
 
     if ranks.world == int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)):  # all on one machine
@@ -103,8 +110,8 @@ def one_folder(out: Path, ranks: Ranks) -> None:
         sign.unlink()
     if not all(seen):
         raise BadConfig(
-            f"rank {seen.index(False)} doesn't see what rank 0 writes into --out: all machines write a checkpoint into "
-            "one folder; give an --out that they share, on a network file system"
+            f"rank {seen.index(False)} doesn't see what rank 0 writes into --out, and all machines write into one "
+            "folder; give an --out that they share, on a network file system"
         )
 
 
@@ -112,6 +119,6 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # A rank that failed must not wait for the others in the destructors of its process groups; and gloo's threads live
-    # on where a mesh holds a group: what they use torn down beneath them, they can end it by a signal.
+    # A failed rank must not wait for the others in the destructors of its process groups. And gloo's threads outlive
+    # the interpreter's teardown if a mesh holds a group, and can then crash the process.
     os._exit(code)

@@ -1,8 +1,8 @@
-"""A rank that hangs is found and named: all the others wait for it in a collective, and none of them can say for whom.
+"""Finds the rank that hangs. All other ranks wait for it in a collective, and none of them knows which rank it is.
 
-Every rank leaves its process id and touches ``OUT/alive`` at each step. Where nobody did for too long, every rank is
-asked for its stack by a signal, which a stopped one doesn't answer: ranks whose innermost frame is torch's
-are waiting, the one that is somewhere else hangs.
+Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touched the file for
+too long, the watchdog asks every rank for its stack with a signal. A stopped rank doesn't answer. A rank whose
+innermost frame is torch's is waiting. A rank with another innermost frame hangs.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-ALIVE = "alive"
+from ..config.schema import FIRST_STEP_FACTOR
+from ..log import ALIVE
+
 STACKS = "stacks"
 _FRAME = re.compile(r'File "(.+?)", line (\d+) in (.+)')
 _ANSWER_SECONDS = 10.0
-# Imports, building the model and reading a checkpoint may take this many times longer than a step.
-START = 10
 
 
 def clear(out: Path) -> None:
-    """Before the ranks are started."""
+    """Removes the traces of an earlier run. Called before the ranks start."""
     shutil.rmtree(out / STACKS, ignore_errors=True)
     (out / STACKS).mkdir()
     (out / ALIVE).unlink(missing_ok=True)
 
 
 def enrol(out: Path, rank: int) -> None:
-    """In a rank, at its start, which may be one of several: from now on SIGUSR1 writes its stack, and so does what ends
-    it in native code."""
+    """Makes this rank write its stack on SIGUSR1 and on a crash in native code. Every rank calls it at each start."""
     (out / ALIVE).unlink(missing_ok=True)
     folder = out / STACKS
     folder.mkdir(exist_ok=True)
@@ -45,16 +44,12 @@ def enrol(out: Path, rank: int) -> None:
     (folder / f"rank-{rank}.pid").write_text(f"{socket.gethostname()} {os.getpid()}")
 
 
-def beat(out: Path) -> None:
-    """In any rank: this run goes on."""
-    with suppress(OSError):
-        (out / ALIVE).touch()
-
-
 def overdue(out: Path, hang_seconds: float) -> str:
-    """What hasn't happened for too long: a step for ``hang_seconds``, or the first one for ten times that; "" if all
-    is well."""
-    for sign, limit, what in ((ALIVE, hang_seconds, "step"), (STACKS, START * hang_seconds, "first step")):
+    """Says in words which step is overdue, or returns "" if none is.
+
+    A step is overdue after ``hang_seconds``, the first step after ten times as long.
+    """
+    for sign, limit, what in ((ALIVE, hang_seconds, "step"), (STACKS, FIRST_STEP_FACTOR * hang_seconds, "first step")):
         with suppress(OSError):
             silent = time.time() - (out / sign).stat().st_mtime
             return f"no {what} in {limit:g} s" if silent > limit else ""
@@ -62,7 +57,7 @@ def overdue(out: Path, hang_seconds: float) -> str:
 
 
 def who_hangs(out: Path) -> str:
-    """The ranks of this machine that don't wait for another one, and where they are, in words."""
+    """Names the ranks of this machine that don't wait for another rank, and where they are, in words."""
     pids = _here(out)
     for number in pids.values():
         with suppress(ProcessLookupError):
@@ -77,12 +72,15 @@ def who_hangs(out: Path) -> str:
         time.sleep(0.1)
     hangs = [f"rank {rank} doesn't answer (stopped, or stuck in native code)" for rank in pids if rank not in said]
     hangs += [f"rank {rank} is {where}" for rank, text in said.items() if (where := _outside_torch(text))]
-    return ", ".join(hangs) or "every rank waits for another one: the collectives don't fit together"
+    return ", ".join(hangs) or "every rank waits for another one: their collectives don't match"
 
 
 def where_it_died(out: Path, rank: int) -> str:
-    """Where the thread that ended a rank in native code was in Python, in words; "" where it left nothing (SIGKILL) or
-    ran no Python (one of gloo's): the others' stacks are in the file too, and it is none of them."""
+    """Says in words where in Python the thread was that crashed a rank in native code.
+
+    Returns "" if the rank left no stack (SIGKILL), or the thread ran no Python, like gloo's threads. The stacks of
+    other threads in the file are ignored.
+    """
     try:
         said = (out / STACKS / f"rank-{rank}.txt").read_text(errors="replace")
     except OSError:
@@ -92,8 +90,10 @@ def where_it_died(out: Path, rank: int) -> str:
 
 
 def end(out: Path) -> None:
-    """Kill what is left of this machine's ranks: torchrun asks its ranks to go, and a stopped one doesn't listen.
-    Returns when they are gone (they hold memory and ports until then), or after ten seconds."""
+    """Kills the ranks that are left on this machine. torchrun only asks its ranks to end, which a stopped rank ignores.
+
+    Returns once the ranks are gone, because they hold memory and ports until then, or after ten seconds.
+    """
     killed = [pid for pid in _here(out).values() if _runs(pid, out)]
     for pid in killed:
         with suppress(OSError):
@@ -104,7 +104,7 @@ def end(out: Path) -> None:
 
 
 def _runs(pid: int, out: Path) -> bool:
-    """Whether ``pid`` is a rank of the run in ``out`` (a process that has ended has no command line)."""
+    """Tells whether ``pid`` is a running rank of the run in ``out``. An ended process has no command line."""
     try:
         return str(out) in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:
@@ -112,7 +112,7 @@ def _runs(pid: int, out: Path) -> bool:
 
 
 def enrolled(out: Path) -> list[int]:
-    """The ranks that started on this machine."""
+    """Returns the ranks that started on this machine."""
     return sorted(_here(out))
 
 
@@ -126,7 +126,7 @@ def _here(out: Path) -> dict[int, int]:
 
 
 def _outside_torch(stack: str) -> str:
-    """Where the innermost frame is, "" where it is torch's."""
+    """Says where the innermost frame is, or returns "" if that frame is torch's."""
     frames = _FRAME.findall(stack)
     if frames[0][0].startswith(f"{sysconfig.get_paths()['purelib']}/torch/"):
         return ""
@@ -134,7 +134,7 @@ def _outside_torch(stack: str) -> str:
 
 
 def _place(frames: list[tuple[str, str, str]]) -> str:
-    """The innermost frame that is neither Python's nor of an installed package, else the innermost one."""
+    """Names the innermost frame of the user's own code, or the innermost frame if none is the user's."""
     theirs = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "stdlib"))
     file, line, function = next((frame for frame in frames if not frame[0].startswith(theirs)), frames[0])
     return f"in {function} at {file}:{line}"

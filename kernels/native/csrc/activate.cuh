@@ -1,4 +1,4 @@
-// The activations, one formula for every kernel: those of kernels/reference.py in fp32.
+// The activations of all kernels: the formulas of kernels/catalogue/reference.py in fp32.
 #pragma once
 #include "c_api.h"
 #include "simt.cuh"

@@ -1,4 +1,5 @@
-// The C interface of the compiled kernels. Loads without a GPU; every call returns a status, never throws.
+// The C interface of the compiled kernels. The library loads without a GPU. Every call returns a status and never
+// throws.
 #ifndef ACCEL_KERNELS_C_API_H
 #define ACCEL_KERNELS_C_API_H
 #include <stdint.h>
@@ -31,21 +32,21 @@ int accel_quantize_rowwise(const void* x, int dtype, void* q, int q_dtype, float
                            int64_t row_stride, void* stream);
 
 // out (m, n) = act(row_scale * col_scale * (a @ b^T) + bias) + residual for a (m, k), b (n, k), 1 <= m <= 16, all dense
-// and in dtype but the fp32 scales and bias; an operand that is NULL is left out.
+// and in dtype, except for the fp32 scales and bias. NULL leaves out an operand.
 int accel_gemv(const void* a, const void* b, void* out, const float* bias, const void* residual, const float* row_scale,
                const float* col_scale, int dtype, int act, int64_t m, int64_t n, int64_t k, void* stream);
 
-// x (images, height, width, channels) -> columns (images * out height * out width, kernel_h * kernel_w * channels), dense.
-// element_size: 1, 2 or 4 bytes. geometry: kernel, stride, padding and dilation, each (height, width).
+// x (images, height, width, channels) -> columns (images * out height * out width, kernel_h * kernel_w * channels),
+// dense. element_size: 1, 2 or 4 bytes. geometry: kernel, stride, padding and dilation, each (height, width).
 int accel_im2col(const void* x, void* columns, int element_size, int64_t images, int64_t height, int64_t width,
                  int64_t channels, const int32_t geometry[8], void* stream);
 
 // from (count) in fp32, fp16 or bf16 -> to (count) in fp32.
 int accel_widen(const void* from, int dtype, float* to, int64_t count, void* stream);
 
-// out (m, n) = act(row_scale * col_scale * (a @ b^T) + bias) + residual on tensor cores: a (m, k) and b (n, k) in dtype,
-// out and residual in out_dtype, all dense; every address and every row a multiple of 16 bytes; of int8 k is at most
-// 131071, so that no int32 sum overflows. NULL: left out.
+// out (m, n) = act(row_scale * col_scale * (a @ b^T) + bias) + residual on tensor cores: a (m, k) and b (n, k) in
+// dtype, out and residual in out_dtype, all dense. Every address and every row is a multiple of 16 bytes. For int8, k
+// is at most 131071, so that no int32 sum overflows. NULL leaves out an operand.
 typedef struct {
   const void *a, *b;
   void* out;
@@ -59,10 +60,10 @@ typedef struct {
   void* stream;
 } accel_gemm_problem;
 
-// The configurations in this library are numbered from 0; which there are depends on what it was built for.
+// The configurations of this library are numbered from 0. They depend on the architectures that it was built for.
 int accel_gemm_configs(void);
 const char* accel_gemm_config_name(int config);
-// The bytes of device memory that accel_gemm wants as workspace for this problem on the current device.
+// The bytes of device memory that accel_gemm needs as workspace for this problem on the current device.
 int accel_gemm_workspace(int config, const accel_gemm_problem* problem, int64_t* bytes);
 int accel_gemm(int config, const accel_gemm_problem* problem);
 

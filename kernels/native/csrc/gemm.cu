@@ -1,4 +1,4 @@
-// The tensor-core GEMMs through the C interface: what is asked for is checked here, once, for every configuration.
+// The C interface of the tensor-core GEMMs. Checks each call once, for all configurations.
 #include "gemm.cuh"
 
 #include <string.h>
@@ -59,7 +59,7 @@ int check_device(const GemmConfig& chosen) {
 }  // namespace
 
 RegisterGemm::RegisterGemm(const GemmConfig& config) {
-  // In the order of their names, whatever order the linker ran the initialisers in.
+  // Sorted by name, because the linker decides the order of the initializers.
   auto& all = configs();
   const auto place = std::find_if(all.begin(), all.end(),
                                   [&](const GemmConfig& other) { return strcmp(config.name, other.name) < 0; });

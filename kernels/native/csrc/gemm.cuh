@@ -1,14 +1,14 @@
-// Between the C interface of the tensor-core GEMMs and their compiled configurations: each translation unit under
-// cutlass/ registers what it holds, and gemm.cu finds it by number. A library built for other architectures holds fewer.
+// The table of the compiled tensor-core GEMMs: each translation unit under cutlass/ registers its configurations, and
+// gemm.cu finds them by number. Which ones a library has depends on the architectures that it was built for.
 #pragma once
 #include <cstddef>
 
 #include "c_api.h"
 
 struct GemmConfig {
-  const char* name;  // as in kernels/units.py
+  const char* name;  // as in kernels/catalogue/units.py
   int dtype, out_dtype;
-  int least, most;  // compute capabilities (major * 10 + minor) that run it
+  int least, most;  // the lowest and highest compute capability (major * 10 + minor) that runs it
   int (*workspace)(const accel_gemm_problem&, size_t* bytes);
   int (*run)(const accel_gemm_problem&);
 };

@@ -1,4 +1,4 @@
-// Small M: one block a column of the output reads its row of b once and keeps up to 16 sums.
+// The product for a small M: one block for each column of the output reads its row of b once and keeps up to 16 sums.
 #include "activate.cuh"
 #include "launch.cuh"
 

@@ -1,10 +1,11 @@
-// The patches of an NHWC image as rows of a matrix: what a convolution is multiplied as where no fused kernel takes it.
+// Writes the patches of an NHWC image as rows of a matrix, to compute a convolution as a product if no fused kernel
+// takes it.
 #include "launch.cuh"
 
 struct Geometry {
   int64_t height, width, channels, out_height, out_width;
   int kernel_h, kernel_w, stride_h, stride_w;
-  int64_t pad_h, pad_w;  // twice one is more than an int holds
+  int64_t pad_h, pad_w;  // 64 bits, because twice the padding can overflow an int
   int dilation_h, dilation_w;
 };
 

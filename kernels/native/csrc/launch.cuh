@@ -1,4 +1,4 @@
-// Launching a kernel and telling what happened, on the GPU or on the host.
+// Launches a kernel on the GPU or on the host, and returns a status.
 #pragma once
 #include "c_api.h"
 #include "simt.cuh"
@@ -25,7 +25,7 @@ int launch(unsigned blocks, void*, Kernel kernel, Arguments... arguments) {
 #endif
 constexpr int64_t kMaxBlocks = 2147483647;
 
-// Sums (or takes the largest of) one value a thread; every thread gets the result. The halves need a power of two.
+// Sums one value a thread, or takes the largest. Every thread gets the result. The block size has to be a power of two.
 template <bool kSum>
 ACCEL_DEVICE float across_block(float value, float* scratch) {
   scratch[threadIdx.x] = value;

@@ -1,5 +1,6 @@
-// One block a row: its largest magnitude, then its quotients. The arithmetic is that of quantize_rowwise_torch. A row is
-// read twice, from memory once: 8192 fp32 are 32 KiB, which the block that has just read them finds in L1 or L2.
+// One block for each row finds its largest magnitude, then its quotients, with the arithmetic of
+// quantize_rowwise_torch. It reads a row twice, but only once from memory: 8192 fp32 are 32 KiB, which are still in L1
+// or L2.
 #include "launch.cuh"
 
 ACCEL_DEVICE void quantize(float ratio, int8_t* q) {
@@ -15,7 +16,7 @@ __global__ void quantize_kernel(const In* x, Q* q, float* scales, float largest_
   float largest = 0.0f;
   for (int64_t k = threadIdx.x; k < columns; k += kThreads) {
     float v = fabsf(widen(x[row * row_stride + k]));
-    if (v > largest || v != v) largest = v;  // a NaN stays: nothing is larger than it
+    if (v > largest || v != v) largest = v;  // NaN stays, because no comparison with NaN is true
   }
   largest = across_block<false>(largest, scratch);
   float scale = divide(largest, largest_q);

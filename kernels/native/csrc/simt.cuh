@@ -1,5 +1,6 @@
-// One source for the GPU (nvcc) and for the host: there a block is as many real threads, __syncthreads() a barrier and
-// shared memory a static, one block at a time. Wrong addresses show under ASan, missing barriers under TSan.
+// Makes the same source compile for the GPU (nvcc) and for the host. On the host each thread of a block is a real
+// thread, __syncthreads() is a barrier, shared memory is static, and blocks run one at a time. ASan finds wrong
+// addresses there, and TSan missing barriers.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,16 +22,17 @@ ACCEL_DEVICE float widen(bf16_t x) { return __bfloat162float(x); }
 ACCEL_DEVICE void narrow(float x, float* out) { *out = x; }
 ACCEL_DEVICE void narrow(float x, half_t* out) { *out = __float2half_rn(x); }
 ACCEL_DEVICE void narrow(float x, bf16_t* out) { *out = __float2bfloat16_rn(x); }
-// float8 e4m3fn, to nearest even, what is larger than 448 saturated, a NaN kept.
+// Rounds to float8 e4m3fn, to nearest even. Values larger than 448 saturate, and NaN stays NaN.
 ACCEL_DEVICE fp8_t to_fp8(float x) { return fp8_t{__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3)}; }
 ACCEL_DEVICE float divide(float x, float y) { return __fdiv_rn(x, y); }
-// The larger of x and 0; a NaN stays one, which fmaxf would make a 0.
+// Returns the larger of x and 0. NaN stays NaN, while fmaxf would return 0.
 ACCEL_DEVICE float relu(float x) {
   float found;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(found) : "f"(x));
   return found;
 }
-// x / (1 + exp(-u)). The exact quotient is a function call, and a call in an epilogue makes ptxas serialize every wgmma.
+// x / (1 + exp(-u)). The exact quotient is a function call, and a call in an epilogue makes ptxas serialize every
+// wgmma.
 ACCEL_DEVICE float times_sigmoid(float x, float u) { return __fdividef(x, 1.0f + __expf(-u)); }
 #else
 #include <barrier>
@@ -68,7 +70,7 @@ inline void narrow(float x, half_t* out) { *out = static_cast<half_t>(x); }
 inline void narrow(float x, bf16_t* out) {
   uint32_t wide;
   std::memcpy(&wide, &x, 4);
-  // Round to nearest even; a NaN stays one.
+  // Rounds to nearest even. NaN stays NaN.
   out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
 inline fp8_t to_fp8(float x) {
@@ -78,10 +80,10 @@ inline fp8_t to_fp8(float x) {
   if (magnitude >= 448.0f) return {static_cast<uint8_t>(sign | 0x7e)};
   int exponent = 0;
   std::frexp(magnitude, &exponent);
-  // Three bits behind the leading one; under 2^-6 the numbers are multiples of 2^-9.
+  // Three bits after the leading 1. Below 2^-6 the numbers are multiples of 2^-9.
   exponent = magnitude < 0.015625f ? -6 : exponent - 1;
   const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
-  // A mantissa that rounds up to 16 carries into the exponent by itself.
+  // A mantissa that rounds up to 16 carries into the exponent.
   return {static_cast<uint8_t>(sign | (((exponent + 6) << 3) + steps))};
 }
 inline float divide(float x, float y) { return x / y; }

@@ -1,4 +1,4 @@
-// What a status means, and the version of this interface.
+// The meaning of each status, and the version of this interface.
 #include "c_api.h"
 
 extern "C" int accel_abi_version(void) { return 3; }
@@ -13,7 +13,7 @@ extern "C" const char* accel_status_message(int status) {
     case ACCEL_NO_DEVICE: return "no NVIDIA GPU or driver here; run the reference instead";
     case ACCEL_LAUNCH_FAILED: return "the GPU refused the launch; build for its architecture";
     case ACCEL_BAD_CONFIG: return "no such configuration in this library; count them with accel_gemm_configs";
-    case ACCEL_UNALIGNED: return "an address or a row is no multiple of 16 bytes; pad it or use another kernel";
+    case ACCEL_UNALIGNED: return "an address or a row is not a multiple of 16 bytes; pad it or use another kernel";
     case ACCEL_WRONG_ARCH: return "this configuration is not for this GPU; take one of its architecture";
     case ACCEL_NO_WORKSPACE: return "the workspace is too small; ask accel_gemm_workspace for its size";
     default: return "unknown status; the library and its caller differ in version";

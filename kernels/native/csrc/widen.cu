@@ -1,4 +1,4 @@
-// Vectors to fp32, which is how the other kernels take the bias and the scales.
+// Converts vectors to fp32, the type in which the other kernels take the bias and the scales.
 #include "launch.cuh"
 
 template <class T>

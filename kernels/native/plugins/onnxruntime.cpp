@@ -1,9 +1,9 @@
-// accel's operators for ONNX Runtime on the CPU: the reference in C++, fp32 sums (int8: exact ones) and epilogue as on
-// a GPU, one rounding. Products with scales, or of int8 and fp8, are those that torch's export writes (gemm_nn); what
-// has no operator here, ONNX Runtime inlines the body of.
+// accel's operators for ONNX Runtime on the CPU: the reference in C++, with fp32 sums (exact sums for int8), the
+// epilogue of the GPU kernels, and one rounding. Products with scales, or of int8 and fp8, are the ones that torch's
+// export writes (gemm_nn). ONNX Runtime inlines the body of an operator that isn't here.
 //
-// FusedGemm_* and QuantizeRowwise_* are all here from the start. FusedConv2d_* have their sizes in their names: which of
-// them a model has, the session's options say, as custom_op.FusedConv2d.0, custom_op.FusedConv2d.1 and so on.
+// FusedGemm_* and QuantizeRowwise_* are always registered. FusedConv2d_* have their sizes in their names, so the
+// session options list the ones of a model: custom_op.FusedConv2d.0, custom_op.FusedConv2d.1 and so on.
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,12 +17,12 @@
 namespace {
 struct Spec {
   std::string name;
-  bool matrices, transposed;  // gemm_nn and gemm_nt take matrices only; of gemm_nt, b is (N, K)
+  bool matrices, transposed;  // gemm_nn and gemm_nt take only matrices; with gemm_nt, b is (N, K)
   bool bias, row, col, residual;
   int act;
   Type operand, dtype;  // of a and b, of the output
 
-  // The body computes in fp32 then, and so the bias is fp32.
+  // The body then computes in fp32, so the bias is fp32.
   bool wide() const { return row || col || operand != dtype; }
   std::vector<Type> inputs() const {
     std::vector<Type> types{operand, operand};
@@ -34,7 +34,7 @@ struct Spec {
   }
 };
 
-// Sum: float as on a GPU, double for int8, whose products it adds exactly.
+// Sum: float as on a GPU, or double for int8, whose products it adds exactly.
 template <class Out, class Sum>
 void compute(const Spec& spec, const Ort::KernelContext& context) {
   const auto a_shape = context.GetInput(0).GetTensorTypeAndShapeInfo().GetShape();
@@ -87,7 +87,7 @@ void run(const Spec& spec, const Ort::KernelContext& context) {
   if (spec.dtype == kBf16) compute<bf16_t>(spec, context);
 }
 
-// Rows to int8 or fp8 and their scales: the arithmetic of quantize_rowwise.cu.
+// Quantizes rows to int8 or fp8 with scales, with the arithmetic of quantize_rowwise.cu.
 struct Rows {
   std::string name;
   Type source, dtype;
@@ -104,7 +104,7 @@ void quantize_rows(const std::vector<float>& x, int64_t rows, int64_t columns, f
     const float* from = &x[row * columns];
     float largest = 0.0f;
     for (int64_t i = 0; i < columns; ++i)
-      if (std::fabs(from[i]) > largest || std::isnan(from[i])) largest = std::fabs(from[i]);  // a NaN stays
+      if (std::fabs(from[i]) > largest || std::isnan(from[i])) largest = std::fabs(from[i]);  // keeps NaN
     float scale = largest / largest_q;
     if (scale < 1.1754943508222875e-38f) scale = 1.1754943508222875e-38f;
     scales[row] = largest == 0.0f ? 1.0f : scale;
@@ -153,7 +153,7 @@ struct QuantizeRowwise : Ort::CustomOpBase<QuantizeRowwise, Kernel<Rows>, true> 
   Type GetOutputType(size_t at) const { return at == 0 ? spec.dtype : kFloat; }
 };
 
-// Every FusedGemm with this beginning of its name, as accel.kernels.onnx_function puts names together.
+// Every FusedGemm whose name begins like this. accel.kernels.onnx.function makes the names.
 void add_epilogues(std::vector<std::unique_ptr<FusedGemm>>& all, const std::string& begins, Spec spec) {
   for (int act = ACCEL_NONE; act <= ACCEL_SILU; ++act)
     for (const auto& [suffix, dtype] : kDtypes) {
@@ -198,7 +198,7 @@ std::vector<std::unique_ptr<QuantizeRowwise>> every_quantization() {
   return all;
 }
 
-// The convolutions that the options name; what is no name of one is passed over, as a model may have its own.
+// The convolutions that the options name. Ignores other names, because a model may have operators of its own.
 std::set<std::string> convolutions_of(const Ort::UnownedSessionOptions& options) {
   std::set<std::string> names;
   for (int at = 0;; ++at) {
@@ -208,8 +208,8 @@ std::set<std::string> convolutions_of(const Ort::UnownedSessionOptions& options)
   }
 }
 
-// The operators of a session with these convolutions. ONNX Runtime keeps pointers to all of this: it is never freed,
-// and made once for every set of convolutions.
+// The operators of a session with these convolutions. ONNX Runtime keeps pointers to them, so they are never freed.
+// They are made once for each set of convolutions.
 const Ort::CustomOpDomain& domain_with(const std::set<std::string>& convolutions) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);

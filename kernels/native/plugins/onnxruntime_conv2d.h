@@ -1,5 +1,5 @@
-// accel::FusedConv2d_* on the CPU, in ONNX's layout: the reference in C++, fp32 sums and epilogue as on a GPU, one
-// rounding. What stands in the name is all that an operator knows: its kernel, stride, padding and dilation, too.
+// accel::FusedConv2d_* on the CPU, in ONNX's layout: the reference in C++, with fp32 sums, the epilogue of the GPU
+// kernels, and one rounding. An operator gets everything from its name: also its kernel, stride, padding and dilation.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -19,7 +19,7 @@ struct Conv {
   Type dtype;  // of everything
 };
 
-// The convolution of that name, as accel.kernels.onnx_function puts it together; nothing where it is no such name.
+// Returns the convolution of a name that accel.kernels.onnx.function made, or nothing for another name.
 std::optional<Conv> conv_named(const std::string& name) {
   static const std::regex form(
       "FusedConv2d_k(\\d{1,9})x(\\d{1,9})_s(\\d{1,9})x(\\d{1,9})_p(\\d{1,9})x(\\d{1,9})_d(\\d{1,9})x(\\d{1,9})"
@@ -40,7 +40,7 @@ std::optional<Conv> conv_named(const std::string& name) {
   return made;
 }
 
-// One channel of one image of the output: the sum over the image's channels and the kernel's taps.
+// Computes one channel of one output image: the sum over the input's channels and the kernel's taps.
 void accumulate(const Conv& spec, const float* image, const float* weight, int64_t channels, const Pair& size,
                 const Pair& out, std::vector<float>& sums) {
   std::fill(sums.begin(), sums.end(), 0.0f);

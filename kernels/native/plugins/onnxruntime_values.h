@@ -1,4 +1,5 @@
-// What accel's operators for ONNX Runtime share: element types, tensors widened to fp32, and the frame of a kernel.
+// The shared parts of accel's operators for ONNX Runtime: element types, tensors widened to fp32, the frame of a
+// kernel.
 #pragma once
 #define ORT_API_MANUAL_INIT
 #include <onnxruntime_cxx_api.h>
@@ -16,7 +17,7 @@ constexpr Type kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, kHalf = ONNX_TENSOR
                kBf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
                kFp8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN;
 
-// As accel.kernels.onnx_function calls them in names; the activations in the order of ACCEL_NONE to SILU.
+// The spelling of accel.kernels.onnx.function. The activations are in the order of ACCEL_NONE to ACCEL_SILU.
 const std::pair<const char*, Type> kDtypes[] = {{"fp32", kFloat}, {"fp16", kHalf}, {"bf16", kBf16}};
 const std::pair<const char*, Type> kQuantized[] = {{"int8", kInt8}, {"fp8_e4m3", kFp8}};
 const char* const kActs[] = {"", "_relu", "_gelu_tanh", "_gelu_erf", "_silu"};
@@ -53,7 +54,7 @@ std::vector<float> widened(const Ort::ConstValue& value) {
   }
 }
 
-// A vector operand, the next input, of ``count`` elements; empty where there is none.
+// Reads the next input as a vector operand of ``count`` elements, or returns an empty vector if it is absent.
 std::vector<float> vector_of(const std::string& name, bool there, const Ort::KernelContext& context, size_t& next,
                              int64_t count, const char* wrong) {
   if (!there) return {};
@@ -62,7 +63,7 @@ std::vector<float> vector_of(const std::string& name, bool there, const Ort::Ker
   return found;
 }
 
-// The residual, the last input, of the output's shape; empty where there is none.
+// Reads the last input as the residual, with the output's shape, or returns an empty vector if it is absent.
 std::vector<float> residual_of(const std::string& name, bool there, const Ort::KernelContext& context, size_t next,
                                const std::vector<int64_t>& shape) {
   if (!there) return {};

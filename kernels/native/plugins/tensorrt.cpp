@@ -1,9 +1,9 @@
 // accel's operators as plugins of TensorRT (IPluginV3) over the C interface of the compiled kernels.
 //
-// Every name of a product in accel.kernels.onnx_function that these kernels compute has a creator, so that a node is
-// taken by its name; "FusedGemm" takes the epilogue from its fields: accel's own engine build writes them into nodes of
-// other names, whose weight it transposes. Of convolutions there are as many names as sizes: "FusedConv2d" has its sizes
-// in fields, too.
+// Each product name of accel.kernels.onnx.function that these kernels compute has a creator, which takes a node by its
+// name. The creator "FusedGemm" reads the epilogue from the node's fields. accel's engine build writes these fields
+// into nodes of other names, and transposes their weights. The names of convolutions have too many sizes, so
+// "FusedConv2d" reads the sizes from fields too.
 #include <utility>
 
 #include "tensorrt_conv2d.h"
@@ -12,7 +12,7 @@
 namespace {
 using Creators = std::vector<std::unique_ptr<IPluginCreatorV3One>>;
 
-// Of products those with b as (N, K).
+// Only products with b as (N, K).
 Creators every() {
   const char* const acts[] = {"", "_relu", "_gelu_tanh", "_gelu_erf", "_silu"};  // in the order of ACCEL_NONE to SILU
   const std::pair<const char*, int32_t> outs[] = {{"_fp16", ACCEL_FP16}, {"_bf16", ACCEL_BF16}};
@@ -36,7 +36,7 @@ Creators every() {
 }
 }  // namespace
 
-// What IPluginRegistry::loadLibrary looks for.
+// The symbols that IPluginRegistry::loadLibrary looks for.
 extern "C" __attribute__((visibility("default"))) void setLoggerFinder(ILoggerFinder* given) { finder = given; }
 
 extern "C" __attribute__((visibility("default"))) IPluginCreatorInterface* const* getCreators(int32_t& count) {

@@ -1,11 +1,12 @@
-// accel::FusedConv2d as a plugin of TensorRT: x and the weight, then those that there are of bias and residual, fp16 or
-// bf16. Images as NHWC and weights as OHWI, which is what TensorRT's kHWC8 is of channels that are a multiple of 8; their
-// patches are multiplied, those of some images at a time.
+// accel::FusedConv2d as a plugin of TensorRT. The inputs are x, the weight, then bias and residual if they exist, in
+// fp16 or bf16. Images are NHWC and weights OHWI, which is TensorRT's kHWC8 if the channels are a multiple of 8. The
+// plugin multiplies the patches of some images at a time.
 #pragma once
 #include "tensorrt_layer.h"
 
 namespace {
-// Patches that are in memory at a time, of at least one image: they are as many times as large as it as the kernel is.
+// The bytes of patches in memory at a time, at least of one image. The patches of an image are as many times larger
+// than it as the kernel has taps.
 constexpr int64_t kPatchBytes = 256 << 20;
 constexpr int64_t kVector = 8;  // channels: 16 bytes, which is also how the products load them
 
@@ -52,7 +53,7 @@ struct Conv2d final : Layer<Conv2d, 12> {
     return 0;
   }
 
-  // All but the bias are images or weights, whose channels are the second dimension of both.
+  // All inputs but the bias are images or weights, with the channels as second dimension.
   bool supportsFormatCombination(int32_t at, const DynamicPluginTensorDesc* all, int32_t count,
                                  int32_t) noexcept override {
     if (count != inputs() || at > count || all[at].desc.type != type_of(spec[kDtype])) return false;
@@ -73,7 +74,7 @@ struct Conv2d final : Layer<Conv2d, 12> {
     }
   }
 
-  // Of fewer or smaller images never more than of the largest.
+  // Fewer or smaller images never need more than the largest.
   size_t getWorkspaceSize(const DynamicPluginTensorDesc* in, int32_t, const DynamicPluginTensorDesc*,
                           int32_t) const noexcept override {
     const Work most = work(in[0].max, in[1].max);
@@ -119,13 +120,13 @@ struct Conv2d final : Layer<Conv2d, 12> {
   }
 
  private:
-  // ``product``: of as many images as ``at_once``. ``patch_bytes``: of one image; 0 where the image is its patches.
+  // ``product``: of ``at_once`` images. ``patch_bytes``: of one image, or 0 if the image is already its patches.
   struct Work {
     int64_t images, pixels, patch_bytes, at_once;
     accel_gemm_problem product;
   };
 
-  // What the padding adds to an axis, less what the kernel covers.
+  // The padding of an axis minus the extent of the kernel.
   int64_t around(int axis) const {
     return 2 * static_cast<int64_t>(spec[kPadding + axis]) -
            (static_cast<int64_t>(spec[kDilation + axis]) * (spec[kKernel + axis] - 1) + 1);

@@ -1,6 +1,6 @@
-// accel::FusedGemm as a plugin of TensorRT: a is (..., K), b (N, K), and after them come those that there are of bias, row
-// scale (one for each row of a), column scale and residual (..., N). In memory a is a matrix of as many rows as its
-// dimensions but the last have together.
+// accel::FusedGemm as a plugin of TensorRT. The inputs are a (..., K), b (N, K), then bias, row scale (one for each row
+// of a), column scale and residual (..., N), if they exist. In memory a is a matrix, whose rows are the product of all
+// dimensions but the last.
 #pragma once
 #include "tensorrt_layer.h"
 
@@ -21,11 +21,11 @@ struct Gemm final : Layer<Gemm, 7> {
     return out && in && s[kAct] >= ACCEL_NONE && s[kAct] <= ACCEL_SILU;
   }
 
-  // The function's body computes in fp32 then, and so its bias is fp32: see FusedGemm.dtypes.
+  // The function's body then computes in fp32, so its bias is fp32 (see FusedGemm.dtypes).
   bool wide() const { return spec[kRowScale] || spec[kColScale] || spec[kDtype] != spec[kOutDtype]; }
   int32_t inputs() const { return 2 + spec[kBias] + spec[kRowScale] + spec[kColScale] + spec[kResidual]; }
 
-  // The type of an input, or, after them, of the output.
+  // Returns the type of an input, or of the output, which comes after the inputs.
   DataType type_at(int32_t at) const {
     std::vector<DataType> types{type_of(spec[kDtype]), type_of(spec[kDtype])};
     if (spec[kBias]) types.push_back(wide() ? DataType::kFLOAT : type_of(spec[kOutDtype]));
@@ -35,7 +35,7 @@ struct Gemm final : Layer<Gemm, 7> {
     return types[at];
   }
 
-  // In front of what a configuration wants: the bias in fp32, where it comes in another type.
+  // If the bias has another type, its fp32 copy comes before the workspace of the configuration.
   int64_t bias_bytes(int64_t n) const { return spec[kBias] && !wide() ? padded(n * 4) : 0; }
 
   int32_t getOutputDataTypes(DataType* types, int32_t, const DataType*, int32_t) const noexcept override {

@@ -1,7 +1,7 @@
-// What accel's plugins of TensorRT (IPluginV3) share: fields that say what a layer computes, the tactics, and the product
-// by the compiled kernels through their C interface.
+// The shared parts of accel's TensorRT plugins (IPluginV3): the fields of a layer, the tactics, and the product by the
+// compiled kernels through their C interface.
 //
-// A tactic is one configuration of the library, which TensorRT times itself.
+// A tactic is a configuration of the library. TensorRT times the tactics itself.
 #pragma once
 #include <NvInferRuntime.h>
 
@@ -19,9 +19,10 @@ using namespace nvinfer1;
 
 constexpr const char* kVersion = "1";
 constexpr const char* kNamespace = "";
-constexpr int64_t kSmallM = 16;  // as many rows as accel_gemv takes
-constexpr int32_t kGemv = 1;     // its tactic; those of the configurations are larger
-// What every layer gets for splitting K: they share it, and an engine that is loaded doesn't know what it asked for.
+constexpr int64_t kSmallM = 16;  // the most rows that accel_gemv takes
+constexpr int32_t kGemv = 1;     // the tactic of gemv; configurations have larger numbers
+// The workspace of every layer for splitting K. All layers share it, because a loaded engine doesn't know what a layer
+// asked for.
 constexpr int64_t kRoom = 32 << 20;
 
 template <size_t kFields>
@@ -48,14 +49,14 @@ int32_t failed(const char* kind, int status) {
   return status;
 }
 
-// The same for a configuration in every library that has it: engines keep the tactic, the order may change.
+// The tactic of a configuration, equal in every library: engines store it, and the order of configurations may change.
 int32_t tactic_of(const char* name) {
   uint32_t hash = 2166136261u;  // FNV-1a
   for (; *name; ++name) hash = (hash ^ static_cast<unsigned char>(*name)) * 16777619u;
   return static_cast<int32_t>(hash % 2147483600u) + kGemv + 1;
 }
 
-// A problem of these sizes; with addresses that stand for aligned memory until there is any.
+// Makes a problem of these sizes, with placeholder addresses of aligned memory.
 accel_gemm_problem problem_of(int32_t dtype, int32_t out_dtype, int32_t act, int64_t m, int64_t n, int64_t k) {
   void* const somewhere = reinterpret_cast<void*>(256);
   accel_gemm_problem p{};
@@ -69,7 +70,7 @@ accel_gemm_problem problem_of(int32_t dtype, int32_t out_dtype, int32_t act, int
   return p;
 }
 
-// The configurations that take a product. ``most_rows``: that it can ever have.
+// Returns the configurations that take a product. ``most_rows``: the most rows that it can ever have.
 std::vector<int32_t> tactics_for(const accel_gemm_problem& p, int64_t most_rows) {
   std::vector<int32_t> found;
   for (int config = 0; config < accel_gemm_configs(); ++config) {
@@ -86,8 +87,8 @@ int small(const accel_gemm_problem& p) {
                     p.stream);
 }
 
-// By the tactic that was chosen; where that doesn't take these sizes, by the first that does. ``workspace``: of kRoom
-// bytes.
+// Computes a product by the chosen tactic, or if it doesn't take these sizes, by the first tactic that does.
+// ``workspace``: kRoom bytes.
 int multiply(accel_gemm_problem& p, int32_t tactic, void* workspace) {
   const bool few = p.m <= kSmallM && p.dtype == p.out_dtype;
   int status = ACCEL_BAD_CONFIG;
@@ -107,7 +108,7 @@ int multiply(accel_gemm_problem& p, int32_t tactic, void* workspace) {
   return few ? small(p) : status;
 }
 
-// A layer that computes what its fields say. ``Made``: the plugin, with kKind and kNames.
+// A layer that its fields describe. ``Made``: the plugin, with kKind and kNames.
 template <class Made, size_t kFields>
 struct Layer : IPluginV3, IPluginV3OneCore, IPluginV3OneBuild, IPluginV3OneRuntime {
   Layer(std::string given, const Fields<kFields>& s) : name(std::move(given)), spec(s) {
@@ -148,7 +149,7 @@ struct Layer : IPluginV3, IPluginV3OneCore, IPluginV3OneBuild, IPluginV3OneRunti
     return 0;
   }
 
-  // What the dimensions decide is in TensorRT's own part of the key.
+  // TensorRT's own part of the cache key covers the dimensions.
   const char* getTimingCacheID() noexcept override {
     timing_id.clear();
     for (const int32_t value : spec) timing_id += std::to_string(value) + " ";
@@ -180,7 +181,7 @@ struct Layer : IPluginV3, IPluginV3OneCore, IPluginV3OneBuild, IPluginV3OneRunti
 
 template <class Made, size_t kFields>
 struct Creator final : IPluginCreatorV3One {
-  // ``fixed``: the name says what it is, and no field may say something else.
+  // ``fixed``: the name determines the layer, and no field may contradict it.
   Creator(std::string given, const Fields<kFields>& s, bool is_fixed)
       : name(std::move(given)), spec(s), fixed(is_fixed) {
     for (size_t field = 0; field < kFields; ++field)
@@ -194,7 +195,7 @@ struct Creator final : IPluginCreatorV3One {
   const char* getPluginNamespace() const noexcept override { return kNamespace; }
   const PluginFieldCollection* getFieldNames() noexcept override { return &collection; }
 
-  // A field that isn't known, as those that a parser adds, is passed over; one of another type or value is refused.
+  // Ignores unknown fields, e.g. those that a parser adds. Refuses a field of a wrong type or value.
   IPluginV3* createPlugin(const char*, const PluginFieldCollection* given, TensorRTPhase) noexcept override {
     try {
       Fields<kFields> made = spec;

@@ -1,7 +1,8 @@
-"""Calls whose message is still on its way.
+"""Cancels calls whose message takes too long to arrive.
 
-grpcio's synchronous server gives a call its thread before the message is there, so a client that never finishes one
-holds a thread, and enough of them hold all. Here the slow ones are cut off when they crowd the others out.
+grpcio's synchronous server gives a call its thread before the message has arrived. A client that never finishes its
+message holds that thread, and enough such clients hold every thread. This module cancels slow calls once they hold more
+than half of the threads.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any
 
 
 class Arrivals:
-    """``threads``: of the pool. While more than half of them wait for messages, the calls that have waited longer than
-    ``patience`` seconds are cancelled, the oldest first; after ``longest`` seconds any call is."""
+    """The calls that wait for their message. ``threads``: the size of the thread pool.
+
+    While more than half of the threads wait for messages, calls that have waited more than ``patience`` seconds are
+    canceled, the oldest first. A call that has waited more than ``longest`` seconds is always canceled.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class Arrivals:
         self._stop = threading.Event()
 
     def receive(self, messages: Iterator[bytes], context: Any) -> bytes | None:
-        """The one message of a call; None where the client ended its side without one."""
+        """Returns the message of a call, or None if the client ended its side without a message."""
         with self._lock:
             self._since[context] = self._clock()
         try:
@@ -41,7 +45,7 @@ class Arrivals:
                 del self._since[context]
 
     def sweep(self) -> int:
-        """Cancel the calls whose time is up; how many."""
+        """Cancel the calls that have waited too long. Returns the number of canceled calls."""
         now = self._clock()
         with self._lock:
             waiting = list(self._since.items())
@@ -56,7 +60,7 @@ class Arrivals:
         return len(late)
 
     def start(self) -> None:
-        """Sweep from now on, until ``stop``."""
+        """Call ``sweep`` every second until ``stop``."""
         threading.Thread(target=self._watch, name="accel-arrivals", daemon=True).start()
 
     def _watch(self) -> None:

@@ -1,7 +1,7 @@
-"""The gRPC face: GRPCInferenceService, grpc.health.v1 and reflection over grpcio's synchronous server.
+"""``GrpcTransport``: GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
 
-A call holds a thread of the pool while it waits, which costs less processor time for each request than an event loop
-(measured: about half), and threads that wait cost nothing.
+A call holds a thread of the pool while it waits. A thread for each call takes about half the processor time of an event
+loop for each request (measured), and threads that wait cost nothing.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from accel.errors import UnsupportedHere, one_line
-from accel.serve import proto
-from accel.serve.access import bearer
-from accel.serve.grpc_arrivals import Arrivals
-from accel.serve.grpc_stream import FOREVER, InferStream, trace_of
-from accel.serve.grpc_wire import (
-    read_call,
-    write_metadata,
-    write_reply,
-    write_statistics,
-)
-from accel.serve.inference import Code, ServeError
-from accel.serve.server import InferenceServer
-from accel.serve.tensors import invalid
-from accel.serve.tls import Tls, check_certificates
-from accel.serve.transport import InferReply
+
+from ...core.server import InferenceServer
+from ...core.transport import InferReply
+from ...protocol import messages as proto
+from ...protocol.inference import Code, ServeError
+from ...protocol.tensors import invalid
+from ...security.access import bearer
+from ...security.tls import Tls, check_certificates
+from .arrivals import Arrivals
+from .stream import FOREVER, InferStream, trace_of
+from .wire import read_call, write_metadata, write_reply, write_statistics
 
 log = logging.getLogger("accel.serve")
 
@@ -40,8 +36,9 @@ _INT32_MAX = (1 << 31) - 1
 
 
 class GrpcTransport:
-    """``port`` 0 takes a free one. ``threads``: calls that can wait at once; ``shared``: other processes listen on the
-    same port. ``max_message``: bytes of the largest message."""
+    """Serves an ``InferenceServer`` over gRPC. ``port``: 0 takes a free port. ``threads``: the number of calls that can
+    wait at the same time. ``shared``: other processes listen on the same port. ``max_message``: the size of the largest
+    message in bytes."""
 
     def __init__(
         self,
@@ -67,24 +64,25 @@ class GrpcTransport:
                 ("grpc.max_send_message_length", max_message),
                 ("grpc.max_receive_message_length", max_message),
                 ("grpc.so_reuseport", int(shared)),
-                # A client that pings often is not an attack.
+                # Accept frequent pings, which grpcio would otherwise take for an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                # Of one connection, answers that the client doesn't read included.
+                # The most calls of one connection, including calls whose answers the client does not read.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
-            # Beyond it a call is refused at once and not put in line.
+            # The server refuses a call beyond this limit at once, without queuing the call.
             maximum_concurrent_rpcs=threads * 8,
         )
         self._grpc.add_generic_rpc_handlers((self._servicer.handlers(),))
         _add_health_and_reflection(self._grpc, self._health, server)
 
     def start(self) -> int:
-        """Listen; the port. ``UnsupportedHere`` where it is taken or the certificate can't be used."""
+        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is taken or the certificate can't be
+        used."""
         try:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)
             else:
-                # With a certificate and a key that renew() replaces; a connection asks for them as it begins.
+                # Each new connection asks for the certificate and the key, which renew() replaces.
                 credentials = grpc.dynamic_ssl_server_credentials(
                     _certificates(self._tls), self._take_renewed, self._tls.client_ca is not None
                 )
@@ -100,7 +98,8 @@ class GrpcTransport:
         return int(port)
 
     def renew(self, tls: Tls) -> None:
-        """Take these certificates for new connections. ``UnsupportedHere`` where they can't be used: the old stay."""
+        """Use these certificates for new connections. Raises ``UnsupportedHere``, and keeps the old certificates, if
+        the new ones can't be used."""
         self._renewed = _certificates(tls)
 
     def _take_renewed(self) -> grpc.ServerCertificateConfiguration | None:
@@ -108,9 +107,10 @@ class GrpcTransport:
         return found
 
     def stop(self, grace: float) -> None:
-        """Take no new calls, wait ``grace`` seconds for those under way, then cut them off."""
+        """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
-        # It cuts off what is left after the grace; what doesn't notice must not keep the process from ending.
+        # grpcio cuts off the remaining calls after ``grace`` seconds. A call that doesn't notice must not keep the
+        # process from ending, so the wait has a limit.
         if not self._grpc.stop(grace).wait(grace + 5.0):
             log.warning("calls were left when the gRPC port closed")
         self._arrivals.stop()
@@ -123,7 +123,7 @@ def _certificates(tls: Tls) -> grpc.ServerCertificateConfiguration:
 
 
 class _Servicer:
-    """One method for each of the service's, named as it is there."""
+    """Has one method for each method of the gRPC service, with the same name."""
 
     def __init__(self, server: InferenceServer, arrivals: Arrivals, streams: int) -> None:
         self._server, self._arrivals = server, arrivals
@@ -133,8 +133,8 @@ class _Servicer:
         made, unary = {}, self.unary()
         for name, (request, response, streaming) in proto.methods().items():
             if streaming:
-                # Messages are parsed here and not by grpcio: where it couldn't, the call may never leave its books, and
-                # stop() waits for ever.
+                # This module parses the messages, not grpcio: grpcio may never end a call whose message it could not
+                # parse, and stop() would then wait for ever.
                 made[name] = grpc.stream_stream_rpc_method_handler(
                     self._streamed(request.FromString), None, response.SerializeToString
                 )
@@ -145,7 +145,7 @@ class _Servicer:
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
 
     def unary(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """What answers each method that takes one message, by its name: ``(request, context) -> response``."""
+        """Returns a function ``(request, context) -> response`` for each method that takes one message, by name."""
         found = {
             name: self._unary(getattr(self, name), response)
             for name, (_, response, streaming) in proto.methods().items()
@@ -154,10 +154,13 @@ class _Servicer:
         return {**found, "ModelInfer": self.ModelInfer}
 
     def _received(
-        self, behaviour: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]
+        self, behavior: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]
     ) -> Callable[[Iterator[bytes], Any], Any]:
-        """``behaviour`` once its message is here. On the wire a call with one message and a stream of one are the
-        same, but only of a stream can a call be ended that is still waiting for it."""
+        """Returns a function that waits for the message of a call, parses it and passes it to ``behavior``.
+
+        The function takes a stream, because grpcio can cancel a call that waits for a message of a stream. On the wire,
+        a call with one message and a stream of one message are the same.
+        """
 
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
             message = self._arrivals.receive(messages, context)
@@ -168,13 +171,13 @@ class _Servicer:
                 request = parse(message)
             except DecodeError:
                 context.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")
-            return behaviour(request, context)
+            return behavior(request, context)
 
         return received
 
     def _streamed(self, parse: Callable[[bytes], Any]) -> Callable[[Iterator[bytes], Any], Iterator[Any]]:
-        """``ModelStreamInfer`` over messages as they came. The first that can't be read ends the stream, once those
-        before it are answered."""
+        """Returns ``ModelStreamInfer`` for messages that are not parsed yet. A message that can't be parsed ends the
+        stream once the messages before it are answered."""
 
         def streamed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
             malformed = False
@@ -196,7 +199,7 @@ class _Servicer:
         return streamed
 
     def _unary(self, method: Callable[[Any, Any, str | None], Any], response: Any) -> Callable[[Any, Any], Any]:
-        def behaviour(request: Any, context: grpc.ServicerContext) -> Any:
+        def behavior(request: Any, context: grpc.ServicerContext) -> Any:
             answer = response()
             try:
                 method(request, answer, self._token(context))
@@ -207,7 +210,7 @@ class _Servicer:
                 context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {one_line(error)}")
             return answer
 
-        return behaviour
+        return behavior
 
     def _token(self, context: grpc.ServicerContext) -> str | None:
         if self._server.access.open:
@@ -219,7 +222,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # held until there is an answer: the cheapest event there is
+        done = threading.Lock()  # held until the answer is there: a lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 
@@ -244,7 +247,7 @@ class _Servicer:
 
                 if not context.add_callback(gone):
                     gone()
-                # A request that is never answered (a session that hangs) must not hold the thread for ever.
+                # A request whose session hangs is never answered, and must not hold the thread beyond its deadline.
                 done.acquire(timeout=remaining if call.deadline is not None and remaining is not None else -1)
             if not found:
                 ticket.cancel()
@@ -360,20 +363,20 @@ class _Servicer:
 
 
 def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any]]:
-    """``(request, context) -> response`` by the name of each method that takes one message: for what brings its own
-    gRPC server."""
+    """Returns the functions ``(request, context) -> response`` of all gRPC methods that take one message, by the name
+    of the method. Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
     return _Servicer(server, Arrivals(1), streams=1).unary()
 
 
 def _given(request: Any) -> dict[str, Any]:
-    """The parameters of a request for control."""
+    """Returns the parameters of a request to load or unload a model."""
     return {k: getattr(v, v.WhichOneof("parameter_choice") or "string_param") for k, v in request.parameters.items()}
 
 
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # it was: the answer and the end of the call came together
+    except RuntimeError:  # another thread released the lock: the answer and the end of the call came together
         return
 
 
@@ -381,7 +384,7 @@ def _health(server: InferenceServer) -> Any:
     from grpc_health.v1 import health, health_pb2
 
     class Health(health.HealthServicer):  # type: ignore[misc]
-        """grpc.health.v1: what the server says of itself at the moment of the question."""
+        """Answers grpc.health.v1 with the health of the server at the time of the question."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -392,7 +395,7 @@ def _health(server: InferenceServer) -> Any:
             with self._refreshing:
                 status = health_pb2.HealthCheckResponse
                 found = status.SERVING if server.healthy() else status.NOT_SERVING
-                if found != self._said:  # who watches hears of changes alone
+                if found != self._said:  # clients of Watch get changes only
                     self._said = found
                     for service in ("", proto.SERVICE):
                         self.set(service, found)

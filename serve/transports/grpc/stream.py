@@ -1,4 +1,4 @@
-"""One ModelStreamInfer: requests in, responses out, in order for models that answer once."""
+"""``InferStream``: one ModelStreamInfer call. Models that answer once get their responses in the order of requests."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel.errors import one_line
-from accel.serve import proto
-from accel.serve.grpc_wire import read_call, write_reply
-from accel.serve.inference import Code, ServeError, Ticket
-from accel.serve.server import InferenceServer
-from accel.serve.transport import TRACE_HEADERS, InferReply
+
+from ...core.server import InferenceServer
+from ...core.transport import TRACE_HEADERS, InferReply
+from ...protocol import messages as proto
+from ...protocol.inference import Code, ServeError, Ticket
+from .wire import read_call, write_reply
 
 log = logging.getLogger("accel.serve")
 
 _Response = proto.message("ModelStreamInferResponse")
-# Requests of one stream that may be unanswered; then reading stops, and gRPC's flow control stops the client.
+# The number of unanswered requests of one stream at which reading stops. gRPC's flow control then stops the client.
 _UNANSWERED = 128
-FOREVER = 1e8  # grpcio gives a deadline of centuries where there is none
+FOREVER = 1e8  # seconds; grpcio reports a deadline of centuries for a call without a deadline
 
 
 def trace_of(context: Any) -> dict[str, str]:
-    """The trace that the client's metadata names."""
+    """Returns the trace headers in the client's metadata."""
     return {k: v for k, v in context.invocation_metadata() if k in TRACE_HEADERS and isinstance(v, str)}
 
 
 class _Slot:
-    """A request of the stream: what it was answered with and hasn't been sent."""
+    """One request of the stream, with the responses that are ready and not sent yet."""
 
     __slots__ = ("decoupled", "final", "id", "ready", "ticket")
 
@@ -43,7 +44,7 @@ class _Slot:
 
 
 class InferStream:
-    """Reads on a thread of its own, so that a request can be taken while another is answered."""
+    """Reads requests on a thread of its own, so that the server can take a request while it answers another."""
 
     def __init__(self, server: InferenceServer, requests: Iterator[Any], context: Any, token: str | None) -> None:
         self._server, self._requests, self._context, self._token = server, requests, context, token
@@ -55,7 +56,7 @@ class InferStream:
         self._deadline = time.monotonic() + remaining if remaining is not None and remaining < FOREVER else None
 
     def responses(self) -> Iterator[Any]:
-        """Every response, until the client has ended its side and all is answered."""
+        """Yields every response, until the client has ended its side and every request is answered."""
         if not self._context.add_callback(self._gone):
             return
         threading.Thread(target=self._read, name="accel-stream", daemon=True).start()
@@ -73,7 +74,8 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """The oldest with something to do; nothing overtakes a request whose model answers once."""
+        """Returns the oldest request that has a response to send or has ended, or None. No request overtakes an older
+        request whose model answers once."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot
@@ -98,7 +100,7 @@ class InferStream:
                         return
                     self._slots.append(slot)
                 self._take(slot, request)
-        except Exception as error:  # the client went away in the middle of a message
+        except Exception as error:  # the client disconnected in the middle of a message
             log.debug("a stream ended", extra={"reason": str(error)})
         finally:
             with self._state:
@@ -118,7 +120,7 @@ class InferStream:
             slot.decoupled = self._server.is_decoupled(call.model, call.version)
             call.deadline = self._deadline
             slot.ticket = self._server.infer(call, reply)
-            if self._ended and not self._slots:  # the client went while this was taken
+            if self._ended and not self._slots:  # the client disconnected while the server took this request
                 slot.ticket.cancel()
         except ServeError as error:
             reply(error)
@@ -127,7 +129,7 @@ class InferStream:
             reply(ServeError(Code.INTERNAL, f"{type(error).__name__}: {one_line(error)}"))
 
     def _gone(self) -> None:
-        """The call is over: nobody waits for what is left."""
+        """Cancel the requests that are not answered, because the call has ended."""
         with self._state:
             self._ended = True
             left = list(self._slots)

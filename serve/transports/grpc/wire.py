@@ -1,21 +1,22 @@
-"""Between the protobuf messages of the protocol and the server's own types."""
+"""Converts between the protobuf messages of the protocol and the server's own types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from accel.serve import proto
-from accel.serve.inference import DurationStatistic, ModelStatistics, Parameter
-from accel.serve.server import ModelMetadata
-from accel.serve.tensors import DATATYPES, encode, invalid
-from accel.serve.transport import InferCall, InferReply, Slice, WantedOutput, WireInput
+from ...core.server import ModelMetadata
+from ...core.transport import InferCall, InferReply, WantedOutput, WireInput
+from ...protocol import messages as proto
+from ...protocol.inference import DurationStatistic, ModelStatistics, Parameter
+from ...protocol.tensors import DATATYPES, encode, invalid
+from ..parameters import memory_slice, wanted_output
 
 _InferResponse = proto.message("ModelInferResponse")
 
 
 def parameters(given: Mapping[str, Any]) -> dict[str, Parameter]:
-    """``InferParameter`` by name as plain values."""
+    """Returns a map of ``InferParameter`` as plain values."""
     found: dict[str, Parameter] = {}
     for key, value in given.items():
         kind = value.WhichOneof("parameter_choice")
@@ -26,7 +27,7 @@ def parameters(given: Mapping[str, Any]) -> dict[str, Parameter]:
 
 
 def set_parameters(target: Any, values: Mapping[str, Parameter]) -> None:
-    """Plain values into a map of ``InferParameter``."""
+    """Write plain values into a map of ``InferParameter``."""
     for key, value in values.items():
         if isinstance(value, bool):
             target[key].bool_param = value
@@ -38,21 +39,9 @@ def set_parameters(target: Any, values: Mapping[str, Parameter]) -> None:
             target[key].string_param = value
 
 
-def memory_slice(given: dict[str, Parameter], name: str) -> Slice | None:
-    """The shared memory that a tensor's parameters name; taken out of them."""
-    region = given.pop("shared_memory_region", None)
-    if region is None:
-        return None
-    size, offset = given.pop("shared_memory_byte_size", None), given.pop("shared_memory_offset", 0)
-    if not isinstance(region, str) or isinstance(size, bool | float | str) or size is None:
-        raise invalid(f"shared_memory_byte_size has to be given as an integer for '{name}' with shared_memory_region")
-    if isinstance(offset, bool | float | str):
-        raise invalid(f"shared_memory_offset has to be an integer for '{name}'")
-    return Slice(region, size, offset)
-
-
 def read_call(request: Any) -> InferCall:
-    """A ``ModelInferRequest``. ``INVALID_ARGUMENT`` where its raw and typed contents don't go together."""
+    """Returns the call that a ``ModelInferRequest`` describes. Raises ``ServeError`` INVALID_ARGUMENT if a parameter is
+    malformed, or if the raw and typed contents contradict each other."""
     raws = list(request.raw_input_contents)
     used = 0
     inputs = []
@@ -81,7 +70,7 @@ def read_call(request: Any) -> InferCall:
     if used != len(raws):
         raise invalid(
             f"expected as many raw_input_contents as inputs without shared memory for model '{request.model_name}', "
-            f"got {len(raws)} for {used}"
+            f"got {len(raws)} raw_input_contents for {used} inputs"
         )
     return InferCall(
         model=request.model_name,
@@ -96,12 +85,12 @@ def read_call(request: Any) -> InferCall:
 def _typed(tensor: Any) -> Any:
     kind = DATATYPES.get(tensor.datatype)
     if kind is not None and kind.contents is None:
-        raise invalid(f"input '{tensor.name}' is {tensor.datatype}, which goes into raw_input_contents only")
-    # An unknown datatype is reported with the other things that a model doesn't take.
+        raise invalid(f"input '{tensor.name}' is {tensor.datatype}; send it in raw_input_contents")
+    # An unknown datatype is reported later, when the inputs are checked against the model.
     wanted = kind.contents if kind else None
     for field, _ in tensor.contents.ListFields():
         if field.name != wanted:
-            raise invalid(f"input '{tensor.name}' is {tensor.datatype}, its contents are in {field.name}")
+            raise invalid(f"input '{tensor.name}' is {tensor.datatype}, but its contents are in {field.name}")
     return getattr(tensor.contents, wanted) if wanted else ()
 
 
@@ -112,19 +101,9 @@ def _wanted(output: Any) -> WantedOutput:
     return wanted_output(output.name, given)
 
 
-def wanted_output(name: str, given: dict[str, Parameter]) -> WantedOutput:
-    """A requested output from its name and parameters."""
-    place = memory_slice(given, name)
-    count = given.pop("classification", 0)
-    if isinstance(count, bool | float | str) or count < 0:
-        raise invalid(f"classification has to be the number of classes for output '{name}'")
-    if count and place is not None:
-        raise invalid(f"output '{name}' can't be both a classification and in shared memory")
-    return WantedOutput(name, count, place, given)
-
-
 def write_reply(reply: InferReply) -> Any:
-    """A ``ModelInferResponse``: always raw contents, an empty entry for what lies in shared memory."""
+    """Returns a ``ModelInferResponse``. Outputs are always raw contents; an output in shared memory has an empty
+    entry."""
     response = _InferResponse(model_name=reply.model, model_version=reply.version, id=reply.id)
     if reply.parameters:
         set_parameters(response.parameters, reply.parameters)
@@ -146,7 +125,7 @@ def write_reply(reply: InferReply) -> Any:
 
 
 def write_metadata(found: ModelMetadata) -> Any:
-    """A ``ModelMetadataResponse``."""
+    """Returns a ``ModelMetadataResponse``."""
     response = proto.message("ModelMetadataResponse")(name=found.name, versions=found.versions, platform=found.platform)
     for target, tensors in ((response.inputs, found.inputs), (response.outputs, found.outputs)):
         for tensor in tensors:
@@ -155,7 +134,7 @@ def write_metadata(found: ModelMetadata) -> Any:
 
 
 def write_statistics(target: Any, name: str, version: str, found: ModelStatistics) -> None:
-    """Fill one ``ModelStatistics`` message."""
+    """Fill one ``ModelStatistics`` message with the statistics of a version."""
     target.name, target.version = name, version
     target.last_inference = found.last_inference_ms
     target.inference_count = found.inference_count

@@ -1,4 +1,4 @@
-"""The HTTP face: REST v2 with binary tensors, health probes and metrics, on aiohttp in a thread of its own."""
+"""``HttpTransport``: REST v2 with binary tensors, health probes and metrics, on aiohttp in a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from typing import Any
 from aiohttp import web
 
 from accel.errors import UnsupportedHere, one_line
-from accel.serve import http_wire, live, metrics, model_config
-from accel.serve.access import bearer
-from accel.serve.inference import ServeError, Ticket
-from accel.serve.server import InferenceServer
-from accel.serve.tensors import invalid
-from accel.serve.tls import Tls, check_certificates
-from accel.serve.transport import TRACE_HEADERS, InferCall, InferReply
+
+from ...core.server import InferenceServer
+from ...core.transport import TRACE_HEADERS, InferCall, InferReply
+from ...models import config as model_config
+from ...protocol.inference import ServeError, Ticket
+from ...protocol.tensors import invalid
+from ...security.access import bearer
+from ...security.tls import Tls, check_certificates
+from .. import metrics
+from . import live
+from . import wire as http_wire
 
 log = logging.getLogger("accel.serve")
 
-# A body that takes longer to arrive holds a connection for nothing.
-_BODY_SECONDS = 300.0
+_BODY_SECONDS = 300.0  # the longest that a body may take to arrive
 
 
 class HttpTransport:
-    """``port`` 0 takes a free one. ``threads``: requests that can wait at once. ``shared``: as in ``GrpcTransport``."""
+    """Serves an ``InferenceServer`` over HTTP. ``port``: 0 takes a free port. ``threads``: the number of requests that
+    can wait at the same time. ``shared``: other processes listen on the same port. ``max_message``: the size of the
+    largest body in bytes."""
 
     def __init__(
         self,
@@ -51,14 +56,14 @@ class HttpTransport:
         self._runner: web.AppRunner | None = None
 
     def start(self) -> int:
-        """Listen; the port. ``UnsupportedHere`` where it is taken."""
+        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is taken."""
         self._thread.start()
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def _start(self) -> int:
         application = web.Application(client_max_size=self._max_message, middlewares=[_errors])
         self._rest.add_to(application)
-        # A client that goes away cancels its request.
+        # handler_cancellation: a client that disconnects cancels its request.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls, reuse_port=self._shared or None)
@@ -71,8 +76,8 @@ class HttpTransport:
         return int(self._runner.addresses[0][1])
 
     def renew(self, tls: Tls) -> None:
-        """Take these certificates for new connections. ``UnsupportedHere`` where they can't be used: the old stay. A CA
-        that isn't among them any more is trusted until the server ends."""
+        """Use these certificates for new connections. Raises ``UnsupportedHere``, and keeps the old certificates, if
+        the new ones can't be used. A removed client CA stays trusted until the server ends."""
         check_certificates(tls)
         if self._tls is not None:
             self._tls.load_cert_chain(tls.certificate, tls.key)
@@ -80,7 +85,7 @@ class HttpTransport:
                 self._tls.load_verify_locations(tls.client_ca)
 
     def stop(self, grace: float) -> None:
-        """Take no new calls, wait ``grace`` seconds for those under way, then cut them off."""
+        """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._end(grace), self._loop).result()
@@ -93,7 +98,7 @@ class HttpTransport:
         if self._runner is None:
             return
         if self._runner.server is not None:
-            self._runner.server.pre_shutdown()  # idle connections have nothing to wait for
+            self._runner.server.pre_shutdown()  # closes idle connections at once
             await self._runner.server.shutdown(grace)
         await self._runner.cleanup()
 
@@ -103,7 +108,7 @@ Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
-    """Errors as ``{"error": text}`` with the status of their code. (aiohttp passes ``handler`` by that name.)"""
+    """Answers an error with ``{"error": text}`` and the status of its code. aiohttp requires the name ``handler``."""
     try:
         return await handler(request)
     except ServeError as error:
@@ -121,7 +126,7 @@ async def _errors(request: web.Request, handler: Handle) -> web.StreamResponse:
 
 
 class _Rest:
-    """The routes. What may take long runs on a thread; the event loop only moves bytes."""
+    """The routes. Calls that may take long run on a thread; the event loop only moves bytes."""
 
     def __init__(self, server: InferenceServer, threads: int) -> None:
         self._server = server
@@ -170,7 +175,7 @@ class _Rest:
         return request.match_info.get("model", ""), request.match_info.get("version", "")
 
     async def _body(self, request: web.Request) -> bytes:
-        self._server.access.check(self._token(request))  # nobody else's bytes are read
+        self._server.access.check(self._token(request))  # the token is checked before the body is read
         return await asyncio.wait_for(request.read(), _BODY_SECONDS)
 
     async def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -179,7 +184,7 @@ class _Rest:
     # Health and metadata
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.json_response({"live": True})  # Triton's own is empty; KServe's client reads it
+        return web.json_response({"live": True})  # Triton's body is empty, but KServe's client reads it
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         ready = self._server.healthy()
@@ -221,7 +226,7 @@ class _Rest:
     async def infer(self, request: web.Request) -> web.Response:
         token = self._token(request)
         name, version = self._names(request)
-        self._server.access.check(token, model=name)  # before a byte of the body is read
+        self._server.access.check(token, model=name)  # the token is checked before the body is read
         body = await self._body(request)
         length = request.headers.get(http_wire.HEADER_LENGTH)
         loop = asyncio.get_running_loop()
@@ -319,7 +324,7 @@ class _Rest:
         try:
             raw = base64.b64decode(text, validate=True)
         except ValueError:
-            raise invalid("the raw_handle is no base64") from None
+            raise invalid("the raw_handle is not base64") from None
         region = request.match_info["region"]
         await self._do(self._server.register_cuda_memory, region, raw, device, size, self._token(request))
         return web.Response()
@@ -349,7 +354,7 @@ class _Rest:
 
 
 def _set(waiting: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if waiting.done():  # the client went away
+    if waiting.done():  # the client has disconnected
         return
     if error is not None:
         waiting.set_exception(error)

@@ -1,7 +1,7 @@
-"""The live page at ``/`` of the HTTP face: models, load, latency histograms and queue depth, drawn in the browser.
+"""The live page at ``/``: models, load, latency histograms and queue depth, drawn in the browser.
 
-The page itself is the same for everybody and says nothing of the server; what it shows comes from ``/live.json``, which
-wants a token as every other call does. Nothing is loaded from elsewhere.
+The page itself is the same for every server and shows nothing about this one. The page's figures come from
+``/live.json``, which asks for a token like every other call. The page loads nothing from other servers.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.serve.inference import LATENCIES_NS, ModelStatistics
+from ...protocol.inference import LATENCIES_NS, ModelStatistics
 
 if TYPE_CHECKING:
-    from accel.serve.server import InferenceServer
+    from ...core.server import InferenceServer
 
 _FIGURES = ("received", "inference_count", "execution_count", "queue_depth")
 
 
 @cache
 def page() -> str:
-    """The HTML."""
+    """Returns the HTML of the page."""
     return (Path(__file__).parent / "live.html").read_text(encoding="utf-8")
 
 
 def _policy() -> str:
-    """Only this page's own script and style are run; it may ask this server and nobody else."""
+    """Returns a Content-Security-Policy that allows the page's own script and style, and requests to this server."""
     parts = []
     for tag in ("script", "style"):
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)
@@ -56,8 +56,11 @@ HEADERS = {
 
 
 def snapshot(server: InferenceServer, token: str | None) -> dict[str, Any]:
-    """What the page draws: every model that the token is for, with its figures since it was loaded, summed over the
-    processes of the server. ``time`` is in seconds since 1970, ``latency_bounds`` in seconds."""
+    """Returns the figures that the page draws.
+
+    There is one row for each model that the token is for. The figures of a row count from the load of the model and are
+    summed over the processes of the server. ``time`` is in seconds since 1970, ``latency_bounds`` is in seconds.
+    """
     name, version, _ = server.metadata(token)
     found = {(model, number): figures for model, number, figures in server.statistics(token=token)}
     return {

@@ -1,4 +1,4 @@
-"""Between REST v2's JSON (with its binary tensor extension) and the server's own types."""
+"""Converts between the JSON of REST v2, with its binary tensor extension, and the server's own types."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 import numpy as np
 
 from accel.errors import one_line
-from accel.serve.grpc_wire import memory_slice, wanted_output
-from accel.serve.inference import DurationStatistic, ModelStatistics, Parameter
-from accel.serve.server import ModelMetadata
-from accel.serve.tensors import encode, invalid
-from accel.serve.transport import InferCall, InferReply, WireInput
+
+from ...core.server import ModelMetadata
+from ...core.transport import InferCall, InferReply, WireInput
+from ...protocol.inference import DurationStatistic, ModelStatistics, Parameter
+from ...protocol.tensors import encode, invalid
+from ..parameters import memory_slice, wanted_output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-# In JSON they would lose their meaning: numbers there are decimal.
+# Datatypes that JSON can't carry, because its numbers are decimal.
 _BINARY_ONLY = ("FP16", "BF16")
 
 
 def read_json(body: bytes | memoryview) -> dict[str, Any]:
-    """A JSON object. ``INVALID_ARGUMENT`` where it is none."""
+    """Returns the JSON object in ``body``, or an empty dict if ``body`` is empty. Raises ``ServeError``
+    INVALID_ARGUMENT if ``body`` is not a JSON object."""
     try:
         found = json.loads(bytes(body)) if body else {}
     except (ValueError, RecursionError) as error:
@@ -31,6 +33,8 @@ def read_json(body: bytes | memoryview) -> dict[str, Any]:
 
 
 def read_parameters(given: Any) -> dict[str, Parameter]:
+    """Returns the parameters in a JSON value. Raises ``ServeError`` INVALID_ARGUMENT if the value is neither None nor
+    an object of booleans, numbers and strings."""
     if given is None:
         return {}
     if not isinstance(given, dict) or not all(isinstance(v, bool | int | float | str) for v in given.values()):
@@ -39,7 +43,8 @@ def read_parameters(given: Any) -> dict[str, Parameter]:
 
 
 def read_call(model: str, version: str, body: bytes, header_length: str | None) -> InferCall:
-    """An inference request: JSON, and behind its first ``header_length`` bytes the binary tensors."""
+    """Returns the call that the body of an inference request describes. The first ``header_length`` bytes of ``body``
+    are JSON, and the binary tensors follow. Without a ``header_length``, all of ``body`` is JSON."""
     length = len(body)
     if header_length is not None:
         if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
@@ -100,7 +105,7 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
         )
     if size is not None:
         if isinstance(size, bool | float | str) or not 0 <= size <= len(rest):
-            raise invalid(f"binary_data_size of input '{name}' is {size}, {len(rest)} bytes are left")
+            raise invalid(f"binary_data_size of input '{name}' is {size}, but {len(rest)} bytes are left")
         made.raw = rest[:size]
         return made, size
     if "data" in row:
@@ -111,7 +116,7 @@ def _input(row: dict[str, Any], rest: memoryview) -> tuple[WireInput, int]:
 
 
 def _flat(name: str, kind: str, data: Any) -> Any:
-    """The values of a list that may be nested, row-major."""
+    """Returns the values of a list that may be nested, in row-major order."""
     if not isinstance(data, list):
         data = [data]
     if kind == "BYTES":
@@ -132,18 +137,18 @@ def _strings(name: str, data: list[Any], depth: int) -> list[str]:
         elif isinstance(value, str):
             found.append(value)
         else:
-            raise invalid(f"input '{name}' is BYTES, its data has to be strings")
+            raise invalid(f"input '{name}' is BYTES, so its data has to be strings")
     return found
 
 
 def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memoryview], int | None]:
-    """The parts of the body, and the length of its JSON where binary tensors follow it."""
+    """Returns the parts of the body, and the length of its JSON, or None if no binary tensors follow the JSON."""
     asked = {output.name: output.parameters.get("binary_data", False) for output in call.outputs or ()}
     rows: list[dict[str, Any]] = []
     blobs: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        # What went to shared memory comes without parameters: Triton's clients in C++ take any for those of a blob.
+        # An output in shared memory has no parameters: Triton's C++ clients would take them for those of binary data.
         if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}
@@ -171,6 +176,8 @@ def _values(array: np.ndarray, kind: str) -> list[Any]:
 
 
 def metadata_json(found: ModelMetadata) -> dict[str, Any]:
+    """Returns a model's metadata as Triton writes it over HTTP."""
+
     def rows(tensors: Any) -> list[dict[str, Any]]:
         return [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
 
@@ -184,7 +191,7 @@ def metadata_json(found: ModelMetadata) -> dict[str, Any]:
 
 
 def statistics_json(name: str, version: str, found: ModelStatistics) -> dict[str, Any]:
-    """One model's statistics as Triton's HTTP face writes them."""
+    """Returns a model's statistics as Triton writes them over HTTP."""
 
     def duration(value: DurationStatistic) -> dict[str, int]:
         return {"count": value.count, "ns": value.ns}

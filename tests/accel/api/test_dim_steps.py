@@ -1,4 +1,4 @@
-"""Dims of which a model takes multiples only: a net that halves an image twice and puts it together again."""
+"""Dims whose sizes have to be multiples of a step, on a net that halves an image twice and joins the parts again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 import accel
 from accel.api.reproduce import reproduce
 from accel.artifact import Artifact, manifest_path
-from accel.converters.preprocess import PreprocessConfig
+from accel.converters.graph.preprocess import PreprocessConfig
 from accel.errors import BadData, BadFeeds, BadInputSpec, BadSource
+from accel.proof import reproduce as remaking
+from accel.proof.data import Dataset
 from accel.runtimes.base import open_session
-from accel.serve.inference import Code, ServeError
-from accel.serve.repository import Repository
-from accel.serve.server import InferenceServer
-from accel.serve.transport import InferCall, WireInput
+from accel.serve.core.server import InferenceServer
+from accel.serve.core.transport import InferCall, WireInput
+from accel.serve.models.repository import Repository
+from accel.serve.protocol.inference import Code, ServeError
 from accel.signature import DimRange
-from accel.sources import open_source
 from accel.sources.python_object import load_object
-from accel.verify import reproduce as remaking
-from accel.verify.data import Dataset
+from accel.sources.source import Source
 
 UNET = """
 import torch
@@ -77,8 +77,8 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a size between the multiples is tried on the way, if the first exporter can't take a step, if a case of
-    the gates is no multiple, or if the file is wrong at one that no gate ran."""
+    """Fails if the export tries a size between the multiples, falls back from the first exporter, or gates another size
+    than a multiple, or if the ONNX file is wrong at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -105,21 +105,22 @@ def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path:
 
 
 def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if what it is traced with, two dims of one usual size being told apart, is no multiple."""
-    from accel.converters import onnx_from_torch as stage
-    from accel.converters import torch_exporters
+    """Fails if the older exporter traces at a size that isn't a multiple of the step. The older exporter gives two dims
+    of one usual size different sizes, to tell them apart."""
+    from accel.converters.from_torch import exporters as torch_exporters
+    from accel.converters.from_torch import onnx_from_torch as stage
 
     dims = {"height": (16, 32, 64, 4), "width": (16, 32, 64, 4)}
     seen: list[tuple[int, ...]] = []
     real = torch_exporters.example
     monkeypatch.setattr(torch_exporters, "example", lambda src: seen.append(real(src)[0].shape) or real(src))
-    src = open_source(source, inputs=[IMAGE], dims=dims)
+    src = Source(source, inputs=[IMAGE], dims=dims).open()
     stage.onnx_from_torch(src, stage.OnnxFromTorchConfig(ladder=("legacy",)), tmp_path / "m.onnx")
     assert seen == [(2, 3, 32, 36)]
 
 
 def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a size between the multiples reaches a runtime, or the sentence doesn't say which ones there are."""
+    """Fails if a size between the multiples reaches a runtime, or if the error doesn't name the sizes that work."""
     with accel.load(unet.path) as session:
         with pytest.raises(BadFeeds, match="'height' is 33, the model takes multiples of 4; pad or cut it to 32 or 36"):
             session.run({"x": np.zeros((1, 3, 33, 16), np.float32)})
@@ -147,25 +148,25 @@ def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> No
     ],
 )
 def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path, text: str, words: str) -> None:
-    """Fails if a wrong step is taken, or refused without the numbers that are right."""
+    """Fails if a wrong step is accepted, or refused without the correct numbers."""
     ran = cli("export", source, "--input", IMAGE, "--dim", text, "-o", tmp_path / "m.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1)
     assert words in ran.stderr
 
 
 def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a net that fails at a size of accel's own making is refused without the --dim that is right: a factory,
-    and an ONNX file from elsewhere."""
-    fix = r"; it runs at multiples of 4: pass --dim height={0} --dim width={0}$"
+    """Fails if a factory or a foreign ONNX file fails at a size that accel chose itself, and the error doesn't say
+    which --dim to pass."""
+    fix = r"; it runs at multiples of 4: pass dims={{'height': '{0}', 'width': '{0}'}}$"
     with pytest.raises(BadSource, match=r"fails in PyTorch on .*" + fix.format("16:32:64:4")):
-        open_source(source, inputs=[IMAGE], dims={"height": (16, 32, 64), "width": (16, 32, 64)})
-    with pytest.raises(BadSource, match=r"it runs at multiples of 4: pass --dim height=16:32:64:4$"):
-        open_source(source, inputs=["x:float32[batch,3,height,32]"], dims={"height": (15, 33, 66)})
+        Source(source, inputs=[IMAGE], dims={"height": (16, 32, 64), "width": (16, 32, 64)}).open()
+    with pytest.raises(BadSource, match=r"it runs at multiples of 4: pass dims={'height': '16:32:64:4'}$"):
+        Source(source, inputs=["x:float32[batch,3,height,32]"], dims={"height": (15, 33, 66)}).open()
     foreign = shutil.copy(unet.path, tmp_path / "foreign.onnx")
     with pytest.raises(BadInputSpec, match=r"foreign.onnx fails at .*" + fix.format("4:16:64:4")):
         accel.optimize(foreign, target="ort-cpu", out=tmp_path / "out")
     dims = {"height": (17, 33, 65), "width": (16, 32, 64)}
-    with pytest.raises(accel.AccelError, match=r"doesn't run on x .*height=20:32:64:4"):
+    with pytest.raises(accel.AccelError, match=r"doesn't run on x .*'height': '20:32:64:4'"):
         accel.export(foreign, dims=dims, out=tmp_path / "again.onnx")
     dims = {"height": (16, 32, 64, 4), "width": (16, 32, 64, 4)}
     made = accel.export(foreign, dims=dims, out=tmp_path / "again.onnx")
@@ -173,16 +174,17 @@ def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) 
 
 
 def test_a_net_that_only_takes_large_images(tmp_path: Path) -> None:
-    """Fails if a net that needs no step is said to need one, since multiples of large numbers are large enough."""
+    """Fails if the error tells the user to pass a step for a net that only needs larger images. The net
+    also runs at multiples of a large step, because large multiples are large enough."""
     path = tmp_path / "wide.py"
     path.write_text("import torch\n\ndef make():\n    return torch.nn.Conv2d(3, 2, 20)\n")
-    with pytest.raises(BadSource, match=r"correct --input or --dim$"):
-        open_source(f"{path}:make", inputs=[IMAGE])
+    with pytest.raises(BadSource, match=r"correct inputs= or dims=$"):
+        Source(f"{path}:make", inputs=[IMAGE]).open()
 
 
 def test_optimize_keeps_the_step(cli: Any, unet: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a candidate is made, gated or measured at another size, or if the result forgets the step, which a
-    narrower --dim doesn't say again."""
+    """Fails if `accel optimize` makes, gates or measures a candidate at a size between the multiples, or if the result
+    loses the step when --dim narrows the range without repeating the step."""
     monkeypatch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.2)
     words = ["--target", "ort-cpu", "--precision", "fp32", "--fixed-session", "--rounds", "5"]
     ran = cli("optimize", unet.path, *words, "--dim", "height=16:24:32", "-o", tmp_path / "out", "--json", "-q")
@@ -191,29 +193,31 @@ def test_optimize_keeps_the_step(cli: Any, unet: Artifact, tmp_path: Path, monke
         dims = session.signature.dims
     assert (dims["height"].step, dims["width"].step) == (4, 8)
     assert "x [1, 3, 24, 24]" in json.loads(ran.stdout)["notes"][0]
-    assert accel.compare(unet.path, tmp_path / "out").passed
+    assert accel.verify(unet.path, tmp_path / "out").passed
 
 
 def test_two_models_in_different_steps(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if two forms of a model are compared at sizes that only one of them takes."""
+    """Fails if `accel verify` or `accel bench` compares two models at sizes that only one of them accepts."""
     dims = {"height": (24, 36, 60, 12), "width": (24, 24, 96, 24)}
     other = accel.export(unet.path, dims=dims, out=tmp_path / "m.onnx")
-    found = accel.compare(unet.path, other.path)
+    found = accel.verify(unet.path, other.path)
     assert found.passed
     sizes = [dict(part.split("=") for part in case.split(", ")) for case in found.cases]
     assert {int(size["height"]) for size in sizes} == {24, 36, 60}
     assert {int(size["width"]) for size in sizes} == {24, 48}
 
 
+@pytest.mark.proof
 def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a .pt2 whose dims are 4 * Dim(...) is run at another size, or if one that accel wrote says nothing."""
+    """Fails if a .pt2 with dims like 4 * Dim(...) runs at a size between the multiples, or if a .pt2 that accel wrote
+    doesn't declare its step."""
     factory = load_object(source, "factory")[1]
     batch, columns = torch.export.Dim("batch", max=16), torch.export.Dim("columns")
     rows = torch.export.Dim("rows", min=2, max=24)
     shapes = {"x": {0: batch, 2: 4 * rows, 3: 8 * columns}}
     program = torch.export.export(factory().eval(), (torch.ones(2, 3, 32, 24),), dynamic_shapes=shapes)
     torch.export.save(program, tmp_path / "mine.pt2")
-    found = open_source(tmp_path / "mine.pt2")
+    found = Source(tmp_path / "mine.pt2").open()
     _, _, height, width = found.signature.inputs[0].shape
     assert found.signature.dims[height] == DimRange(8, 32, 96, 4)
     assert found.signature.dims[width].step == 8
@@ -223,7 +227,7 @@ def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_pat
     accel.export(unet.path, to="torch", out=tmp_path / "torch")
     written = tmp_path / "torch" / "model.pt2"
     manifest_path(written).unlink()
-    again = open_source(written)
+    again = Source(written).open()
     steps = [again.signature.dims[dim].step for dim in again.signature.inputs[0].shape if isinstance(dim, str)]
     assert steps == [1, 4, 8]
     x = np.random.default_rng(1).standard_normal((2, 3, 20, 32)).astype(np.float32)
@@ -235,7 +239,8 @@ def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_pat
 
 
 def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a request of a size between the multiples is run, or its client isn't told which ones there are."""
+    """Fails if the server runs a request at a size between the multiples, or doesn't tell the client which sizes
+    work."""
     (tmp_path / "unet" / "1").mkdir(parents=True)
     unet.copy_to(tmp_path / "unet" / "1" / "model.onnx")
     repository = Repository(tmp_path, mode="explicit", startup=["*"])
@@ -260,8 +265,8 @@ def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Pat
 
 
 def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if pixels that are resized have to come in the steps of what takes them, or if they are resized to a size
-    that the net doesn't take."""
+    """Fails if images that preprocessing resizes have to come in multiples of the step, or if preprocessing resizes
+    them to a size that the net doesn't accept."""
     with pytest.raises(BadInputSpec, match="'height' can't be 30: it goes in steps of 4; take 28 or 32"):
         accel.export(unet.path, preprocess=PreprocessConfig(resize=(30, 32)), out=tmp_path / "p.onnx")
     made = accel.export(unet.path, preprocess=PreprocessConfig(resize=(32, 32)), out=tmp_path / "p.onnx")
@@ -270,7 +275,8 @@ def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path
 
 
 def test_what_goes_in_steps_is_made_again(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a source is opened at sizes that it doesn't take, or if ranges that were options of a stage are lost."""
+    """Fails if `accel reproduce` opens a source at sizes that the source doesn't accept, or loses ranges that were
+    options of a stage."""
     assert unet.manifest is not None
     assert remaking._source(unet.manifest).signature.dims["height"] == DimRange(16, 32, 64, 4)
     foreign = shutil.copy(unet.path, tmp_path / "foreign.onnx")

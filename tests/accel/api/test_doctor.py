@@ -1,4 +1,4 @@
-"""accel doctor: what is there, what isn't, and the line that brings it."""
+"""accel doctor: lists the parts that are installed, the parts that are missing, and the command that installs each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from accel.api.doctor import doctor
-from accel.converters.saved_model_from_onnx import ONNX2TF
-from accel.target import TARGETS
+from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
+from accel.tables.target import TARGETS
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
-# An extra of others, and what the tests of accel itself need.
-NOT_PARTS = {"all-cpu", "dev"}
+# These extras combine other extras, or bring packages for accel's own development.
+NOT_PARTS = {"all-cpu", "demo", "dev", "docs"}
 
 
 def plain(name: str) -> str:
@@ -32,8 +32,8 @@ def parts() -> dict[str, dict[str, Any]]:
 
 
 def test_every_dependency_of_every_extra_has_its_row() -> None:
-    """Fails if an extra of pyproject.toml, or one of its dependencies on this machine, is not in the list, is listed
-    under an extra that doesn't bring it, or if onnx2tf or one of its companions isn't there."""
+    """Fails if the list lacks an extra of pyproject.toml or a dependency that this machine has, puts a dependency under
+    the wrong extra, or lacks onnx2tf or one of its companions."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     rows = parts()
     named = {}
@@ -54,8 +54,8 @@ def test_every_dependency_of_every_extra_has_its_row() -> None:
 
 
 def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a part that isn't there, or one whose files are gone though pip has it, comes without its install line,
-    or if one that works comes with one."""
+    """Fails if a missing part, or a part whose files are gone although pip lists it, has no install command, or if a
+    working part has one."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
     found = parts()
@@ -75,8 +75,8 @@ def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_command(cli: Any) -> None:
-    """Fails if --json is anything but one object with the parts, every target and the machine, or if the table leaves
-    a part out."""
+    """Fails if --json prints anything but one object with the parts, every target and the machine, or if the table
+    leaves out a part."""
     ran = cli("doctor", "--json")
     assert ran.code == 0, ran.stderr
     assert len(ran.stdout.splitlines()) == 1
@@ -93,8 +93,8 @@ def test_the_command(cli: Any) -> None:
 
 
 def test_the_line_of_onnx2tf_is_its_file() -> None:
-    """Fails if what accel tells users to install isn't what the suite installs, version by version: a wheel hasn't got
-    the file, so the line is in the code as well."""
+    """Fails if accel tells users to install other versions for onnx2tf than the suite installs. The versions stand in
+    the code too, because a wheel doesn't contain the requirements file."""
     lines = (ROOT / "onnx2tf.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
     words = ONNX2TF.split()

@@ -1,4 +1,4 @@
-"""accel export: the ladder, the opset, dynamic dims by name, the exact commands."""
+"""accel export: the ladder of exporters, the opset, named dynamic dims, and the documented commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 import accel
 from accel.artifact import Artifact, manifest_path
-from accel.converters import onnx_from_torch as stage
+from accel.converters.from_torch import onnx_from_torch as stage
 from accel.errors import ExportFailed, UsageError
 
 SPEC = "x:float32[batch,3,32,32]"
 
 
 def test_the_command_of_the_readme(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if a factory in a file with one --input isn't exported with a batch that is dynamic by name."""
+    """Fails if a factory in a file with one --input isn't exported with a dynamic, named batch."""
     out = tmp_path / "my.onnx"
     ran = cli("export", f"{my_model}:make", "--input", SPEC, "-o", out, "--json")
     assert ran.code == 0, ran.stderr
@@ -34,7 +34,8 @@ def test_the_command_of_the_readme(cli: Any, my_model: Path, tmp_path: Path) -> 
 
 
 def test_three_lines_of_python(my_model: Path, tmp_path: Path) -> None:
-    """Fails if the Python API needs more than the command, or if the loaded model differs from PyTorch at any batch."""
+    """Fails if the Python API needs more arguments than the command, or if the loaded model differs from PyTorch at any
+    batch."""
     artifact = accel.export(
         f"{my_model}:make", inputs={"x": ("float32", ("batch", 3, 32, 32))}, out=tmp_path / "my.onnx"
     )
@@ -61,8 +62,8 @@ class Net(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["traced", "scripted", "exported"])
 def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
-    """Fails if a whole TorchScript file, or an exported program that torch.export.save wrote, doesn't become ONNX by
-    the plain command with its batch dynamic, or if the ONNX computes something else than the module it was made of."""
+    """Fails if `accel export FILE` can't export a whole TorchScript file or a program of torch.export.save, fixes the
+    batch, or changes the outputs."""
     net, x = Net().eval(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     path, words = tmp_path / "net.pt", ["--input", "x:float32[batch,6]"]
     net.branches = kind == "scripted"
@@ -80,14 +81,14 @@ def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
     assert body["signature"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 6]}]
     assert all(gate["passed"] for gate in body["gates"])
     with accel.load(tmp_path / "net.onnx") as session, torch.inference_mode():
-        for scale in (1, -4):  # a script takes both ways of its branch
+        for scale in (1, -4):  # the script takes both ways of its branch
             (found,) = session.run({"x": x.numpy() * scale}).values()
             np.testing.assert_allclose(found, net(x * scale).numpy(), atol=1e-6)
 
 
 def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
-    """Fails if what save_pretrained wrote doesn't become ONNX by the plain command with batch and sequence dynamic, or
-    if the ONNX computes something else than the model of transformers, with a mask that hides the end."""
+    """Fails if `accel export FOLDER` can't export a folder of save_pretrained, fixes its batch or sequence, or changes
+    its outputs under a mask that hides the end."""
     import transformers
 
     torch.manual_seed(0)
@@ -113,21 +114,23 @@ def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opset", [17, 18, 20, 21])
 def test_the_opset_asked_for_is_the_opset_given(my_model: Path, tmp_path: Path, opset: int) -> None:
-    """Fails if the file has another opset than asked for: exporters change it and only log that."""
+    """Fails if the file has another opset than the user asked for. Exporters may change the opset and only log the
+    change."""
     made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx", opset=opset)
     assert made.properties["opset"] == opset
     assert {o.domain: o.version for o in onnx.load(str(made.path)).opset_import}[""] == opset
 
 
 def test_opsets_that_nothing_can_export(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if an impossible opset is not refused with the range that works."""
+    """Fails if an impossible opset isn't refused with the range that works."""
     ran = cli("export", f"{my_model}:make", "--input", SPEC, "--opset", "7", "-o", tmp_path / "my.onnx")
     assert ran.code == 2
     assert "--opset 13 to" in ran.stderr
 
 
 def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a rung that gives a wrong model is taken, or if the manifest doesn't say why it was not."""
+    """Fails if the ladder accepts an exporter whose model is wrong, or if the manifest doesn't say why that exporter
+    was refused."""
     right = stage._RUNGS["legacy"]
 
     def wrong(src: Artifact, opset: int, out: Path) -> None:
@@ -147,7 +150,8 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:
-    """Fails if a model that no exporter can do gives a traceback, or doesn't say what each of them said."""
+    """Fails if a model that no exporter can export ends in a traceback, or if the error leaves out the reason of an
+    exporter."""
     source = tmp_path / "odd.py"
     source.write_text(
         "import torch\n"
@@ -197,11 +201,11 @@ def window():
 def test_a_dim_that_goes_farther_than_the_model(
     factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
 ) -> None:
-    """Fails if somebody whose dim reaches beyond a table of positions, or below a convolution's window, is told to fix
-    its size instead of how far it may go, or if that range isn't the largest one that works."""
+    """Fails if a dim reaches beyond a table of positions, or below a convolution's window, and the error says to fix
+    the size instead of naming the largest range that works."""
 
     def broken(*_: Any) -> None:
-        raise RuntimeError("not this one")  # the older exporter is enough here, and quicker
+        raise RuntimeError("not this one")  # the older exporter suffices here and is faster
 
     monkeypatch.setitem(stage._RUNGS, "dynamo", broken)
     (tmp_path / "limited.py").write_text(LIMITED)
@@ -218,7 +222,7 @@ def test_a_dim_that_goes_farther_than_the_model(
 
 
 def test_an_output_named_like_something_inside(tmp_path: Path) -> None:
-    """Fails if a model whose output has the name of an inner value (`embedding`) can't be exported."""
+    """Fails if a model can't be exported because its output has the name of an inner value (`embedding`)."""
     source = tmp_path / "named.py"
     source.write_text(
         "import torch, accel\n"
@@ -238,7 +242,7 @@ def test_an_output_named_like_something_inside(tmp_path: Path) -> None:
 
 
 def test_a_second_export_does_no_work(my_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if an exporter runs again for an identical export."""
+    """Fails if an identical export runs an exporter again."""
     accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "a.onnx")
 
     def never(*_: object) -> None:
@@ -254,7 +258,7 @@ def test_a_second_export_does_no_work(my_model: Path, tmp_path: Path, monkeypatc
 
 
 def test_earlier_results_survive_a_failure(my_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if an export that fails damages what an earlier one wrote."""
+    """Fails if a failed export damages the files of an earlier export."""
     out = tmp_path / "my.onnx"
     accel.export(f"{my_model}:make", inputs=[SPEC], out=out)
     before = out.read_bytes(), manifest_path(out).read_bytes()
@@ -266,7 +270,8 @@ def test_earlier_results_survive_a_failure(my_model: Path, tmp_path: Path, monke
 
 
 def test_minilm(minilm: Artifact) -> None:
-    """Fails if the real text model loses its dynamic batch or length, or is further than 1e-5 from PyTorch."""
+    """Fails if the exported all-MiniLM-L6-v2 loses its dynamic batch or length, or differs from PyTorch by more than
+    1e-5."""
     assert [s.shape for s in minilm.signature.inputs] == [("batch", "sequence")] * 2
     worst = max(g["value"] for record in minilm.history for g in record["gates"])
     assert worst < 1e-5
@@ -274,7 +279,7 @@ def test_minilm(minilm: Artifact) -> None:
 
 
 def test_half_precision_sources(tmp_path: Path) -> None:
-    """Fails if a bfloat16 module is exported with float32 weights, or can't be compared."""
+    """Fails if a bfloat16 module is exported with float32 weights, or if its outputs can't be compared."""
     source = tmp_path / "half.py"
     source.write_text(
         "import torch\n"
@@ -288,19 +293,19 @@ def test_half_precision_sources(tmp_path: Path) -> None:
 
 
 def test_out_has_to_be_onnx(my_model: Path, tmp_path: Path) -> None:
-    """Fails if a name that nothing could open later is accepted."""
+    """Fails if -o accepts a file name that accel couldn't open later."""
     with pytest.raises(UsageError, match=r"has to end in \.onnx"):
         accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.model")
 
 
 def test_a_file_that_is_onnx_already(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if exporting an ONNX file does anything but say what to do instead."""
+    """Fails if the export of an ONNX file doesn't raise an error that names the command to use instead."""
     with pytest.raises(UsageError, match="accel optimize"):
         accel.export(digits.path, out=tmp_path / "again.onnx")
 
 
 def test_numbers_of_a_state_dict_reach_the_file(digits: Artifact, digits_weights: Path) -> None:
-    """Fails if the weights that were given are not the ones in the ONNX file (the factory's own are random)."""
+    """Fails if the ONNX file holds the factory's own random weights instead of the weights that were passed."""
     from safetensors.torch import load_file
 
     wanted = load_file(str(digits_weights))["12.weight"]

@@ -1,4 +1,5 @@
-"""ONNX files that say too little of what they take, and other things that users have: it works, or one sentence."""
+"""ONNX files that declare too little about their inputs, and other files of users: each works or ends in one
+sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from accel.errors import BadInputSpec, BadSource
 
 @pytest.fixture
 def choosy(tmp_path: Path) -> Path:
-    """Takes windows of 20 samples or more (its convolution is that wide) and a rate that indexes a table of 3 rows."""
+    """Makes a model that takes windows of 20 samples or more (its convolution is that wide) and a rate that indexes a
+    table of 3 rows."""
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
         helper.make_node("ReduceMean", ["c", "axes"], ["m"], name="mean", keepdims=0),
@@ -42,13 +44,15 @@ def choosy(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path: Path) -> None:
-    """Fails if sizes that nobody declared end in a candidate's row, or in the runtime's own words alone."""
+    """Fails if a model that can't run at the sizes that accel guessed ends in a candidate's row or in the runtime's own
+    message, instead of an error that asks for the sizes."""
     with pytest.raises(BadInputSpec, match=r"choosy.onnx fails at .*samples.*--dim NAME=MIN:OPT:MAX"):
         accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out")
 
 
+@pytest.mark.proof
 def test_declared_sizes_and_values_are_used(choosy: Path, tmp_path: Path) -> None:
-    """Fails if --input's values don't reach the inputs that gates and benchmarks make: rate 2 is the only one."""
+    """Fails if gates and benchmarks ignore the values that --input gives. The only rate that works is 2."""
     result = accel.optimize(
         choosy,
         target="ort-cpu",
@@ -75,8 +79,9 @@ def test_what_contradicts_the_file_is_refused(given: str, words: str, choosy: Pa
         accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out", inputs=[given])
 
 
+@pytest.mark.proof
 def test_a_factory_that_prints_does_not_break_json(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if what the user's code prints is part of stdout: the one JSON object could not be read."""
+    """Fails if output that the user's code prints gets into stdout, where it would break the JSON object."""
     my_model.write_text(my_model.read_text().replace("def make():", "def make():\n    print('loading weights')"))
     ran = cli("export", f"{my_model}:make", "--input", "x:float32[batch,3,8,8]", "-o", tmp_path / "m.onnx", "--json")
     assert ran.code == 0
@@ -85,15 +90,16 @@ def test_a_factory_that_prints_does_not_break_json(cli: Any, my_model: Path, tmp
 
 
 def test_a_file_of_an_unknown_ending(tmp_path: Path) -> None:
-    """Fails if a file that is there is said to be none."""
+    """Fails if the error for a file of unknown ending says that the file doesn't exist."""
     path = tmp_path / "weights.model"
     path.write_bytes(b"PK")
-    with pytest.raises(BadSource, match="doesn't know by its ending"):
+    with pytest.raises(BadSource, match=r"the ending of .* is unknown"):
         accel.export(path, out=tmp_path / "m.onnx")
 
 
 def test_a_bf16_file_that_no_cpu_runs_becomes_an_engine(tmp_path: Path) -> None:
-    """Fails if a right bf16 file is refused for a GPU that has bf16, since ONNX Runtime has no such CPU kernels."""
+    """Fails if a correct bf16 file is refused for a GPU that supports bf16, because ONNX Runtime has no such CPU
+    kernels."""
     import ml_dtypes
 
     weight = np.random.default_rng(0).standard_normal((16, 8)).astype(ml_dtypes.bfloat16)

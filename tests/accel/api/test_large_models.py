@@ -1,4 +1,4 @@
-"""Models whose weights lie beside them: every stage works on them piece by piece, also beyond the 2 GB of protobuf."""
+"""Models with external weights: every stage works on the weights tensor by tensor, also beyond protobuf's 2 GB."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from onnx import TensorProto, helper, numpy_helper
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import Child, run_in_child
-from accel.converters import onnx_from_onnx, onnx_write, quantize_ort
-from accel.converters.cast import CastConfig, cast
-from accel.converters.fit_tensorrt import FitTensorRtConfig
-from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
-from accel.converters.onnx_from_torch import OnnxFromTorchConfig
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig, Task, make_task, quantize, run_task
-from accel.converters.quantize_smooth import smooth
-from accel.converters.simplify import SimplifyConfig, run_onnxsim
+from accel.converters.cast.stage import CastConfig, cast
+from accel.converters.from_torch.onnx_from_torch import OnnxFromTorchConfig
+from accel.converters.graph import onnx_from_onnx
+from accel.converters.graph import write as onnx_write
+from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
+from accel.converters.graph.simplify import SimplifyConfig, run_onnxsim
+from accel.converters.quantize import ort as quantize_ort
+from accel.converters.quantize.smooth import smooth
+from accel.converters.quantize.stage import QuantizeConfig, Task, make_task, quantize, run_task
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.converters.to_tensorrt.fit import FitTensorRtConfig
+from accel.proof import gates
+from accel.proof.gates import OutputGate
 from accel.runtimes import onnx_rounded
 from accel.runtimes.onnx_rounded import RoundedModel
-from accel.sources import onnx_weights, open_source
-from accel.sources.onnx_file import external_files, open_onnx, read_proto
-from accel.sources.onnx_weights import detached_bytes, read_detached, weight_array
+from accel.sources.onnx import weights as onnx_weights
+from accel.sources.onnx.file import external_files, open_onnx, read_proto
+from accel.sources.onnx.weights import detached_bytes, read_detached, weight_array
+from accel.sources.source import Source
 from accel.stage import run_stage
-from accel.verify import gates
-from accel.verify.gates import OutputGate
 
 
 def chain(folder: Path, width: int, layers: int) -> Path:
-    """``layers`` square MatMuls, each behind a Relu, with their weights in a file of their own; an Identity to simplify
-    away."""
+    """Writes ``layers`` square MatMuls, each followed by a Relu, with the weights in a file of their own, and an
+    Identity that simplify can remove."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     block = (rng.standard_normal((width, width)) * np.sqrt(2 / width)).astype(np.float32)
@@ -71,7 +74,7 @@ def chain(folder: Path, width: int, layers: int) -> Path:
 
 @pytest.fixture
 def detached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a megabyte counts as much."""
+    """Makes accel call weights large from a quarter of a megabyte on."""
     monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 1 << 18)
 
 
@@ -81,7 +84,7 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Fails if a tensor is read from elsewhere in the file, or a model that is run comes out different."""
+    """Fails if a detached tensor is read from the wrong place in the file, or if the model computes something else."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4
@@ -96,7 +99,7 @@ def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
 def test_a_cast_of_detached_weights_is_the_same_cast(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if weights that are rounded while they are copied differ in a bit from those rounded in memory."""
+    """Fails if weights that are rounded during the copy differ in a bit from weights rounded in memory."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = CastConfig(precision=precision)
     whole = cast(src, config, tmp_path / "whole.onnx")
@@ -108,7 +111,7 @@ def test_a_cast_of_detached_weights_is_the_same_cast(
 
 @pytest.mark.usefixtures("detached")
 def test_simplify_without_the_weights(tmp_path: Path) -> None:
-    """Fails if onnxsim is handed the weights, if it loses one, or if they are inputs of what comes out."""
+    """Fails if onnxsim gets the weights, or if the simplified model loses a weight or has one as an input."""
     path = chain(tmp_path / "m", 256, 3)
     run_onnxsim(path, tmp_path / "light.onnx", [], light=True)
     light = read_proto(tmp_path / "light.onnx")
@@ -124,19 +127,19 @@ def test_simplify_without_the_weights(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("detached")
 def test_smoothing_detached_weights(tmp_path: Path) -> None:
-    """Fails if the scaled weights are written to the file that they came from, or not at all."""
+    """Fails if smoothing writes the scaled weights into the source's file, or doesn't write them at all."""
     path = chain(tmp_path / "m", 256, 2)
     before = weights_of(path)
     model = read_detached(path)
     feeds = {"x": np.random.default_rng(1).standard_normal((4, 256)).astype(np.float32)}
     wanted = RoundedModel(model).run(feeds)["y"]
-    assert smooth(model, ("MatMul",), set(), lambda skip: iter([feeds][skip:]), 0.5) == 1  # not of the input
+    assert smooth(model, ("MatMul",), set(), lambda skip: iter([feeds][skip:]), 0.5) == 1  # no samples of the input
     np.testing.assert_allclose(RoundedModel(model).run(feeds)["y"], wanted, rtol=1e-3, atol=1e-3)
     assert all(np.array_equal(value, before[name]) for name, value in weights_of(path).items())
 
 
 def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the reference is still loaded when the candidate is, or is compared with itself."""
+    """Fails if a gate still holds the reference when it loads the candidate, or compares the candidate with itself."""
     src = open_onnx(chain(tmp_path / "m", 64, 2), probe=False)
     made = quantize(src, QuantizeConfig(mode="int8-weights", smallest=1, block_size=16), tmp_path / "q.onnx")
     open_now: list[str] = []
@@ -163,14 +166,15 @@ def dynamic_of_a_large_one(task: Task) -> Any:
     return quantize_ort.run_dynamic(task)
 
 
+@pytest.mark.proof
 def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
-    """Fails if a node or a number is another one where the shapes are inferred without a copy of the weights."""
+    """Fails if inferring shapes without a copy of the weights changes a node or a number of the dynamic form."""
     model = onnx.load(str(chain(tmp_path / "m", 64, 3)))
     model.graph.node[0].op_type = "Gemm"
     onnx.save(model, str(tmp_path / "gemm.onnx"))
     src = open_onnx(tmp_path / "gemm.onnx", probe=False)
     found = []
-    for function in ("accel.converters.quantize_ort:run_dynamic", "test_large_models:dynamic_of_a_large_one"):
+    for function in ("accel.converters.quantize.ort:run_dynamic", f"{__name__}:dynamic_of_a_large_one"):
         folder = tmp_path / function.rpartition(":")[2]
         folder.mkdir()
         model = read_detached(src.path)
@@ -185,7 +189,7 @@ def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every model is too large for one file, and every weight for memory."""
+    """Sets the limits so that every model is too large for one file, and every weight too large for memory."""
     monkeypatch.setattr(onnx_write, "SINGLE_FILE_BYTES", 0)
     monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 0)
 
@@ -206,10 +210,10 @@ def large():
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 @pytest.mark.usefixtures("apart")
 def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path) -> None:
-    """Fails if PyTorch's exporter is asked for one file of any size, if its own files of weights are left beside the
-    model, or if those that the model needs are not part of it."""
+    """Fails if PyTorch's exporter writes one file whatever its size, if the exporter's own weight files stay beside the
+    model, or if the artifact leaves out the weight files that the model needs."""
     (tmp_path / "net.py").write_text(LINEAR)
-    src = open_source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"])
+    src = Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"]).open()
     cache = StageCache(tmp_path / "cache")
     made = run_stage("onnx_from_torch", src, OnnxFromTorchConfig(ladder=(rung,)), cache=cache)
     assert len(made.companions) == 1
@@ -220,8 +224,8 @@ def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path
 
 @pytest.mark.usefixtures("apart")
 def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the weights of a rung that wasn't right stay beside the model of the next one."""
-    from accel.converters import onnx_from_torch as stage
+    """Fails if the weights of a refused exporter stay beside the model of the next exporter."""
+    from accel.converters.from_torch import onnx_from_torch as stage
 
     right = stage._RUNGS["dynamo"]
 
@@ -238,7 +242,7 @@ def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch:
 
     monkeypatch.setitem(stage._RUNGS, "dynamo", wrong)
     (tmp_path / "net.py").write_text(LINEAR)
-    src = open_source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"])
+    src = Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"]).open()
     made = run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), cache=StageCache(tmp_path / "cache"))
     assert "its outputs are off" in made.history[-1]["notes"]["refused"]["dynamo"]
     assert {path.name for path in made.path.parent.glob("*.weights")} == set(made.companions)
@@ -246,7 +250,7 @@ def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("apart")
 def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if onnx's converter or ONNX Runtime are handed the weights in one message, or if one of them is lost."""
+    """Fails if onnx's converter or ONNX Runtime gets all weights in one message, or if a weight is lost."""
     from onnx import version_converter
 
     plain, given = version_converter.convert_version, []
@@ -256,7 +260,7 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
         return plain(model, opset)
 
     monkeypatch.setattr(version_converter, "convert_version", convert)
-    # In this process, where the limits are small.
+    # Runs in this process, because the limits are small only here.
     monkeypatch.setattr(onnx_from_onnx, "run_in_child", lambda _, **words: onnx_from_onnx.run_conversion(**words))
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     made = made_by("onnx_from_onnx", src, OnnxFromOnnxConfig(opset=19), tmp_path / "cache")
@@ -270,10 +274,12 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
 
 
 def nncf_of_a_large_one(task: Task) -> Any:
-    """``run_nncf`` or ``run_compressed``, in a child process; how many bytes NNCF was handed at most."""
+    """Runs ``run_nncf`` or ``run_compressed`` in a child process; returns the largest number of bytes that NNCF got at
+    once."""
     import nncf
 
-    from accel.converters import quantize_nncf, quantize_weights
+    from accel.converters.quantize import nncf as quantize_nncf
+    from accel.converters.quantize import weights as quantize_weights
 
     onnx_write.SINGLE_FILE_BYTES = onnx_weights.DETACHED_BYTES = 0
     given: list[int] = []
@@ -291,11 +297,12 @@ def nncf_of_a_large_one(task: Task) -> Any:
     return max(given)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mode", ["static", "int8-weights"])
 def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if NNCF is handed all weights in one message, or if what it makes of them is something else then."""
+    """Fails if NNCF gets all weights in one message, or if reading them one by one changes NNCF's result."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = QuantizeConfig(form="openvino", mode=mode, smallest=1)
     whole = quantize(src, config, tmp_path / "whole.onnx")
@@ -304,7 +311,7 @@ def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
     monkeypatch.setattr(onnx_write, "SINGLE_FILE_BYTES", 0)
     model = read_detached(src.path)
     task = make_task(src, config, model, folder)
-    assert run_task("test_large_models:nncf_of_a_large_one", task, model) < 20_000
+    assert run_task(f"{__name__}:nncf_of_a_large_one", task, model) < 20_000
     assert external_files(read_proto(task.path))
     assert external_files(read_proto(task.out))
     first, second = read_proto(whole.path).graph, read_proto(task.out).graph
@@ -315,7 +322,8 @@ def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
 
 
 def taken_by_a_session(path: Path) -> float:
-    """How much memory a session of ``path`` takes that can't be read again from a file, in sizes of its weights."""
+    """Returns the memory that a session of ``path`` takes and that can't be read again from a file, as a multiple of
+    the size of its weights."""
     onnx_weights.DETACHED_BYTES, onnx_rounded._LARGE_BYTES = 0, 0
     model = RoundedModel(read_detached(path), threads=1)
 
@@ -329,24 +337,25 @@ def taken_by_a_session(path: Path) -> float:
 
 
 def test_a_session_with_rounding_shares_the_weights(tmp_path: Path) -> None:
-    """Fails if ONNX Runtime makes a copy of the weights of a large model, as they are or packed for its products."""
+    """Fails if ONNX Runtime copies the weights of a large model, whether unchanged or packed for its matrix
+    products."""
     path = chain(tmp_path / "m", 2048, 4)
-    assert run_in_child("test_large_models:taken_by_a_session", path=path) < 0.5
+    assert run_in_child(f"{__name__}:taken_by_a_session", path=path) < 0.5
 
 
 def resident(pid: int) -> int:
-    """Bytes that a process and its children hold in memory."""
+    """Returns the bytes that a process and its children hold in memory."""
     try:
         status = Path(f"/proc/{pid}/statm").read_text().split()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
     return int(status[1]) * 4096 + sum(resident(int(child)) for child in children)
 
 
 @contextmanager
 def peak_of(pid: int) -> Iterator[Callable[[], int]]:
-    """The largest sum over that process and its children, looked at twenty times a second."""
+    """Returns the largest sum over a process and its children, sampled twenty times a second."""
     found, done = [0], threading.Event()
 
     def watch() -> None:
@@ -364,7 +373,7 @@ def peak_of(pid: int) -> Iterator[Callable[[], int]]:
 
 
 LIMIT = 2.5
-# NNCF makes copies of the weights to find their ranges, and what is fp8 is rounded in float32 (docs/optimize.md).
+# NNCF copies the weights to find their ranges, and fp8 is rounded in float32 (docs/how-to/optimize.md).
 HOLD_MORE = {"nncf": 4.2, "tensorrt fp8": 3.0}
 DISK_BYTES = 30 << 30
 
@@ -378,15 +387,16 @@ def made_by(name: str, src: Artifact, config: Any, folder: Path) -> Artifact:
 
 
 def exported(path: Path, folder: Path) -> Artifact:
-    src = open_source(f"{path}:large", inputs=["x:float32[batch,8192]"])
+    src = Source(f"{path}:large", inputs=["x:float32[batch,8192]"]).open()
     return run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), cache=StageCache(folder))
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a stage can't take more than protobuf's 2 GB, or holds the weights more often than it has to: the peak
-    of a process that does nothing else, and its children, stays below 2.5 times the model, but for ``HOLD_MORE``."""
+    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds the weights too often: the peak of a
+    process that only runs the stage, and its children, stays below 2.5 times the model, except for the stages in
+    ``HOLD_MORE``."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4
@@ -395,7 +405,7 @@ def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.M
 
     def watched(what: str, function: str, **arguments: object) -> Artifact:
         with Child() as child, peak_of(child.pid) as peak:
-            found: Artifact = child.call(f"test_large_models:{function}", **arguments, folder=cache)
+            found: Artifact = child.call(f"{__name__}:{function}", **arguments, folder=cache)
             peaks[what] = peak() / size
         print(what, round(peaks[what], 2), flush=True)
         return found

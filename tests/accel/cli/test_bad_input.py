@@ -1,4 +1,4 @@
-"""Bad input through the command line: exit code 2 or 1, one line that names the fix, nothing left, nothing lost."""
+"""Bad input on the command line: exit code 2 or 1, one line that names the fix, and no file left behind or lost."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from orphans import assert_no_children
 
 import accel
-from accel.stage_table import STAGES
+from accel.tables.stage_table import STAGES
+from tests.support.orphans import assert_no_children
 
 Cli = Callable[..., Any]
 
@@ -40,7 +40,7 @@ def small(op: str = "MatMul", domain: str = "") -> onnx.ModelProto:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Files that are not what their names say, and one that is."""
+    """Makes files whose contents don't match their names, and one valid file."""
     good = small().SerializeToString()
     files = {
         "good.onnx": good,
@@ -91,7 +91,7 @@ def corpus(tmp_path: Path) -> Path:
 
 OPTIMIZE = ("optimize", "{d}/good.onnx", "--target", "ort-cpu", "-o", "{d}/out")
 
-# words of the command, exit code, what the message has to say
+# The arguments, the exit code, and a pattern for the message.
 CASES: list[tuple[tuple[str, ...], int, str]] = [
     (("optimize", "{d}/gone.onnx", "-o", "{d}/out"), 2, "does not exist"),
     (("optimize", "{d}/empty.onnx", "-o", "{d}/out"), 2, "is empty; export it again"),
@@ -157,14 +157,14 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     ("words", "code", "message"), CASES, ids=lambda v: " ".join(v) if isinstance(v, tuple) else None
 )
 def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, message: str) -> None:
-    """Fails if bad input gives a traceback, another exit code, no fix, or leaves or changes any file."""
+    """Fails if bad input gives a traceback, another exit code or no fix, or leaves or changes a file."""
     before = snapshot(corpus)
     ran = cli(*(word.format(d=corpus) for word in words), *(["-q"] if len(words) > 1 else []))
     assert ran.code == code, ran.stderr
     assert message in ran.stderr
     assert "should not have happened" not in ran.stderr
     if ran.stderr.startswith("Usage: "):
-        # Words that are no command are answered by what a command looks like.
+        # Arguments that are no command get the form of a command as the fix.
         assert words[0] in MISTYPED, ran.stderr
         assert re.search(r"^Try 'accel.* --help' for help\.$", ran.stderr, re.MULTILINE), ran.stderr
     else:
@@ -175,7 +175,7 @@ def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, me
 
 
 def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if asking for a target whose toolkit isn't installed gives anything but the install line."""
+    """Fails if a target whose toolkit isn't installed prints other text than the command that installs the toolkit."""
     import importlib.util
 
     real = importlib.util.find_spec
@@ -197,8 +197,8 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Fails if a folder that can't be written is found out only after the work (then progress is shown), or gives more
-    than the one line with the fix, or leaves a file anywhere."""
+    """Fails if accel notices only after the work (and its progress lines) that it can't write to a folder, prints more
+    than one line with the fix, or leaves a file anywhere."""
     locked = corpus / "locked"
     locked.mkdir()
     locked.chmod(0o555)
@@ -212,7 +212,7 @@ def test_no_permission(corpus: Path, words: str) -> None:
 
 
 def _no_root() -> None:
-    """Root may write anywhere: give that right (CAP_DAC_OVERRIDE) up for the program that is started."""
+    """Drops root's right to write anywhere (CAP_DAC_OVERRIDE) for the program that is started."""
     if os.geteuid() == 0:
         drop, override = 24, 1  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
         ctypes.CDLL(None).prctl(drop, override, 0, 0, 0)
@@ -237,7 +237,7 @@ INT8 = ("optimize", "{d}/good.onnx", "--data", "{d}/good.npz", *OUT)
 RTX = (*INT8, "--target", "tensorrt-rtx", "--precision")
 TO = ("export", "{d}/good.onnx", *OUT, "--to")
 FILE = ("export", "{d}/good.onnx", "-o", "{d}/out/model.onnx")
-# The stages and phases of a command, and the command that leads there.
+# Each stage and phase, and a command that runs it.
 INTERRUPTED_IN = {
     "onnx_from_torch": ("optimize", "{d}/net.py:make", "--input", "x:float32[batch,4]", *OUT),
     "onnx_from_onnx": (*FILE, "--opset", "19"),
@@ -268,7 +268,7 @@ def make():
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage of the table is neither interrupted nor excepted for a reason."""
+    """Fails if a stage of the table is neither interrupted here nor excepted with a reason."""
     stages = {stage.name for stage in STAGES}
     assert set(INTERRUPTED_IN) & stages | set(NOT_INTERRUPTED_IN) == stages
     assert not set(INTERRUPTED_IN) & set(NOT_INTERRUPTED_IN)
@@ -276,7 +276,7 @@ def test_no_stage_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
-    """What earlier runs left in the folder that the commands write into."""
+    """Makes the files of earlier runs in the folder that the commands write to."""
     folder = tmp_path_factory.mktemp("earlier")
     onnx.save(small(), folder / "good.onnx")
     accel.optimize(folder / "good.onnx", target="ort-cpu", precision="fp32", rounds=5, out=folder / "out")
@@ -285,11 +285,12 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
     return folder / "out"
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", INTERRUPTED_IN)
 def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache: Path) -> None:
     """Fails if Ctrl-C gives a traceback, more than one line or another exit code, leaves a file or a child process, or
-    takes away or changes what earlier runs wrote."""
+    removes or changes the files of earlier runs."""
     shutil.copytree(earlier, corpus / "out")
     (corpus / "net.py").write_text(FACTORY)
     before = snapshot(corpus)
@@ -299,8 +300,8 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache), "PYTHONDONTWRITEBYTECODE": "1"},
-        # A terminal sends the signal to the command and all its children: they are a group here. A suite that runs in
-        # the background of a shell hands down a SIGINT that is ignored.
+        # A terminal sends the signal to the command and all its children, so they form a process group here. A suite
+        # that runs in the background of a shell would pass an ignored SIGINT down to its children.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -316,8 +317,8 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
     assert seen[-1].startswith(f"accel: {stage}"), said
     assert (process.returncode, stdout) == (1, ""), said
     *progress, last = said.splitlines()
-    assert last == "accel: error: interrupted; run the same command again, it goes on at the stage it was in"
-    # click ends the line in which a terminal shows ^C: that leaves an empty one.
+    assert last == "accel: error: interrupted; run the same command again to go on at the interrupted stage"
+    # click ends the line in which a terminal shows ^C, which leaves an empty line.
     assert [line for line in progress if line and (not line.startswith("accel: ") or "error" in line)] == []
     assert {name: data for name, data in snapshot(corpus).items() if not name.startswith(own_cache.name)} == before
     assert list((own_cache / "scratch").iterdir()) == []

@@ -1,4 +1,4 @@
-"""``accel bench`` and ``accel.benchmark``: artifacts and sources beside one another."""
+"""``accel bench`` and ``accel.bench``: compare artifacts and sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 import accel
 from accel.artifact import Artifact, Manifest, manifest_path
 from accel.errors import BadData, BadSource, UnknownName, UsageError
-from accel.sources import open_source
+from accel.sources.source import Source
 
 QUICK = ("--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0")
 FAST: dict[str, Any] = {"rounds": 5, "block_seconds": 0.01, "budget_seconds": 0}
@@ -37,7 +37,7 @@ make = Net
 
 
 def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = TensorProto.FLOAT) -> Path:
-    """``y = x @ w (+ offset)``, x float32[batch, 4] (or another kind, cast inside)."""
+    """Saves ``y = x @ w (+ offset)``, with x float32[batch, 4], or of another dtype that a cast inside converts."""
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["wide", "w"], ["m"]),
@@ -53,8 +53,8 @@ def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = Tens
 
 
 def record(path: Path, **session: Any) -> Artifact:
-    """Give the file a manifest."""
-    artifact = open_source(path)
+    """Writes a manifest for the file."""
+    artifact = Source(path).open()
     manifest = Manifest(
         kind="onnx",
         signature=artifact.signature,
@@ -68,14 +68,15 @@ def record(path: Path, **session: Any) -> Artifact:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    """The same model twice, the second off by 0.25."""
+    """Saves the same model twice, with 0.25 added to the outputs of the second."""
     return save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", offset=0.25)
 
 
 def test_json_is_one_object_and_progress_goes_to_stderr(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if anything else is printed to stdout, a promised field is missing, or the file isn't what was printed."""
+    """Fails if stdout holds anything but the object, a documented field is missing, or the file differs from the
+    output."""
     out = tmp_path / "report.json"
     ran = cli("bench", *two, *QUICK, "--sizes", "batch=3", "--threads", "1", "--json", "-o", out)
     assert ran.code == 0
@@ -93,7 +94,7 @@ def test_json_is_one_object_and_progress_goes_to_stderr(
 
 
 def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
-    """Fails if a row, its verdict or the noise floor is missing; ``--quiet`` leaves only the table."""
+    """Fails if a row, its verdict or the noise floor is missing, or if ``--quiet`` prints more than the table."""
     ran = cli("bench", two[1], "--against", two[0], *QUICK, "--quiet")
     assert ran.code == 0
     assert ran.stderr == ""
@@ -102,10 +103,10 @@ def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[.
 
 
 def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any], monkeypatch: Any) -> None:
-    """Fails if figures under which differences drown are shown as if they were good, or good ones as if they weren't;
-    every floor counts as noisy, then none."""
+    """Fails if a noisy benchmark comes without a warning, or a quiet one with it. The test sets the limit so that every
+    noise floor counts as noisy, then none."""
     for least, noisy in ((0.0, True), (float("inf"), False)):
-        monkeypatch.setattr("accel.bench.report.NOISY_FLOOR", least)
+        monkeypatch.setattr("accel.timing.report.NOISY_FLOOR", least)
         ran = cli("bench", *two, *QUICK, "--json")
         body = json.loads(ran.stdout)
         wanted = [f"differences under {body['noise_floor']:.1%} can't be seen"] if noisy else []
@@ -116,10 +117,11 @@ def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any]
 
 @pytest.mark.slow
 def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a source can't be the baseline, its inputs can't be declared, or torch.compile can't be asked for."""
+    """Fails if a source can't be the baseline, if the user can't declare its inputs, or if torch.compile isn't
+    available."""
     source = tmp_path / "my_bench_model.py"
     source.write_text(FACTORY)
-    report = accel.benchmark(
+    report = accel.bench(
         [two[0]], against=f"{source}:make", also=["torch-compile"], inputs=["x:float32[batch,4]"], **FAST
     )
     assert [row.name for row in report.rows] == ["eager", "torch.compile", "a.onnx (onnxruntime)"]
@@ -130,28 +132,28 @@ def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
-    """Fails if the folder of accel optimize isn't read as its model, or a folder of artifacts as all of them, or files
-    that aren't artifacts (rejected ones, say) are run."""
+    """Fails if bench doesn't read a folder of accel optimize as its chosen model, doesn't read a folder of artifacts as
+    all of them, or runs files that aren't artifacts (rejected ones, for example)."""
     chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
     for name in ("fp32", "other"):
         record(save(tmp_path / "several" / f"{name}.onnx"))
     save(tmp_path / "several" / "stray.onnx")
-    report = accel.benchmark([chosen.path.parent, tmp_path / "several"], **FAST)
+    report = accel.bench([chosen.path.parent, tmp_path / "several"], **FAST)
     names = ["out/model.onnx (onnxruntime)", "fp32.onnx (onnxruntime)", "other.onnx (onnxruntime)"]
     assert [row.name for row in report.rows] == names
     assert {row.error for row in report.rows} == {None}
 
 
 def test_the_same_file_twice_gets_two_names(two: tuple[Path, Path]) -> None:
-    """Fails if a model can't be run against itself."""
-    report = accel.benchmark([two[0], two[0], open_source(two[0])], **FAST)
+    """Fails if a model can't be compared with itself, or if two candidates of one file share a name."""
+    report = accel.bench([two[0], two[0], Source(two[0]).open()], **FAST)
     assert len({row.name for row in report.rows}) == 3
 
 
 def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the float16 form of a model can't be timed beside the float32 form."""
+    """Fails if the float16 form of a model can't be timed beside its float32 form."""
     half = save(tmp_path / "half.onnx", kind=TensorProto.FLOAT16)
-    row = accel.benchmark([two[0], half], **FAST).rows[1]
+    row = accel.bench([two[0], half], **FAST).rows[1]
     assert row.error is None
     assert 0 < row.max_abs_diff < 0.01
 
@@ -159,7 +161,8 @@ def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path
 def test_exit_code_is_1_where_nothing_could_be_compared(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if a script that calls accel bench can't see that there is no comparison; one good candidate is enough."""
+    """Fails if the exit code doesn't tell a script that nothing could be compared. One good candidate is enough for
+    0."""
     other = save(tmp_path / "other.onnx", output="logits")
     ran = cli("bench", two[0], other, *QUICK, "--json", "-q")
     assert ran.code == 1
@@ -168,17 +171,18 @@ def test_exit_code_is_1_where_nothing_could_be_compared(
 
 
 def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if data is ignored (random inputs are not between 100 and 101), or a short last batch changes the shape."""
+    """Fails if bench ignores the data (random inputs aren't between 100 and 101), or if a short last batch changes the
+    shape."""
     data = tmp_path / "data.npz"
     np.savez(data, x=np.random.default_rng(0).uniform(100, 101, (10, 4)).astype(np.float32))
     far = save(tmp_path / "far.onnx", offset=1000.0)
-    report = accel.benchmark([two[0], far], data=data, sizes={"batch": 4}, **FAST)
+    report = accel.bench([two[0], far], data=data, sizes={"batch": 4}, **FAST)
     assert report.sizes == {"batch": 4}
     assert report.rows[1].max_abs_diff == pytest.approx(1000, rel=1e-3)
-    # On data around 100, y is about 100 times the sum of a column of the weights.
+    # For data around 100, y is about 100 times the sum of a column of the weights.
     assert 1000 / (101 * WEIGHT.sum(0).max()) < report.rows[1].max_rel_diff < 1000 / (100 * WEIGHT.sum(0).min())
     with pytest.raises(BadData, match="less than one batch of 8"):
-        accel.benchmark(list(two), data=_few(tmp_path), sizes={"batch": 8}, **FAST)
+        accel.bench(list(two), data=_few(tmp_path), sizes={"batch": 8}, **FAST)
 
 
 def _few(folder: Path) -> Path:
@@ -207,7 +211,7 @@ def _few(folder: Path) -> Path:
 def test_wrong_words_end_in_one_line(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any], words: tuple[str, ...], message: str
 ) -> None:
-    """Fails if one of them ends in a traceback, another exit code, or a message that doesn't say what is wrong."""
+    """Fails if a wrong argument ends in a traceback, another exit code, or a message that doesn't name the mistake."""
     assert two[0].is_file()
     (tmp_path / "empty").mkdir()
     _few(tmp_path)
@@ -219,17 +223,17 @@ def test_wrong_words_end_in_one_line(
 
 
 def test_python_raises_what_the_command_prints(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the API needs the command line to find what is wrong."""
+    """Fails if the Python API doesn't find the mistakes that the command finds."""
     with pytest.raises(UsageError, match="nothing to time"):
-        accel.benchmark([])
+        accel.bench([])
     with pytest.raises(UnknownName):
-        accel.benchmark([two[0]], also=["nonsense"])
+        accel.bench([two[0]], also=["nonsense"])
     with pytest.raises(BadSource, match="does not exist"):
-        accel.benchmark([tmp_path / "gone.onnx"])
+        accel.bench([tmp_path / "gone.onnx"])
 
 
 def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
-    """Fails if minutes of timing are lost because of a wrong -o."""
+    """Fails if a wrong -o is found only after minutes of timing."""
     ran = cli("bench", *two, *QUICK, "-o", two[0].parent)
     assert ran.code == 1
     assert "round" not in ran.stderr
@@ -238,7 +242,7 @@ def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path]
 def test_ctrl_c_promises_nothing_to_go_on_with(
     cli: Any, digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if who interrupts a measurement is told that the next one goes on where this one was, or gets a report."""
+    """Fails if Ctrl-C during a benchmark promises that the next run continues it, or writes a report."""
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The main job's commands, word for word, in their order, on a real text model and a factory of the user's own."""
+"""The documented commands, word for word and in order, on a real text model and on a user's factory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PYTHON = (
 @pytest.mark.proof
 @pytest.mark.timeout(2400)
 def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a line doesn't work as it stands, or its JSON isn't one object with what it promises."""
+    """Fails if a documented command doesn't work as written, or if its JSON isn't one object with the documented
+    fields."""
     monkeypatch.chdir(tmp_path)
     Path("my_model.py").write_text(MY_MODEL)
     np.savez("calib.npz", **minilm.calibration_data())  # type: ignore[arg-type]
@@ -76,15 +77,15 @@ def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a command of the demo has an argument that there isn't, a net isn't timed beside its PyTorch, or a
-    candidate has no task metric."""
+    """Fails if a command of the demo passes an unknown argument, doesn't time a net against PyTorch, or gives a
+    candidate no task metric."""
     lines: list[tuple[str, ...]] = []
 
     def listed(*words: str, folder: Path) -> None:
         assert folder == tmp_path
         lines.append(words)
 
-    monkeypatch.setattr(demo, "prepare", Path.exists)  # the data of two models: not needed here
+    monkeypatch.setattr(demo, "prepare", Path.exists)  # skips the data of two models, which this test doesn't need
     monkeypatch.setattr(demo, "accel", listed)
     demo.main(tmp_path)
     for name, *words in lines:
@@ -97,7 +98,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def minilm_outputs() -> list[str]:
-    """Names of the exported model's outputs."""
+    """Returns the names of the exported model's outputs."""
     import onnx
 
     return [output.name for output in onnx.load("minilm.onnx", load_external_data=False).graph.output]

@@ -1,5 +1,5 @@
-"""Damaged, lying and harmful files of every format through the command line. What bad input there is beside these:
-``tests/accel/test_bad_input.py``, ``test_checkpoints_refused.py``, ``test_hostile_settings.py``."""
+"""Damaged, lying and malicious files of every format on the command line. ``tests/accel/cli/test_bad_input.py``,
+``test_checkpoints_refused.py`` and ``test_hostile_settings.py`` cover other bad input."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hostile_files as make
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
+from tests.support import hostile_files as make
 
 NET = """
 import torch
@@ -32,8 +32,9 @@ INPUT = ("--input", "x:float32[batch,4]")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``make`` writes the files, ``words`` is the command (``{d}`` the folder), ``code`` its exit code; None: whatever
-    the damage left (0, 1 or 2). ``says``: what the one line on stderr matches."""
+    """A command on a damaged file. ``make`` writes the files, and ``words`` are the arguments (``{d}`` is the folder).
+    ``code`` is the exit code, or None if 0, 1 and 2 are all right, depending on the damage. ``says`` matches the only
+    line on stderr."""
 
     make: make.Make
     words: tuple[str, ...]
@@ -148,7 +149,7 @@ ONNX_FILES: dict[str, Case] = {
     },
     "weights in /etc": inspected(make.external("/etc/passwd"), "outside the model's folder; refused"),
     "weights in the folder above": inspected(make.external("../w.data"), "outside the model's folder; refused"),
-    "weights in a folder": inspected(make.external(".."), "put it there|refused"),
+    "weights in a folder": inspected(make.external(".."), "put that file there|refused"),
     "weights without a name": inspected(make.external(""), "refused"),
     "weights cut short": inspected(make.external(size=40), "export"),
     "weights empty": inspected(make.external(size=0), "export"),
@@ -329,7 +330,7 @@ CASES = {
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
-    """Whole files of every format, of the same small net where it is one of ours."""
+    """Makes valid files of every format, most of them from one small net."""
     import torch
     from safetensors.torch import save_file
 
@@ -345,7 +346,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
     accel.optimize(folder / "m.onnx", target="ort-cpu", precision="fp32", out=folder / "out", rounds=5)
     torch.export.save(torch.export.export(net, (example,)), folder / "net.pt2")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that TorchScript is deprecated
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
         torch.jit.trace(net, example).save(str(folder / "script.pt"))
     torch.save(net.state_dict(), folder / "w.pt")
     save_file(net.state_dict(), folder / "w.safetensors")
@@ -362,7 +363,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder``, caches of Python's aside."""
+    """Returns every file below ``folder``, except Python's caches."""
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
@@ -370,8 +371,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 @pytest.mark.timeout(300, func_only=True)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_hostile_file(cli: Any, good: Path, tmp_path: Path, case: Case) -> None:
-    """Fails if such a file gives a traceback, more than one line, no fix or another exit code, if code in it runs, or
-    if the command leaves a file or changes what an earlier one wrote."""
+    """Fails if a hostile file gives a traceback, more than one line, no fix or another exit code, if code in it runs,
+    or if the command leaves a file or changes a file of an earlier command."""
     here = tmp_path / "here"
     shutil.copytree(good / "out", here / "out")
     case.make(good, here)
@@ -391,5 +392,5 @@ def test_hostile_file(cli: Any, good: Path, tmp_path: Path, case: Case) -> None:
 
 
 def test_there_are_enough_of_them() -> None:
-    """Fails if cases are lost (the same name twice in a table, say)."""
+    """Fails if a case is lost, for example because two cases of a table have the same name."""
     assert len(CASES) >= 120, len(CASES)

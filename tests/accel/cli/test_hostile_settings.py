@@ -1,5 +1,5 @@
-"""Settings that contradict each other or make no sense, code of the user's that misbehaves, and paths that are not what
-a path usually is. More of them: ``tests/accel/test_bad_input.py``, ``test_bench_command.py``."""
+"""Contradictory and nonsensical settings, misbehaving code of the user, and unusual paths.
+``tests/accel/cli/test_bad_input.py`` and ``test_bench_command.py`` have more of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import hostile_files as make
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
+from tests.support import hostile_files as make
 
 CODE = """
 import os, sys
@@ -38,7 +38,7 @@ LEAVES = "import sys\nsys.exit(0)\n"
 
 
 def two_inputs() -> onnx.ModelProto:
-    """``y = a @ w + b``, a and b float32[batch, length]."""
+    """Makes ``y = a @ w + b``, with a and b float32[batch, length]."""
     value = helper.make_tensor_value_info
     names = ("a", "b")
     return make.small(
@@ -50,7 +50,7 @@ def two_inputs() -> onnx.ModelProto:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
-    """Whole files for settings that are not."""
+    """Makes a folder of valid files, to which the bad settings are applied."""
     here = tmp_path_factory.mktemp("settings")
     onnx.save(make.small(), here / "m.onnx")
     onnx.save(two_inputs(), here / "two.onnx")
@@ -78,7 +78,7 @@ BENCH = ("bench", "{d}/m.onnx")
 EXPORT = ("export", "{d}/m.onnx", "-o", "{d}/o.onnx")
 METRIC = (*OPTIMIZE, "--data", "{d}/d.npz", "--metric")
 
-# words, exit code, what the message matches
+# The arguments, the exit code, and a pattern for the message.
 SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
     ((*OPTIMIZE, "--rounds", "-1"), 2, "x>=5"),
     ((*OPTIMIZE, "--rounds", "many"), 2, "not a valid integer"),
@@ -178,17 +178,17 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
-@pytest.mark.timeout(120, func_only=True)  # the folder's own model apart
+@pytest.mark.timeout(120, func_only=True)  # doesn't count the time to make the folder's model
 @pytest.mark.parametrize(
     ("words", "code", "says"), SETTINGS, ids=lambda v: " ".join(v[1:]) if isinstance(v, tuple) else ""
 )
 def test_hostile_setting(cli: Any, folder: Path, words: tuple[str, ...], code: int, says: str) -> None:
-    """Fails if a setting like that gives a traceback, no fix, another exit code, or leaves or changes a file."""
+    """Fails if a bad setting gives a traceback, no fix or another exit code, or leaves or changes a file."""
     before = _snapshot(folder)
     ran = cli(*(word.format(d=folder) for word in words), "-q")
     assert ran.code == code, ran.stderr
     lines = ran.stderr.strip().splitlines()
-    if lines[0].startswith("Usage: "):  # click's form: usage, where help is, what is wrong
+    if lines[0].startswith("Usage: "):  # click's form: the usage, where to find help, the mistake
         lines = [line for line in lines if line.startswith("Error: ")]
     else:
         assert lines[0].startswith("accel: error: "), ran.stderr
@@ -219,7 +219,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_names_as_people_give_them(cli: Any, folder: Path, tmp_path: Path, name: str) -> None:
-    """Fails if the name of a file or a folder keeps a model from being read, made, written down or shown."""
+    """Fails if an unusual name of a file or a folder keeps accel from reading, making, recording or showing a model."""
     (tmp_path / name).write_bytes((folder / "m.onnx").read_bytes())
     out = tmp_path / f"out {name}"
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "-o", out, "-q"]
@@ -243,7 +243,7 @@ def metric(outputs, data):
 
 
 def test_a_metric_that_writes(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Fails if what a metric writes, prints or does to its arrays gets into what accel says or publishes."""
+    """Fails if a metric that prints, or writes into its arrays, changes what accel prints or publishes."""
     (tmp_path / "m.py").write_text(WRITES)
     words = ["--target", "ort-cpu", "--precision", "fp32", "--data", folder / "d.npz", "--rounds", "5"]
     out = tmp_path / "out"

@@ -1,5 +1,4 @@
-"""A disk that is full in each stage, and a process that is killed in each stage: one line, nothing lost, and the same
-command goes on."""
+"""A full disk and a killed process in each stage: one line, nothing lost, and the same command continues."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hostile_files import small
 from onnx import numpy_helper
-from orphans import assert_no_children
 
-from accel.sources import tensorflow_process
-from accel.stage_table import STAGES
+from accel.sources.tensorflow import process as tensorflow_process
+from accel.tables.stage_table import STAGES
+from tests.support.hostile_files import small
+from tests.support.orphans import assert_no_children
 
 Cli = Callable[..., Any]
 
-SIDE = 256  # a weight of 256 KiB: more than the disk has left below, whatever its precision
+SIDE = 256  # a weight takes 256 KiB in float32, and more than LIMIT in every precision
 LIMIT = 48 << 10
 FACTORY = f"""
 import torch
@@ -41,7 +40,7 @@ def make():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a net as code and data for it, and a cache of its own."""
+    """Makes a folder with a net as code, data for the net, and an empty cache."""
     (tmp_path / "net.py").write_text(FACTORY)
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32))
     monkeypatch.chdir(tmp_path)
@@ -50,13 +49,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def published(here: Path) -> dict[str, bytes]:
-    """What the user has: everything but the cache."""
+    """Returns the user's files: all files except the cache."""
     files = (p for p in here.rglob("*") if p.is_file() and not {"cache", "__pycache__"} & set(p.parts))
     return {str(p.relative_to(here)): p.read_bytes() for p in files}
 
 
 def entries_of(cache: Path, stage: str) -> list[Path]:
-    """What the cache holds of a stage."""
+    """Returns the cache entries of a stage."""
     found = []
     for sidecar in (cache / "stages").glob("*/*.manifest.json"):
         stages = json.loads(sidecar.read_text())["stages"]
@@ -67,12 +66,13 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow beyond this, as none can on a full disk, here and in child processes."""
+    """Limits the size of every file, here and in child processes, as a full disk does."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # it was started for an earlier call, and takes no new limit from here
+    if tensorflow_process._process is not None:  # an earlier call started it, so it doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores the signal; LLVM, which another test may have loaded into this process, ends it.
+    # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end
+    # the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for pid in processes:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT, before[1]))
@@ -90,7 +90,7 @@ INT8 = (*OPTIMIZE, "--target", "openvino", "--precision", "int8")
 ENGINE = (*OPTIMIZE, "--target", "tensorrt-rtx", "--precision", "fp16")
 SAVED_MODEL = ("export", "m.onnx", "--to", "saved_model", "-o", "saved")
 TFLITE = ("export", "m.onnx", "--to", "tflite", "-o", "lite")
-# For each stage the commands that lead to it; it is part of the last.
+# For each stage, the commands that lead to it. The last command runs it.
 COMMANDS = {
     "onnx_from_torch": (EXPORT,),
     "onnx_from_tensorflow": (EXPORT, SAVED_MODEL, ("export", "saved", "-o", "back.onnx")),
@@ -109,12 +109,12 @@ COMMANDS = {
     "saved_model_from_onnx": (EXPORT, SAVED_MODEL),
     "tflite_from_saved_model": (EXPORT, TFLITE),
 }
-# TensorFlow takes ten seconds to start, in each of these several times.
+# TensorFlow takes ten seconds to start, and each of these tests starts it several times.
 OF_TENSORFLOW = ("onnx_from_tensorflow", "onnx_from_tflite", "saved_model_from_onnx", "tflite_from_saved_model")
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage of the table is neither tried with a full disk, nor killed, nor excepted for a reason."""
+    """Fails if a stage of the table is neither run on a full disk, nor killed, nor excepted with a reason."""
     stages = {stage.name for stage in STAGES}
     assert set(COMMANDS) == stages
     assert set(KILLED_IN) & stages | set(NOT_KILLED_IN) == stages
@@ -123,16 +123,17 @@ def test_no_stage_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache that the runs with a full disk share."""
+    """Makes the cache that all runs on a full disk share."""
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "stage", [pytest.param(stage, marks=pytest.mark.proof) if stage in OF_TENSORFLOW else stage for stage in COMMANDS]
 )
 def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Fails if a stage that can't write gives a traceback or a success, leaves half a file under a final name or in the
-    cache, takes away what an earlier run had published, or if the same command doesn't work once there is room."""
+    cache, removes files that an earlier run published, or if the same command fails once there is room."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache))
     words = COMMANDS[stage][-1]
     for whole in COMMANDS[stage]:
@@ -156,8 +157,8 @@ def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.Monk
 
 
 FROM_CODE = ("optimize", "net.py:make", "--input", "x:float32[batch,4]", "--data", "data.npz", "--rounds", "5")
-# By target: the command that is killed, in which stages and phases one after the other, and which of these stages were
-# whole before the last of them.
+# For each target: the command that is killed, the stages and phases in which it is killed one after the other, and the
+# stages that were complete before the last kill.
 KILLS = {
     "openvino": (
         (*FROM_CODE, "--target", "openvino", "--precision", "int8", "-o", "out"),
@@ -170,7 +171,7 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# And in the stages that only these commands have.
+# The same for stages that only these commands have.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"
@@ -180,16 +181,17 @@ NOT_KILLED_IN = {
     "fit_tensorrt": _HERE,
     "torch_from_onnx": _HERE,
     **dict.fromkeys(OF_TENSORFLOW, _TENSORFLOW),
-    "ncnn_from_onnx": "pnnx is over in no time: tests/formats/test_export_to.py kills one that isn't",
+    "ncnn_from_onnx": "pnnx is over in no time: tests/converters/to_others/test_export_to.py kills one that isn't",
 }
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", KILLS)
 def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> None:
-    """Fails if SIGKILL in a stage leaves a process or half a result, takes away what was published before, if the next
-    run begins again at the start, or if what is left in the cache is not cleared away."""
+    """Fails if SIGKILL in a stage leaves a process or half a result, removes published files, makes the next run start
+    from the beginning, or leaves garbage in the cache."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "old.onnx")
     earlier = cli("optimize", "old.onnx", "--target", target, "--rounds", "5", "-o", "out", "--precision", "fp32", "-q")
     assert earlier.code == 0, earlier.stderr
@@ -199,7 +201,7 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
     for stage in stages:
         seen = killed_in(here, words, stage)
         assert published(here) == before, stage
-    # What was whole before the last kill was not done again.
+    # The last run didn't repeat the stages that were complete before the last kill.
     for stage in whole:
         assert any(f"{stage}: cached" in line for line in seen), (stage, seen)
     ran = cli(*words, "-q")
@@ -212,7 +214,7 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", KILLED_ALONE)
 def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> None:
-    """Fails if SIGKILL in the stage leaves a process or half a file, or if the same command doesn't work afterwards."""
+    """Fails if SIGKILL in the stage leaves a process or half a file, or if the same command fails afterwards."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "m.onnx")
     before = published(here)
     words = COMMANDS[stage][-1]
@@ -225,7 +227,8 @@ def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> N
 
 
 def killed_in(here: Path, words: tuple[str, ...], stage: str) -> list[str]:
-    """Run until a line names ``stage``, then kill; the lines that were seen. Nothing of it is left running."""
+    """Runs the command until a line names ``stage``, then kills it. Returns the lines so far, and checks that no
+    process of the command is left."""
     command = [sys.executable, "-m", "accel", *words]
     process = subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""accel inspect of everything that is no ONNX file: what goes in and out, weights, FLOPs, warnings, and the page."""
+"""accel inspect of every format other than ONNX: inputs, outputs, weights, FLOPs, warnings, and the page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from accel.errors import BadSource, UnsupportedHere
 from accel.graph.ncnn_param import read_net
 from accel.graph.openvino_ir import read_ir
 
-# The small net of make_models.py: its convolution at one image, and its weights (a batch norm has four a channel).
+# The small net of make_models.py: the FLOPs of its convolution for one image, and its weights (a batch norm has four
+# per channel).
 CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
-# Those of its kernels, which TFLite keeps whatever it folds.
+# The weights of its kernels alone, which TFLite keeps whatever else it folds.
 KERNELS = 108 + 20
 
 
@@ -28,7 +29,7 @@ def looked_at(cli: Any, *words: Any) -> dict[str, Any]:
     return found
 
 
-# What accel inspect says of a file of any format.
+# The fields that accel inspect reports for a file of any format.
 SAID = {
     "nodes", "operators", "parameters", "weight_bytes", "flops", "flops_by_operator", "most_expensive", "dynamic_dims",
     "quantized_share", "sizes", "warnings",
@@ -36,8 +37,8 @@ SAID = {
 
 
 def all_said(body: dict[str, Any]) -> None:
-    """Fails if one of the things that are said of a model is missing, the dearest nodes aren't the first, or the parts
-    of a sum aren't the whole."""
+    """Fails if a field of the report is missing, the most expensive nodes don't come first, or the parts of a sum don't
+    add up."""
     graph = body["graph"]
     assert set(graph) >= SAID
     assert body["signature"]["inputs"]
@@ -50,7 +51,7 @@ def all_said(body: dict[str, Any]) -> None:
 
 
 def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
-    """Fails if something of an ONNX file isn't said, its opset among it, in JSON or to a reader."""
+    """Fails if the report of an ONNX file lacks a field, such as the opset, in JSON or in the text."""
     body = looked_at(cli, digits.path)
     all_said(body)
     assert body["properties"]["opset"] == 20
@@ -71,7 +72,8 @@ def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
     ],
 )
 def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
-    """Fails if a form of one net has other weights, FLOPs or operators than it was built with, or int8 isn't seen."""
+    """Fails if a form of one net reports other weights, FLOPs or operators than the net was built with, or doesn't
+    report int8."""
     body = looked_at(cli, tensorflow_models / name)
     all_said(body)
     graph = body["graph"]
@@ -88,12 +90,13 @@ def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator
     assert graph["warnings"] == []
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "ends"), [("frozen.pb", ["logits"]), ("checkpoint/model.meta", ["logits", "MatMul_2"])]
 )
 def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name: str, ends: list[str]) -> None:
-    """Fails if a bare graph isn't looked at between its placeholder and what is computed of it (not what saves and
-    restores), or not where it was told to."""
+    """Fails if inspect of a bare graph doesn't cover the nodes from the placeholder to its result, counts the nodes
+    that save and restore, or ignores --inputs and --outputs."""
     body = looked_at(cli, tensorflow_models / name)
     assert [spec["name"] for spec in body["signature"]["inputs"]] == ["x"]
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ends
@@ -104,7 +107,7 @@ def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name
 
 
 def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if a graph with dropout can't be looked at, or nobody says that it is random."""
+    """Fails if inspect refuses a graph with dropout, or doesn't warn that the graph is random."""
     graph = looked_at(cli, tensorflow_models / "dropout.pb")["graph"]
     assert graph["parameters"] == 6 * 4 + 4 * 2
     assert "RandomUniform" in graph["warnings"][0]
@@ -114,7 +117,8 @@ def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if a model with an operator that ONNX has not shows nothing, counts FLOPs of nothing, or can be drawn."""
+    """Fails if inspect shows nothing of a model with an operator that ONNX lacks, counts FLOPs for that model, or draws
+    it."""
     graph = looked_at(cli, tensorflow_models / "gelu_int8.tflite")["graph"]
     assert graph["operators"]["GELU"] == 1
     assert "flops" not in graph
@@ -125,7 +129,7 @@ def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_one_signature_of_several(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if --signature doesn't choose what is looked at."""
+    """Fails if --signature doesn't choose the signature that inspect reports."""
     body = looked_at(cli, tensorflow_models / "two_signatures", "--signature", "square")
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ["squared"]
 
@@ -136,15 +140,16 @@ def plain(digits: Artifact) -> dict[str, Any]:
 
 
 def products(graph: dict[str, Any]) -> int:
-    """FLOPs of convolutions and matrix products under any format's names."""
+    """Returns the FLOPs of convolutions and matrix products, under the operator names of any format."""
     kinds = ("Conv", "Gemm", "MatMul", "InnerProduct")
     return sum(n for name, n in graph["flops_by_operator"].items() if name.startswith(kinds))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("to", ["openvino", "ncnn", "torch"])
 def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], tmp_path: Path, to: str) -> None:
-    """Fails if what the digits net became has other weights or FLOPs than its ONNX at a batch of three, can't be looked
-    at without its manifest, or is drawn without its ends."""
+    """Fails if an export of the digits net reports other weights or FLOPs than its ONNX file at batch 3, can't be
+    inspected without its manifest, or is drawn without its inputs and outputs."""
     made = accel.export(digits.path, to=to, out=tmp_path / to)
     body = looked_at(cli, tmp_path / to, "--sizes", "batch=3", "--graph", tmp_path / "g.html")
     all_said(body)
@@ -171,7 +176,7 @@ def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], 
     if to == "openvino":
         assert str(bare.artifact.signature.inputs[0]) == "image:float32[batch,1,8,8]"
         assert bare.graph["flops"] > 0
-    else:  # nothing in the file says how large an image is
+    else:  # the file doesn't record the size of an image
         assert bare.artifact.signature.inputs[0].name == "in0"
         assert any("which shapes go in" in line for line in bare.graph["warnings"])
 
@@ -179,7 +184,7 @@ def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], 
 @pytest.mark.parametrize("name", ["m.param", "m.xml"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40, b"7767517\n1 1\nInput in0 x"])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file that is no net or IR ends in anything but one line that says so."""
+    """Fails if a file that is neither a net nor an IR ends in anything but one line that says so."""
     (tmp_path / name).write_bytes(content)
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(BadSource) as caught:
@@ -188,14 +193,14 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_an_engine_is_not_drawn(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a page is promised of what has kernels and no graph."""
+    """Fails if inspect promises a page for an engine, which has kernels but no graph."""
     engine = Artifact(tmp_path / "model.engine", "engine", digits.signature)
     with pytest.raises(UnsupportedHere, match="give the ONNX behind it"):
         accel.inspect(engine, page=tmp_path / "g.html")
 
 
 def test_netron(cli: Any, digits: Artifact, tensorflow_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if netron isn't offered where it is installed, or is where it isn't."""
+    """Fails if inspect doesn't offer netron although it is installed, or offers it although it isn't."""
     import importlib.util
 
     from accel.cli import inspect as command

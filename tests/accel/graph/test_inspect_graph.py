@@ -1,4 +1,4 @@
-"""accel inspect: what a graph costs, and the page that shows it, in a real browser."""
+"""accel inspect: the cost of a graph, and the page that draws the graph in a real browser."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from browser import browser, document, opened, screenshot
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
 from accel.artifact import Artifact
 from accel.graph.cost import graph_cost
 from accel.graph.layout import layout
-from accel.sources.onnx_file import describe_model
+from accel.sources.onnx.file import describe_model
+from tests.support import ROOT
+from tests.support.browser import browser, document, opened, screenshot
 
 
 def test_flops_are_those_that_torch_counts(my_model: Path, tmp_path: Path) -> None:
-    """Fails if products and convolutions aren't counted as torch's own counter does, at one batch and at five."""
+    """Fails if FLOPs of products and convolutions differ from torch's own counter, at a batch of one or of five."""
     from torch.utils.flop_counter import FlopCounterMode
 
     accel.export(f"{my_model}:make", inputs=["x:float32[batch,3,32,32]"], out=tmp_path / "m.onnx")
@@ -44,7 +45,7 @@ def test_flops_are_those_that_torch_counts(my_model: Path, tmp_path: Path) -> No
 
 
 def test_formulas_by_hand() -> None:
-    """Fails if a group, a stride, a transposed convolution, a recurrent layer or a quantized product counts wrong."""
+    """Fails if the FLOPs of a grouped, strided, transposed, recurrent or quantized layer are wrong."""
     rng = np.random.default_rng(0)
 
     def weight(name: str, *shape: int, kind: type = np.float32) -> onnx.TensorProto:
@@ -81,7 +82,7 @@ def test_formulas_by_hand() -> None:
 
 
 def test_the_command_as_written(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --graph with --json doesn't give both the page and the numbers."""
+    """Fails if --graph with --json doesn't write both the page and the numbers."""
     ran = cli("inspect", digits.path, "--graph", tmp_path / "graph.html", "--json")
     assert ran.code == 0, ran.stderr
     graph = json.loads(ran.stdout)["graph"]
@@ -89,19 +90,19 @@ def test_the_command_as_written(cli: Any, digits: Artifact, tmp_path: Path) -> N
     assert graph["dynamic_dims"] == ["batch"]
     assert len(graph["most_expensive"]) <= 10
     page = (tmp_path / "graph.html").read_text()
-    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|@import|url\(", page)  # nothing is loaded
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|@import|url\(", page)  # the page loads nothing
     shown = cli("inspect", digits.path)
     assert "GFLOPs at batch=1" in shown.stdout
 
 
 def test_a_second_model_without_a_page(cli: Any, digits: Artifact) -> None:
-    """Fails if a second model is taken without a page."""
+    """Fails if inspect accepts a second model without --graph."""
     ran = cli("inspect", digits.path, "--against", digits.path)
     assert (ran.code, "--graph out.html" in ran.stderr) == (2, True)
 
 
 def test_layers_go_down() -> None:
-    """Fails if an edge goes up, or two nodes lie on one another."""
+    """Fails if an edge goes up, or if two nodes lie on top of each other."""
     edges = [(0, 2), (1, 2), (2, 3), (0, 3), (3, 4), (2, 5), (5, 4)]
     places, width, height = layout(6, edges)
     assert all(places[a][1] < places[b][1] for a, b in edges)
@@ -110,7 +111,7 @@ def test_layers_go_down() -> None:
 
 
 def hostile(path: Path) -> Path:
-    """A graph whose names try to end the script they are written into."""
+    """Makes a graph whose names try to end the script that contains them."""
     name = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
     nodes = [helper.make_node("Relu", ["x"], ["h"], name), helper.make_node("Neg", ["h"], ["y"], "last")]
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("x", "y")]
@@ -120,7 +121,7 @@ def hostile(path: Path) -> Path:
 
 
 def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
-    """The document as Chromium has it after ``script`` ran, once the page was ready."""
+    """Returns the page's document in Chromium, after ``script`` ran on the loaded page."""
     if script:
         copy = page.with_name("driven.html")
         copy.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
@@ -130,8 +131,8 @@ def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
 
 @browser
 def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a node isn't drawn, the search finds nothing, the details stay empty, or wheel and pointer don't move
-    the graph."""
+    """Fails if the page doesn't draw a node, the search finds nothing, the details stay empty, or the wheel or the
+    pointer doesn't move the graph."""
     page = tmp_path / "graph.html"
     accel.inspect(digits, page=page)
     count = sum(node.op_type != "Constant" for node in onnx.load(str(digits.path)).graph.node) + 2
@@ -170,8 +171,8 @@ def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
 
 @browser
 def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of one model shows an empty window, a node isn't where it is drawn, or a click of the mouse on
-    it doesn't open its details; or if dragging the graph with the mouse does."""
+    """Fails if the page of one model is empty, a node isn't at its own coordinates, a click on a node doesn't open its
+    details, or dragging the graph opens them."""
     from PIL import Image
 
     accel.inspect(digits, page=tmp_path / "one.html")
@@ -201,9 +202,9 @@ def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if CI can be green without a page having been looked at, or if a developer has to have a browser."""
+    """Fails if CI passes without a browser, or if a developer's machine needs one."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    spec = importlib.util.spec_from_file_location("browser_of_nobody", Path(__file__).with_name("browser.py"))
+    spec = importlib.util.spec_from_file_location("browser_of_nobody", ROOT / "tests" / "support" / "browser.py")
     assert spec is not None
     assert spec.loader is not None
     for value, skips in (("true", False), ("", True)):
@@ -217,7 +218,7 @@ def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 @browser
 def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of two models doesn't show both, or says that nothing or everything changed."""
+    """Fails if the page of two models doesn't show both, or marks nothing or everything as changed."""
     model = onnx.load(str(digits.path))
     changed = next(node for node in model.graph.node if node.op_type == "Relu")
     changed.op_type = "Sigmoid"
@@ -228,12 +229,12 @@ def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
     assert re.search(r'id="changes">\d+ same, 1 changed, 0 added, 0 removed<', text)
     shot = screenshot(tmp_path, f"file://{tmp_path / 'two.html'}")
     assert shot.read_bytes()[:4] == b"\x89PNG"
-    assert shot.stat().st_size > 10_000  # an empty window is a tenth of that
+    assert shot.stat().st_size > 10_000  # an empty window has a tenth of these bytes
 
 
 @browser
 def test_a_connection_past_other_nodes_is_seen(tmp_path: Path) -> None:
-    """Fails if what skips a layer is drawn straight down, behind the nodes that it passes."""
+    """Fails if an edge that skips a layer is drawn straight down, hidden behind the nodes in between."""
     nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["b"])]
     nodes.append(helper.make_node("Add", ["a", "b"], ["y"]))
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("x", "y")]
@@ -250,7 +251,7 @@ def test_a_connection_past_other_nodes_is_seen(tmp_path: Path) -> None:
 
 @browser
 def test_hostile_names(tmp_path: Path) -> None:
-    """Fails if a name from the file becomes part of the page."""
+    """Fails if a name from the file becomes part of the page's markup."""
     accel.inspect(hostile(tmp_path / "h.onnx"), page=tmp_path / "h.html")
     text = looked_at(tmp_path / "h.html", "#search=img")
     assert "<title>h.onnx</title>" in text
@@ -259,7 +260,7 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the missing extra isn't named."""
+    """Fails if the error doesn't name the missing extra."""
     from accel.errors import MissingExtra
 
     monkeypatch.setitem(sys.modules, "jinja2", None)

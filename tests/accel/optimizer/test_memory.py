@@ -1,4 +1,4 @@
-"""The memory that accel optimize takes doesn't grow with the number of samples."""
+"""The memory of accel optimize doesn't grow with the number of samples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.api.optimize import optimize
 
-WIDTH, SAMPLES = 1 << 15, 1000  # 128 KiB a sample
+WIDTH, SAMPLES = 1 << 15, 1000  # 128 KiB per sample
 
 
 def model(path: Path) -> Path:
-    """A product of wide samples, folded so that its weights stay small."""
+    """Makes a product over wide samples, reshaped so that the weights stay small."""
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal((64, 32)) / 8).astype(np.float32)
     nodes = [
@@ -37,9 +37,10 @@ def model(path: Path) -> Path:
     return path
 
 
+@pytest.mark.proof
 def test_the_data_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if all of the data is in memory at once: in the command, in a gate, in the judge, or in what is measured.
-    (Calibration is in another process, and has a test of its own.)"""
+    """Fails if all of the data is in memory at once in the command, in a gate, in the judge, or in the measurement.
+    (Calibration runs in another process and has a test of its own.)"""
     source = model(tmp_path / "m.onnx")
     x = np.random.default_rng(1).standard_normal((SAMPLES, WIDTH), np.float32)
     size = x.nbytes

@@ -1,4 +1,4 @@
-"""accel optimize: candidates, judgement, choice, and what is published."""
+"""accel optimize: candidates, judgement, choice, and the published folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from accel.cli.optimize import command
 from accel.errors import CannotWrite, GateFailed, NothingPassed, UnsupportedHere
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.choice import fastest, likeliest
-from accel.optimizer.judge import Judge, Judgement
-from accel.sources import open_source
+from accel.optimizer.judge.comparison import Judge, Judgement
+from accel.sources.source import Source
 
 TOP1 = "accel.examples.digits:top1"
 
@@ -29,7 +29,8 @@ TOP1 = "accel.examples.digits:top1"
 def result(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> accel.api.optimize.Optimization:  # type: ignore[name-defined]
-    """The trained net optimized for whatever this machine runs, judged by top-1 on real test images."""
+    """Optimizes the trained net for every target that this machine runs, judged by top-1 accuracy on real test
+    images."""
     calibration, test = digits_data
     return accel.optimize(
         digits.path,
@@ -42,7 +43,7 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Fails if a candidate lacks its metric or its figures without saying why, or if a runtime is missing."""
+    """Fails if a candidate lacks its metric or its figures without a reason, or if a runtime is missing."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
     for row in rows.values():
@@ -56,13 +57,14 @@ def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
 
 
 def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any) -> None:
-    """Fails if something slower than the source, or not the fastest of those that are faster, is chosen."""
+    """Fails if the choice is slower than the source, or isn't the fastest of the faster candidates."""
     rows = {row.name: row for row in result.candidates}
     chosen = rows[result.chosen]
     if result.chosen != "source":
         assert chosen.measured["verdict"] == "faster"
         faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
-        # Those measured together at last, and of the session options those that are faster than the usual ones.
+        # Keeps the rows of the last measurement. Of the session options, keeps those that are faster than the default
+        # options.
         bases = {r.base for r in rows.values() if r.base}
         faster = [r for r in faster if r.base or r.name in bases or not bases]
         faster = [r for r in faster if not r.reason.startswith("not measurably faster than")]
@@ -70,7 +72,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
 
 
 def test_what_is_published(result: Any) -> None:
-    """Fails if the folder can't be loaded as it is, on the runtime it was chosen with, or says something else."""
+    """Fails if accel.load can't load the folder with the chosen runtime, or if optimize.json and the manifest
+    contradict it."""
     folder = result.artifact.path.parent
     body = json.loads((folder / "optimize.json").read_text())
     assert body["chosen"] == {"name": result.chosen, "file": result.artifact.path.name}
@@ -83,7 +86,7 @@ def test_what_is_published(result: Any) -> None:
 
 
 def test_the_page_of_a_real_run(result: Any) -> None:
-    """Fails if the page lacks a candidate, a stage of the choice, the hashes, or the command, or loads anything."""
+    """Fails if the page lacks a candidate, a stage of the choice, the hashes or the command, or loads anything."""
     page = (result.artifact.path.parent / "report.html").read_text(encoding="utf-8")
     for row in result.candidates:
         assert html.escape(row.name) in page
@@ -96,7 +99,7 @@ def test_the_page_of_a_real_run(result: Any) -> None:
 
 
 def test_the_command_does_the_same(result: Any) -> None:
-    """Fails if the command in the report isn't one that accel takes, or asks for something else."""
+    """Fails if accel doesn't accept the command in the report, or if the command has other options than the search."""
     words = shlex.split(result.command)
     assert words[:2] == ["accel", "optimize"]
     asked = command.make_context("optimize", words[2:]).params
@@ -108,16 +111,16 @@ def test_the_command_does_the_same(result: Any) -> None:
 def test_the_second_run_does_no_work(
     result: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if an identical run makes, judges or measures anything again."""
+    """Fails if an identical run makes, judges or measures a candidate again."""
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("worked again")
 
     monkeypatch.setattr("accel.stage._make", never)
-    monkeypatch.setattr("accel.bench.paired.measure", never)
+    monkeypatch.setattr("accel.timing.paired.measure", never)
     monkeypatch.setattr(Judge, "judge", never)
-    # What noise decided would be measured again: see test_optimize_noise.py.
-    monkeypatch.setattr("accel.optimizer.measurement.outcome_is_open", lambda _: False)
+    # Verdicts that noise decided are measured again: see measure/test_noise.py.
+    monkeypatch.setattr("accel.optimizer.measure.timing.outcome_is_open", lambda _: False)
     calibration, test = digits_data
     again = accel.optimize(digits.path, out=tmp_path / "out", data=calibration, eval_data=test, metric=TOP1, rounds=5)
     assert again.chosen == result.chosen
@@ -127,7 +130,8 @@ def test_the_second_run_does_no_work(
 def test_an_engine_is_built_without_a_gpu(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if no engine comes out, if its chain doesn't lead back to the weights, or if it claims to have been run."""
+    """Fails if no engine comes out, if the engine's chain doesn't lead back to the weights, or if the report claims
+    that the engine ran."""
     out = tmp_path / "engine"
     words = ["--target", "tensorrt-rtx", "--precision", "fp16", "--compute-capability", "8.6"]
     ran = cli("optimize", digits.path, *words, "--profile", "image=1x1x8x8,8x1x8x8,64x1x8x8", "-o", out, "--json")
@@ -145,7 +149,7 @@ def test_an_engine_is_built_without_a_gpu(
 
 
 def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if one precision that this model can't have ends the run, or its row doesn't name the fix."""
+    """Fails if a precision that this model can't have ends the run, or if its row doesn't name the fix."""
     result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
     rows = {row.precision: row for row in result.candidates[1:]}
     assert rows["bf16"].status == "rejected"
@@ -156,7 +160,8 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
 
 
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a budget that nothing meets still gives an engine, or a source that runs here gives an error."""
+    """Fails if an engine comes out although no candidate is within the accuracy budget, or if a source that runs here
+    ends in an error."""
 
     with accel.load(digits.path) as session:
         images = np.load(digits_data[1])["image"]
@@ -172,7 +177,7 @@ def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Pat
 
 
 def test_other_peoples_files_are_left_alone(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a model that accel did not make, or the source itself, would be overwritten."""
+    """Fails if accel overwrites a model that accel did not make, or the source itself."""
     (tmp_path / "model.onnx").write_bytes(b"mine")
     with pytest.raises(CannotWrite, match="not made by accel"):
         accel.optimize(digits.path, out=tmp_path, target="ort-cpu", rounds=5)
@@ -183,7 +188,7 @@ def test_other_peoples_files_are_left_alone(digits: Artifact, tmp_path: Path) ->
 
 
 def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if what an earlier run chose stays beside the new choice: loading the folder could take either."""
+    """Fails if the choice of an earlier run stays beside the new one. Then loading the folder could take either."""
     out = tmp_path / "out"
     digits.copy_to(out / "model.onnx")
     words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
@@ -194,7 +199,7 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
         "optimize.json",
         "report.html",
     ]
-    assert open_source(out).kind == "engine"
+    assert Source(out).open().kind == "engine"
 
 
 def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
@@ -204,15 +209,15 @@ def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path]) -> None:
-    """Fails if a model that differs isn't seen as worse, or an equal one as equal, on the data's outputs."""
-    judge = Judge(open_source(digits.path), digits_data[0], None)
+    """Fails if the judge, without a metric, doesn't rate a differing model as worse or an equal model as equal."""
+    judge = Judge(Source(digits.path).open(), digits_data[0], None)
     same = judge.judge(digits, {})
     assert same.drop < 1e-12
     assert same.max_abs_diff == 0
 
 
 def test_a_judgement_survives_json() -> None:
-    """Fails if an infinite drop comes back from the cache as none."""
+    """Fails if an infinite drop isn't written as null, since JSON has no infinity."""
     bad = Judgement(drop=float("inf"), metric=None, reference_metric=None, max_abs_diff=1.0, judged_on="x")
     assert bad.to_json()["drop"] is None
 
@@ -222,7 +227,7 @@ def _row(name: str, ms: float, verdict: str) -> Any:
 
 
 def test_the_rule_of_choice() -> None:
-    """Fails if a rejected, slower or merely noisy candidate could be chosen."""
+    """Fails if a rejected or slower candidate, or one that only noise makes faster, could be chosen."""
     source = _row("source", 10.0, "baseline")
     noisy, slower = _row("noisy", 9.9, "no measurable difference"), _row("slower", 20.0, "slower")
     wrong = replace(_row("wrong", 1.0, "faster"), status="rejected", reason="drop")
@@ -233,7 +238,7 @@ def test_the_rule_of_choice() -> None:
 
 
 def test_unmeasured_targets_prefer_fp16() -> None:
-    """Fails if, where nothing can be measured, int8 is chosen over fp16, or something that was rejected."""
+    """Fails if, when nothing can be measured, int8 is chosen over fp16, or a rejected candidate is chosen."""
     rows = [replace(_row(p, 1.0, ""), precision=p) for p in ("fp32", "int8", "fp16")]
     assert likeliest(rows).precision == "fp16"
     rows[2].status = "rejected"
@@ -241,7 +246,7 @@ def test_unmeasured_targets_prefer_fp16() -> None:
 
 
 def test_the_manifest_holds_the_measurement(result: Any) -> None:
-    """Fails if the published manifest doesn't say how it was judged and measured."""
+    """Fails if the published manifest doesn't record how the model was judged and measured."""
     session = json.loads(manifest_path(result.artifact.path).read_text())["session"]
     assert session["judgement"]["metric"] == pytest.approx(session["judgement"]["reference_metric"], abs=0.02)
     assert session["measured"]["median_ms"] > 0
@@ -284,27 +289,33 @@ def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = 
     )
 
 
+@pytest.mark.proof
 def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if candidates are made of an ONNX form that passed the gate of the export and isn't the model on the data
-    that somebody gave: torch writes a cumulative logsumexp whose parts become 0 where the numbers are large."""
+    """Fails if candidates are made from an ONNX form that passed the export's gate but differs from the model on the
+    user's data. torch exports a cumulative logsumexp whose parts become 0 for large numbers."""
     with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
         _optimize_scores("scores", 300, tmp_path)
     assert not (tmp_path / "out").exists()
     assert _optimize_scores("scores", 1, tmp_path).warnings == ()
 
 
+@pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if integers that differ from the source's on somebody's data, as one of two equal scores may, aren't said,
-    or refuse the model, now or when all of it comes from the cache."""
+    """Fails if integer outputs that differ on the user's data (one of two equal scores, for example) get the model
+    refused, or give no warning. The second run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(
-            r"the ONNX form is \S+ from its source in 'output' on samples \d+ to \d+ of .*data.npz", warning
+            r"the ONNX form differs from its source by \S+ in 'output' on samples \d+ to \d+ of .*data.npz", warning
         )
 
 
+@pytest.mark.proof
 def test_a_precision_that_nothing_came_of(tmp_path: Path) -> None:
-    """Fails if somebody who asks for int8 and gets the source isn't told: here there is nothing to quantize."""
+    """Fails if there is no warning when a user asks for int8 and gets the source. This model has nothing to
+    quantize."""
     found = _optimize_scores("scores", 1, tmp_path, "int8")
     assert (found.chosen, found.artifact.properties["precision"]) == ("source", "fp32")
-    assert found.warnings[0].startswith("nothing in int8 is right and measurably faster: what was taken is the source")
+    assert found.warnings[0].startswith(
+        "no candidate in int8 is right and measurably faster: the source itself was taken"
+    )

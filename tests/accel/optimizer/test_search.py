@@ -1,4 +1,4 @@
-"""The search of accel optimize: session options, the budget of time, and what may be taken. Times are scripted."""
+"""The search of accel optimize: session options, the time budget, and the choice. Times are scripted."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from accel.cache import StageCache
 from accel.optimizer import search as module
 from accel.optimizer.budget import Budget
 from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.judge import Judgement
-from accel.optimizer.measurement import Effort
+from accel.optimizer.judge.comparison import Judgement
+from accel.optimizer.measure.timing import Effort
+from accel.optimizer.measure.workload import Workload
+from accel.optimizer.recipes.session_variants import variants
 from accel.optimizer.search import Search, faster_than
-from accel.optimizer.session_variants import variants
-from accel.optimizer.workload import Workload
 
 WORK = Workload(objective="latency", mix=({},), batch=1, repeats=1, note="")
 LOAD = Workload(objective="throughput", mix=({},), batch=1, repeats=8, note="")
 
 
 class Clock:
-    """Seconds, as the test says."""
+    """Tells the time, in seconds, that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,7 +39,8 @@ class Clock:
 
 
 class Timed:
-    """Stands for ``measured``: each row takes its milliseconds, with a jitter of ``noise``; keeps who was timed how."""
+    """Stands for ``measured``: gives each row its milliseconds with a jitter of ``noise``, and records the names and
+    the effort of each call."""
 
     def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
         self.ms, self.noise, self.clock = ms, noise, clock
@@ -65,7 +66,7 @@ class Timed:
 
 
 class Judging:
-    """Stands for the judge: this drop for these names, nothing lost for others."""
+    """Stands for the judge: gives the named options this drop, and all others none."""
 
     def __init__(self, drops: Mapping[str, float] | None = None) -> None:
         self.drops = drops or {}
@@ -101,7 +102,7 @@ def searching(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_options_have_to_be_measurably_faster(searching: Any) -> None:
-    """Fails if options that only look faster are taken, or those that are faster aren't."""
+    """Fails if options that only look faster are chosen, or options that are measurably faster aren't."""
     for ms, taken in ((5.9, "a"), (4.0, "a, 1 thread")):
         search = searching(Timed({"source": 10, "a": 6, "a, 1 thread": ms}, noise=0.05))
         rows = [row("a")]
@@ -115,20 +116,20 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
-    """Fails if a candidate that is measurably faster than the source isn't taken because it isn't than another that
-    noise has cost its own verdict meanwhile."""
+    """Fails if a candidate that is measurably faster than the source isn't chosen because another candidate beats it,
+    although noise has cost that other candidate its own verdict."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
     rows = [row("a"), row("b")]
     best = search.best(rows)
     assert best.name == "a"
-    timed.ms |= {"a": 10, "b": 9.9, "b, 1 thread": 9.0}  # in the second measurement they are what they seemed not to be
+    timed.ms |= {"a": 10, "b": 9.9, "b, 1 thread": 9.0}  # in the second measurement, a and b seem as slow as the source
     chosen, made = search.vary_sessions(best, rows, Judging(), 0.01, vary_threads=True)
     assert chosen.name == "b, 1 thread", [r.reason for r in made]
 
 
 def test_options_are_judged_like_candidates(searching: Any) -> None:
-    """Fails if options that change the outputs beyond the budget are taken because they are fast."""
+    """Fails if options that change the outputs beyond the accuracy budget are chosen because they are fast."""
     ms = {"source": 10, "a": 6, "a, 1 thread": 5, "a, extended graph level": 1, "a, no spinning": 5.5}
     search = searching(Timed(ms))
     rows = [row("a", "onnxruntime")]
@@ -142,7 +143,7 @@ def test_options_are_judged_like_candidates(searching: Any) -> None:
 
 
 def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
-    """Fails if a model that no candidate beats isn't tried with other options, or is replaced by slower ones."""
+    """Fails if a source that no candidate beats isn't tried with other options, or is replaced by slower ones."""
     ms = {"source": 10, "a": 11, "source, 1 thread": 7, "source, extended graph level": 10, "source, no spinning": 12}
     search = searching(Timed(ms))
     rows = [row("a")]
@@ -156,7 +157,7 @@ def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
 
 
 def test_which_options_are_tried() -> None:
-    """Fails if threads that were asked for are varied, or one core is shared out."""
+    """Fails if the search varies the threads that the user fixed, or tries to divide one core."""
     ort, ov = row("a", "onnxruntime"), row("b", "openvino")
     assert [v.options for v in variants(ov, "latency", cores=8, vary_threads=True)] == [{"threads": 4}]
     assert variants(ov, "latency", cores=8, vary_threads=False) == []
@@ -167,7 +168,7 @@ def test_which_options_are_tried() -> None:
 
 
 def test_streams_for_throughput(searching: Any) -> None:
-    """Fails if throughput isn't searched for by streams."""
+    """Fails if the search for throughput doesn't try several streams."""
     search = searching(Timed({"source": 10, "a": 6, "a, 2 streams": 4}), work=LOAD)
     rows = [row("a")]
     chosen, _ = search.vary_sessions(search.best(rows), rows, Judging(), 0.01, vary_threads=True)
@@ -175,7 +176,8 @@ def test_streams_for_throughput(searching: Any) -> None:
 
 
 def test_halving(searching: Any) -> None:
-    """Fails if the fastest is lost, if those left out say nothing, or if all are measured long."""
+    """Fails if successive halving loses the fastest candidate, gives dropped candidates no reason, or times all
+    candidates at length."""
     names = [f"c{i}" for i in range(8)]
     ms = {"source": 10.0} | {name: 9.0 - i for i, name in enumerate(names)}
     clock = Clock()
@@ -195,7 +197,7 @@ def test_halving(searching: Any) -> None:
 def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     searching: Any, monkeypatch: pytest.MonkeyPatch, gigabytes: int
 ) -> None:
-    """Fails if more models are loaded at once than memory has room for, if the fastest is lost by that, or if little
+    """Fails if more models are loaded at once than fit into memory, if the fastest is lost by that, or if too little
     memory ends the search."""
     names = [f"c{i}" for i in range(5)]
     ms = {name: 9.0 - i % 4 for i, name in enumerate(names)}
@@ -205,7 +207,7 @@ def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     rows = [row(name) for name in names]
     for one in rows:
         one.megabytes = 500.0
-    monkeypatch.setattr(module, "available", lambda: gigabytes * 10**9)
+    monkeypatch.setattr(module, "available_memory", lambda: gigabytes * 10**9)
     best = search.best(rows)
     assert best.name == "c3"
     counts = {12: [5], 5: [2, 2, 1, 2], 1: [1] * 8}
@@ -228,8 +230,8 @@ def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     spent=st.floats(0, 300),
 )
 def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float], spent: float) -> None:
-    """Fails if, whatever the times and however little of the budget is left, something is taken that wasn't measured
-    or isn't faster than the source, or a row that isn't taken has no reason."""
+    """Fails if, for any times and any rest of the budget, the search chooses a candidate that wasn't measured or isn't
+    faster than the source, or leaves a row without a reason."""
     ms = {"source": 10.0} | {f"c{i}": t for i, t in enumerate(times)}
     clock = Clock()
     timed = Timed(ms, clock=clock)
@@ -254,7 +256,7 @@ def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float
 
 
 def test_no_time_for_options(searching: Any) -> None:
-    """Fails if options are measured without time, or don't appear among what wasn't tried."""
+    """Fails if options are measured without time for them, or aren't listed as not tried."""
     clock = Clock()
     timed = Timed({"source": 10, "a": 6})
     search = searching(timed, seconds=14, clock=clock)
@@ -266,7 +268,7 @@ def test_no_time_for_options(searching: Any) -> None:
 
 
 def test_faster_than_needs_the_same_rounds() -> None:
-    """Fails if a figure from another measurement is compared."""
+    """Fails if figures of different measurements are compared."""
     one, other = row("a"), row("b")
     one.measured = {"round_medians_ms": [1.0] * 9}
     other.measured = {"round_medians_ms": [2.0] * 5}
@@ -276,14 +278,14 @@ def test_faster_than_needs_the_same_rounds() -> None:
     assert not faster_than(other, one, 0.02)
 
 
-BUDGET, MARGIN = 10.0, 8.0  # docs/optimize.md says what may come after the budget
+BUDGET, MARGIN = 10.0, 8.0  # docs/how-to/optimize.md names the work that may follow the budget
 
 
 def test_a_real_search_ends_with_its_budget(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Fails if making, loading and timing real candidates, which takes a minute here without an end, isn't over soon
-    after the budget, or if nobody is told what wasn't tried."""
+    """Fails if making, loading and timing real candidates continues long after the budget, or if the report doesn't
+    list the untried candidates. Without a budget, this search takes a minute."""
     begun = time.monotonic()
     result = optimize(digits, out=tmp_path / "out", data=digits_data[0], budget_seconds=BUDGET)
     assert time.monotonic() - begun <= BUDGET + MARGIN

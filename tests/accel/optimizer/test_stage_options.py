@@ -1,4 +1,5 @@
-"""What ``--quantize`` and ``--cast`` say: read, given to the stages, recorded, and refused where nothing reads it."""
+"""The options of ``--quantize`` and ``--cast``: how they are read, passed to the stages and recorded, and when they are
+refused."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from accel.api.optimize import _calibration_samples
 from accel.artifact import Artifact
 from accel.cli.optimize import command
-from accel.converters.quantize import QuantizeConfig
+from accel.converters.quantize.stage import QuantizeConfig
 from accel.errors import BadInputSpec, UsageError
-from accel.optimizer.recipes import Request, recipes
+from accel.optimizer.calibration import samples_to_calibrate
+from accel.optimizer.recipes.candidates import recipes
+from accel.optimizer.recipes.recipe import RecipeRequest
 from accel.optimizer.stage_options import options_of_mode, parse_cast_options, parse_quantize_options
-from accel.sources.onnx_file import open_onnx
-from accel.target import Target
+from accel.sources.onnx.file import open_onnx
+from accel.tables.target import Target
 
 QUANTIZE = [
     "calibration=entropy", "samples=40", "smooth=0.5", "per-channel=no", "ops=MatMul, Gemm", "keep=a/*", "keep=b,Conv",
@@ -29,7 +31,8 @@ QUANTIZE = [
 
 
 def test_every_option_is_read() -> None:
-    """Fails if one is read as another, lists don't add up, or a spelling with underscores is another option."""
+    """Fails if an option is read as another, lists don't add up, or the spelling with underscores means something
+    else."""
     found = parse_quantize_options(QUANTIZE)
     assert found == {
         "calibration": "entropy", "samples": 40, "smooth": 0.5, "per_channel": False, "ops": ("MatMul", "Gemm"),
@@ -54,7 +57,7 @@ def test_every_option_is_read() -> None:
     ],
 )  # fmt: skip
 def test_options_that_are_none(text: str) -> None:
-    """Fails if an option that can't be read is left out without a word, or the line doesn't say how to write it."""
+    """Fails if an unreadable option is silently ignored, or if the error doesn't say how to write it."""
     with pytest.raises(BadInputSpec, match=r"can't read --quantize .*; write"):
         parse_quantize_options([text])
     with pytest.raises(BadInputSpec, match=r"can't read --cast .*; write"):
@@ -63,7 +66,7 @@ def test_options_that_are_none(text: str) -> None:
 
 @pytest.fixture
 def src(tmp_path: Path) -> Artifact:
-    """Two layers."""
+    """Makes a model of two layers."""
     rng = np.random.default_rng(0)
     weights = {name: (rng.standard_normal((32, 32)) / 6).astype(np.float32) for name in ("w1", "w2")}
     nodes = [
@@ -86,7 +89,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def made(src: Artifact, target: str, precision: str, data: Path, **options: Any) -> dict[str, Any]:
-    request = Request(
+    request = RecipeRequest(
         targets=(Target.get(target),), precisions=(precision,), data=data, samples=8, threads=1, **options
     )
     found, left_out = recipes(src, request)
@@ -94,8 +97,8 @@ def made(src: Artifact, target: str, precision: str, data: Path, **options: Any)
 
 
 def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
-    """Fails if a stage doesn't get what was said of it, a form is asked for a calibration that it hasn't, or what no
-    candidate reads is swallowed."""
+    """Fails if a stage doesn't get its options, a form gets a calibration that it doesn't support, or an option that no
+    candidate reads is silently ignored."""
     found = made(src, "ort-cpu", "int8", data, quantize=parse_quantize_options(QUANTIZE))
     static = next(config for name, config, _ in found["ort-cpu int8 static"].stages if name == "quantize")
     assert (static.calibration, static.smooth, static.per_channel, static.keep) == (
@@ -114,9 +117,9 @@ def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
 
 
 def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the command doesn't know the options, the manifest doesn't say them, what is kept isn't float, the
-    report's command doesn't ask for them again, or more samples were asked for than there are, or SmoothQuant for a net
-    that isn't a transformer, and nobody hears it."""
+    """Fails if the command doesn't accept the options, the manifest doesn't record them, a kept node isn't float, or
+    the report's command doesn't repeat them. Also fails if there is no warning for more samples than the data has, or
+    for SmoothQuant on a net that isn't a transformer."""
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["--target", "tensorrt-rtx", "--precision", "int8", "--compute-capability", "8.6", "--data", data]
     mine = ["--quantize", "percentile=99.9", "--quantize", "samples=100000", "--quantize", "keep=second"]
@@ -136,7 +139,7 @@ def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path:
 
 
 def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if a node that isn't there is left out without a word, or the line names no way to find the names."""
+    """Fails if an unknown node is silently ignored, or if the error doesn't say how to list the names."""
     words = ["--target", "ort-cpu", "--precision", "int8", "--data", data]
     done = cli("optimize", src.path, "-o", tmp_path / "out", *words, "--quantize", "keep=nowhere")
     assert done.code == 2
@@ -155,5 +158,6 @@ def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path
     ],
 )
 def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, read: int) -> None:
-    """Fails if the number that was asked for isn't read where others judge, or nothing is left to judge by."""
-    assert _calibration_samples(count, asked, apart=apart) == read
+    """Fails if calibration doesn't read the requested number of samples when other samples judge, or leaves no sample
+    to judge on."""
+    assert samples_to_calibrate(count, asked, apart=apart) == read

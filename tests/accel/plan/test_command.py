@@ -1,4 +1,4 @@
-"""``accel plan`` from the outside: the exact commands, and the config it writes."""
+"""The command ``accel plan``: its documented command lines, and the config that it writes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from accel.cli import group, run
-from accel.train.config import TrainConfig
+from accel.train.config.rules import check
+from accel.train.config.schema import TrainConfig
 
 SHAPE = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nseq = 2048\n"
 
 
 def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command line or the names in its JSON change, or 7.5 B at ZeRO 3 is not 1.9 GB."""
+    """Fails if the documented command line or the names in its JSON change, or if 7.5 B parameters at ZeRO 3 don't take
+    1.9 GB."""
     line = "plan --params 7.5e9 --world 64 --zero 3 --precision fp16 --optimizer adam --json"
     assert run(group, line.split()) == 0
     body = json.loads(capsys.readouterr().out)
@@ -25,14 +27,14 @@ def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a listed layout can't run as a training config on those ranks, or what is written reads back
-    otherwise."""
+    """Fails if a listed layout can't run as a training config on those ranks, or if the written config doesn't hold the
+    chosen layout."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     assert run(group, ["plan", str(config), "--world", "64", "--hbm", "80G", "-o", str(out), "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     chosen = TrainConfig.load(out)
-    chosen.validate(64)
+    check(chosen, 64)
     assert chosen.parallel.zero == body["layout"]["zero"]
     assert chosen.micro_batch == body["layout"]["micro_batch"]
     assert chosen.global_batch == 512
@@ -47,8 +49,8 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
 def test_the_documented_line_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the line as it is documented doesn't print the layouts in rows of one line each, fastest first, the
-    chosen one marked, with the figures that --json has, and what they assume."""
+    """Fails if the documented command line doesn't print a table with one line per layout, fastest first and the chosen
+    one marked, with the same figures as --json and the assumptions behind them."""
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     line = "plan config.toml --world 64 --hbm 80G"
@@ -92,7 +94,7 @@ def test_the_documented_line_prints_a_table(
 def test_the_search_keeps_to_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, axis: str, value: object, from_file: bool
 ) -> None:
-    """Fails if an option beside --hbm is passed over in silence, by the list or by the config that is written."""
+    """Fails if the list or the written config silently ignores an option that is given beside --hbm."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     shape = "--layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --global-batch 512"
@@ -107,7 +109,7 @@ def test_the_search_keeps_to_what_is_asked_for(
 
 
 def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if replicas and ZeRO++ of the config are planned or written as if they weren't there."""
+    """Fails if the plan or the written config ignores the config's replicas and ZeRO++."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     parallel = "[parallel]\nzero = 3\nreplicate = 2\nhpz = 4\nqwz = true\n"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n{parallel}[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
@@ -118,8 +120,8 @@ def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.C
 
 
 def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a sequence that no layout without context parallel can hold isn't planned with it, what is written can't
-    run, or planning what is written gives other bytes."""
+    """Fails if the plan doesn't use context parallel for a sequence that no other layout can hold, if the written
+    config can't run, or if a plan of the written config gives other bytes."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     shape = SHAPE.replace("seq = 2048", "seq = 131072").replace("vocab = 32000", "vocab = 32003")
     config.write_text(f"global_batch = 8\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{shape}")
@@ -134,7 +136,7 @@ def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.Ca
         kind = plan["layout"]
         parallel = {name: kind[name] for name in ("zero", "cp", "recompute")}
         batches = {"global_batch": 8, "micro_batch": kind["micro_batch"]}
-        TrainConfig.from_dict({**batches, "parallel": parallel, "shape": vars(chosen.shape)}).validate(8)
+        check(TrainConfig.from_dict({**batches, "parallel": parallel, "shape": vars(chosen.shape)}), 8)
     assert run(group, ["plan", str(out), "--world", "8", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["total_bytes_per_rank"] == body["total_bytes_per_rank"]
@@ -142,7 +144,8 @@ def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a model of unknown shape is not counted and tried: its parameters, and activations of its own layers."""
+    """Fails if the plan of a factory without a declared shape doesn't count its parameters and measure its
+    activations."""
     source = tmp_path / "made.py"
     source.write_text(
         "import torch\n"
@@ -156,7 +159,7 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(group, ["plan", str(config), "--world", "4", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["model_state_bytes_per_rank"] == 16 * (8 * 100 + 100 + 100 * 10 + 10)
-    assert body["activation_bytes_per_rank"] == 4 * 4 * (8 + 100)  # the inputs of both products; ReLU's is the second's
+    assert body["activation_bytes_per_rank"] == 4 * 4 * (8 + 100)  # autograd keeps the inputs of both products
     assert body["flops_per_step"] == 3 * 32 * 2 * (8 * 100 + 100 * 10)
 
 
@@ -174,12 +177,12 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
         ("plan --layers 4 --hidden 64 --heads 8 --kv-heads 2 --seq 64 --world 4 --tp 4", "8 heads (2 of keys"),
         ("plan --params x --world 4", "write e.g. 80G"),
         ("plan --params 70e9 --world 2 --hbm 8G", "use more ranks"),
-        ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "has tp 2; leave one of them to the search"),
-        ("plan --params 7e9 --world 8 --hbm 80G --zero 2 --qwz", "has zero 2, qwz True; leave one of them"),
+        ("plan --params 7e9 --world 2 --hbm 80G --tp 2", "has tp 2; leave out one of these options"),
+        ("plan --params 7e9 --world 8 --hbm 80G --zero 2 --qwz", "has zero 2, qwz True; leave out one of these"),
     ],
 )
 def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a bad request ends in a traceback, an exit code other than 2, or a message without the fix."""
+    """Fails if a bad request ends in a traceback, in another exit code than 2, or in a message without the fix."""
     assert run(group, [*line.split(), "-q"]) == 2
     error = capsys.readouterr().err
     assert says in error
@@ -195,16 +198,16 @@ def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str], kv_heads: int) -> None:
-    """Fails if keys and values of grouped queries are planned as large as queries: what is counted of a model whose
-    layers are the formula's (Starcoder2) is other by more than its last norm, or Llama's, which has no biases, by more
-    than half a percent."""
+    """Fails if the plan gives grouped keys and values as many parameters as the queries. The planned count has to equal
+    Starcoder2's, whose layers are those of the formula, without the last norm. The planned count may differ from
+    Llama's, which has no biases, by at most half a percent."""
     from transformers import LlamaConfig, LlamaModel, Starcoder2Config, Starcoder2Model
 
     shape = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}
     shape["num_key_value_heads"] = kv_heads
     with torch.device("meta"):
         made = Starcoder2Model(Starcoder2Config(**shape, intermediate_size=4 * 768))
-        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))  # three products as large as two
+        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))  # 3 products, as large as 2
     line = f"plan --layers 4 --hidden 768 --heads 12 --kv-heads {kv_heads} --vocab 1000 --precision fp32 --json"
     assert run(group, line.split()) == 0
     planned = json.loads(capsys.readouterr().out)["parameter_bytes_per_rank"] / 4

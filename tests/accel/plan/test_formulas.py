@@ -1,4 +1,4 @@
-"""The closed forms against published figures and against a simulation on fake tensors."""
+"""The closed forms, compared with published figures and with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from accel.plan.traffic import (
     step_time,
     tensor_parallel_bytes,
 )
-from accel.train.pipeline import places
-from accel.train.quantized_comm import encode
+from accel.train.parallel.pipeline import places
+from accel.train.parallel.quantized_comm import encode
 from accel.train.simulate import simulate
 
 SHAPE = GPTConfig(vocab=1000, layers=6, hidden=256, heads=8, seq=128)
@@ -39,7 +39,7 @@ SHAPE = GPTConfig(vocab=1000, layers=6, hidden=256, heads=8, seq=128)
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_states_of_the_zero_paper(zero: int, gigabytes: float) -> None:
-    """Fails if a ZeRO stage shards the wrong state, or a byte count of mixed-precision Adam is off (figure 1 of
+    """Fails if a ZeRO stage shards the wrong state, or if a byte count of mixed-precision Adam is wrong (figure 1 of
     ZeRO)."""
     memory = training_memory(
         ModelSpec(params=int(7.5e9)), Layout(world=64, zero=zero, precision="fp16", optimizer="adam")
@@ -49,14 +49,14 @@ def test_states_of_the_zero_paper(zero: int, gigabytes: float) -> None:
 
 @pytest.mark.parametrize(("params", "gigabytes"), [(1.5e9, 24), (7e9, 112)])
 def test_sixteen_bytes_a_parameter(params: float, gigabytes: float) -> None:
-    """Fails if mixed-precision Adam is not 2 + 2 + 12 bytes a parameter on one rank."""
+    """Fails if mixed-precision Adam doesn't take 2 + 2 + 12 bytes per parameter on one rank."""
     memory = training_memory(ModelSpec(params=int(params)), Layout(world=1, precision="fp16", optimizer="adam"))
     assert memory.model_states / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
 @pytest.mark.parametrize(("weights", "gibibytes"), [("fp32", 26.2), ("fp16", 13.1), ("int8", 6.55), ("int4", 3.28)])
 def test_weights_of_a_7b_model(weights: str, gibibytes: float) -> None:
-    """Fails if the bytes of a weight are wrong; the published figures are in GiB, for 7,000,559,616 parameters."""
+    """Fails if the bytes per weight are wrong. The published figures are in GiB, for 7,000,559,616 parameters."""
     memory = inference_memory(ModelSpec(params=7_000_559_616), weights=weights, world=1)
     assert memory.parameters / 2**30 == pytest.approx(gibibytes, rel=0.02)
 
@@ -70,29 +70,27 @@ def _spec() -> ModelSpec:
     return replace(spec_of(GPT(SHAPE)), seq=128)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("world", "zero", "accumulation"),
     [(8, 0, 2), (8, 1, 1), (64, 1, 3), (8, 2, 1), (64, 2, 3), (64, 3, 1), (64, 3, 3)],
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
-    """Fails if what FSDP2 keeps and sends (counted tensor by tensor, collective by collective) leaves the closed form
-    by more than what padding to the world size adds, or if ``train.zero`` gathers or reduces more often than it
-    says."""
-    found = simulate(
-        lambda: GPT(SHAPE), _inputs, world=world, zero=zero, precision=precision, accumulation=accumulation
-    )
+    """Fails if the bytes that FSDP2 keeps and sends (counted per tensor and per collective) differ from the closed form
+    by more than padding to the world size, or if ``train.zero`` gathers or reduces more often than it documents."""
     layout = Layout(world=world, zero=zero, precision=precision, micro_batch=2, accumulation=accumulation)
+    found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     spec = _spec()
     weight = 4 if precision == "fp32" else 2
     parameters, gradients, optimizer = model_states(spec, layout)
-    pad = {8: 0.001, 64: 0.003}[world]  # a dim that doesn't divide is padded
+    pad = {8: 0.001, 64: 0.003}[world]  # pads a dim that the world size doesn't divide
     assert optimizer <= found.optimizer * 1.0001 <= optimizer * (1 + pad) * 1.0001
     if zero != 1 or accumulation > 1:  # with one micro-batch, stage 1 reduces at once and keeps less than its formula
         assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
     if zero < 3:
         assert found.parameters == parameters
-    else:  # between layers nothing but the root's own parameters is gathered
+    else:  # between layers, only the root's own parameters are gathered
         root = weight * sum(p.numel() for n, p in GPT(SHAPE).named_parameters() if not n.startswith("blocks."))
         assert found.parameters <= root + parameters * (1 + pad)
     if zero:
@@ -102,36 +100,37 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_equal_what_autograd_saves(precision: str) -> None:
-    """Fails if the per-layer sum of saved elements is off by more than half a percent from what autograd keeps."""
-    found = simulate(lambda: GPT(SHAPE), _inputs, world=1, zero=0, precision=precision)
-    assert found.activations == pytest.approx(
-        activations(_spec(), Layout(world=1, precision=precision, micro_batch=2)), rel=0.005
-    )
+    """Fails if the formula for the elements that a layer saves differs by more than half a percent from what autograd
+    keeps."""
+    layout = Layout(world=1, precision=precision, micro_batch=2)
+    found = simulate(lambda: GPT(SHAPE), _inputs, layout)
+    assert found.activations == pytest.approx(activations(_spec(), layout), rel=0.005)
 
 
 @pytest.mark.slow
 def test_states_and_traffic_at_1024_ranks() -> None:
-    """Fails if shards or traffic of 1,024 ranks, every dim of the model a multiple of that, aren't the closed
-    form's."""
+    """Fails if shards or traffic of 1,024 ranks differ from the closed form, for a model whose dims are all multiples
+    of 1,024."""
     shape = GPTConfig(vocab=1024, layers=1, hidden=1024, heads=8, seq=1024)
     ids = torch.zeros(1, 1024, dtype=torch.long)
-    found = simulate(lambda: GPT(shape), lambda: (ids, ids), world=1024, zero=3, precision="bf16")
     spec = spec_of(GPT(shape))
     layout = Layout(world=1024, zero=3, precision="bf16")
+    found = simulate(lambda: GPT(shape), lambda: (ids, ids), layout)
     parameters, gradients, optimizer = model_states(spec, layout)
     assert (found.gradients, found.optimizer) == (gradients, optimizer)
-    # What lies outside the blocks is held whole, which is planned as temporary.
+    # Each rank holds the parameters outside the blocks whole. The plan counts them as temporary.
     assert found.parameters == parameters + 2 * spec.outside * 1023 / 1024
     assert temporary(spec, layout) > 2 * spec.outside
     assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_seven_billion_on_64_ranks_simulated() -> None:
     """Fails if the engine's shards of a 7.5 B model on 64 ranks differ from 1.9 GB by more than 2 % at ZeRO 3."""
     shape = GPTConfig(vocab=50304, layers=36, hidden=4096, heads=32, seq=64)
     ids = torch.zeros(1, 64, dtype=torch.long)
-    found = simulate(lambda: GPT(shape), lambda: (ids, ids), world=64, zero=3, precision="bf16")
+    found = simulate(lambda: GPT(shape), lambda: (ids, ids), Layout(world=64, zero=3, precision="bf16"))
     params = 36 * (12 * 4096**2 + 13 * 4096) + (2 * 50304 + 64 + 2) * 4096
     states = found.optimizer + found.gradients + 2 * params / 64
     assert states == pytest.approx(16 * params / 64, rel=0.001)
@@ -139,8 +138,9 @@ def test_seven_billion_on_64_ranks_simulated() -> None:
 
 
 def test_traffic_of_one_micro_batch() -> None:
-    """Fails if a ring all-reduce isn't 2 Psi, ZeRO 3 not 3 Psi (table 1 of ZeRO++), or what ZeRO++ gathers and reduces
-    isn't what the engine makes of those values for the wire, the scales of its blocks counted."""
+    """Fails if a ring all-reduce doesn't send 2 Psi or ZeRO 3 doesn't send 3 Psi (table 1 of ZeRO++), or if the planned
+    traffic of ZeRO++ differs from the bytes into which the engine encodes the values, including the scales of the
+    blocks."""
     spec = ModelSpec(params=10**9)
     psi = ring(2e9, 64)
 
@@ -149,7 +149,7 @@ def test_traffic_of_one_micro_batch() -> None:
 
     assert [sent(zero=z) for z in range(4)] == pytest.approx([2, 2, 2, 3])
     local = ring(2e9, 8) / psi
-    wire = sum(part.nbytes for part in encode(torch.zeros(10**6), [10**6])) / 10**6 / 2  # of 2 bytes a value
+    wire = sum(part.nbytes for part in encode(torch.zeros(10**6), [10**6])) / 10**6 / 2  # for values of 2 bytes
     assert wire == pytest.approx(0.508, rel=0.01)
     assert sent(zero=3, qgz=True) == pytest.approx(2 + wire, rel=1e-3)
     assert sent(zero=3, qwz=True) == pytest.approx(1 + 2 * wire, rel=1e-3)
@@ -157,7 +157,7 @@ def test_traffic_of_one_micro_batch() -> None:
 
 
 def test_tensor_parallel_traffic_and_bubble() -> None:
-    """Fails if Megatron's four all-reduces a layer, or the bubble (p - 1) / (m + p - 1), are counted wrongly."""
+    """Fails if the plan miscounts Megatron's four all-reduces per layer, or the bubble (p - 1) / (m + p - 1)."""
     spec = ModelSpec(params=10**9, layers=4, hidden=64, heads=4, seq=16)
     layout = Layout(world=4, tp=4, micro_batch=2, accumulation=3)
     assert tensor_parallel_bytes(spec, layout) == 3 * 4 * 4 * 2 * (16 * 2 * 64 * 2) * 3 / 4
@@ -168,8 +168,8 @@ def test_tensor_parallel_traffic_and_bubble() -> None:
 
 
 def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
-    """Fails if the estimate of a step isn't the FLOPs of a rank over what it sustains, the idle part of a pipeline
-    isn't added to it, or traffic that nothing hides is left out."""
+    """Fails if the estimated time of a step isn't the FLOPs of a rank over its sustained rate, plus the idle time of
+    the pipeline, plus the traffic that no computation hides."""
     spec = ModelSpec(params=0, layers=8, hidden=512, heads=8, vocab=1000, seq=128)
     fast = Machine(flops=1e12, node_bandwidth=1e30, bandwidth=1e30)
     plain = Layout(world=8, micro_batch=2, accumulation=12)
@@ -178,7 +178,7 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     piped = replace(plain, pp=4)
     staged = step_time(spec, piped, fast)
     assert staged.compute == pytest.approx(flops(spec, piped) / (8 * 1e12))
-    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m, of 12 micro-batches and 4 stages
+    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m for 12 micro-batches and 4 stages
     assert staged.bubble == pytest.approx(staged.step - staged.compute)
     cut = step_time(spec, replace(piped, tp=2), replace(fast, node_bandwidth=1e9))
     assert cut.step == pytest.approx((cut.compute + cut.tp) * 15 / 12 + cut.pp / 12)
@@ -194,8 +194,8 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     ],
 )
 def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) -> None:
-    """Fails if the planned traffic of a pipeline isn't that of the rank most of whose stages have a neighbour on
-    another rank, on the places that training gives them."""
+    """Fails if the planned traffic of a pipeline isn't that of its busiest rank, whose stages have the most neighbors
+    on other ranks. The stages are placed as in training."""
     spec = ModelSpec(params=10**9, layers=16, hidden=64, heads=4, seq=16)
     for pipeline, most in sends.items():
         layout = Layout(world=pp, pp=pp, pipeline=pipeline, micro_batch=2, accumulation=5)
@@ -207,16 +207,16 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if ranks that share sequences hold other states than data-parallel ranks do, their activations aren't a
-    share of a sequence's, or what they send isn't Ulysses's 4 s b h / c a layer and pass ((c - 1) / c of it leaves the
-    rank; Jacobs et al. 2023, section 3.2)."""
+    """Fails if ranks that share sequences hold other states than data-parallel ranks, if their activations aren't their
+    share of a sequence's, or if they don't send Ulysses's 4 s b h / c per layer and pass, of which (c - 1) / c leaves
+    the rank (Jacobs et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
     assert (layout.dp, layout.shards, layout.global_batch) == (2, 8, 12)
     assert model_states(spec, layout) == model_states(spec, wide)
     assert data_parallel_bytes(spec, layout) == data_parallel_bytes(spec, wide)
-    turned = 4 * 1024 * 2 * 64 * 2 / 4  # the attention's output, which stays twice
+    turned = 4 * 1024 * 2 * 64 * 2 / 4  # the attention's output, which is kept twice
     whole, part = activations(spec, wide), activations(spec, layout)
     assert whole is not None
     assert part == pytest.approx(whole / 4 + turned)
@@ -228,8 +228,8 @@ def test_context_parallel_is_data_parallel_to_zero() -> None:
 
 
 def test_replicas_shard_less_and_reduce_among_themselves() -> None:
-    """Fails if hybrid sharding is planned as if all ranks held one shard each, or its replicas' all-reduce is left
-    out."""
+    """Fails if the plan of hybrid sharding spreads one shard over all ranks, or leaves out the all-reduce between
+    replicas."""
     spec = ModelSpec(params=10**9)
     hybrid = Layout(world=64, zero=3, replicate=8)
     assert model_states(spec, hybrid) == model_states(spec, Layout(world=8, zero=3))
@@ -237,27 +237,28 @@ def test_replicas_shard_less_and_reduce_among_themselves() -> None:
 
 
 def test_flops_equal_the_published_form() -> None:
-    """Fails if FLOPs with full recomputation leave 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan 2021) by over 1 %."""
+    """Fails if FLOPs with full recomputation differ by over 1% from 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan
+    2021)."""
     layers, hidden, vocab, seq, batch = 24, 2304, 51200, 2048, 512
     spec = ModelSpec(params=12 * layers * hidden**2 + vocab * hidden, layers=layers, hidden=hidden, heads=24, seq=seq)
     layout = Layout(world=32, micro_batch=16, recompute="full")
     paper = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
     assert layout.global_batch == batch
-    # The paper doesn't recompute the logits; 8 P does: a quarter of 8 V h a token.
+    # The paper doesn't recompute the logits, but 8 P does, so a quarter of 8 V h per token is subtracted.
     assert flops(spec, layout) - 2 * vocab * hidden * batch * seq == pytest.approx(paper, rel=0.01)
 
 
 def test_pipeline_stage_is_the_fullest() -> None:
-    """Fails if the parameters of the largest of the stages that the layers are really cut into aren't the formula's."""
+    """Fails if the formula's largest stage differs from the parameters of the largest stage that training cuts."""
     model, spec = GPT(SHAPE), _spec()
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     first = 2 * layer + model.embed.tokens.weight.numel()
-    # The spec doesn't know that head and embedding are two tables: the rest is spread over the layers.
+    # The spec doesn't know that head and embedding are two tables, so it spreads the rest over the layers.
     assert stage_params(spec, Layout(world=3, pp=3)) == pytest.approx(first, rel=0.1)
 
 
 def test_search_lists_what_fits_fastest_first() -> None:
-    """Fails if a listed layout doesn't fit, the order isn't by time, or any is left that would fit."""
+    """Fails if a listed layout doesn't fit, the list isn't sorted by time, or a layout that fits isn't listed."""
     spec = ModelSpec(params=0, layers=32, hidden=4096, heads=32, vocab=32000, seq=2048)
     machine = Machine(hbm=80e9)
     found = search(spec, machine, world=64, global_batch=512)
@@ -267,20 +268,20 @@ def test_search_lists_what_fits_fastest_first() -> None:
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
     with pytest.raises(BadConfig, match=r"the smallest takes .* use more ranks"):
-        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # 0.37 GB with everything else on the host
+        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # needs 0.37 GB with everything else on the host
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("80G", 80e9), ("80GiB", 80 * 2**30), ("7.5e9", 7.5e9), ("7.5B", 7.5e9), ("400T", 4e14)]
 )
 def test_quantities(text: str, value: float) -> None:
-    """Fails if a unit is read as another, decimal as binary or the other way round."""
+    """Fails if a unit is read as another unit, or a decimal unit as a binary one or the reverse."""
     assert quantity(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "G", "80X", "-1", "nan", "1e999"])
 def test_bad_quantities_are_refused(text: str) -> None:
-    """Fails if a quantity that means nothing gets through."""
+    """Fails if a nonsensical quantity is accepted."""
     with pytest.raises(BadConfig, match=r"write e\.g\. 80G"):
         quantity(text)
 
@@ -293,11 +294,11 @@ def test_bad_quantities_are_refused(text: str) -> None:
         ({"world": 4, "precision": "fp12"}, "use one of fp32"),
         ({"world": 4, "zero": 2, "qwz": True}, "pass --zero 3"),
         ({"world": 6, "cp": 4}, "tp 1 x pp 1 x cp 4; use a multiple of 4"),
-        ({"world": 8, "cp": 2, "tp": 2}, "use tp 1, pp 1"),
+        ({"world": 8, "cp": 2, "tp": 2}, "use tp 1 and pp 1"),
         ({"world": 8, "replicate": 3}, "don't divide into 3 replicas"),
     ],
 )
 def test_impossible_layouts_are_refused(kind: dict[str, object], says: str) -> None:
-    """Fails if a layout that can't be is planned, or its error doesn't name the fix."""
+    """Fails if an impossible layout is planned, or if its error doesn't name the fix."""
     with pytest.raises(BadConfig, match=says):
         Layout(**kind)  # type: ignore[arg-type]

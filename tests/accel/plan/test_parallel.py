@@ -1,10 +1,9 @@
-"""The closed forms of tensor parallel, replicas of it and hpZ against a simulation on fake tensors."""
+"""The closed forms of tensor parallel, of its replicas and of hpZ, compared with a simulation on fake tensors."""
 
 from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ from accel.plan.spec import Layout, ModelSpec
 from accel.plan.traffic import data_parallel_bytes, tensor_parallel_bytes
 from accel.train.loss import cross_entropy
 from accel.train.simulate import Simulated, simulate, simulate_pipeline
+from tests.support import ROOT
 
-STYLES = tomllib.loads((Path(__file__).parents[2] / "examples" / "gpt.toml").read_text())["tensor_parallel"]
+STYLES = tomllib.loads((ROOT / "examples" / "gpt.toml").read_text())["tensor_parallel"]
 
 
 def _shape(layers: int) -> GPTConfig:
@@ -31,20 +31,22 @@ def _spec(layers: int) -> ModelSpec:
     return replace(spec_of(GPT(_shape(layers))), seq=128)
 
 
-def _simulated(layers: int, **kind: object) -> Simulated:
+def _simulated(layers: int, layout: Layout) -> Simulated:
     ids = torch.zeros(2, 128, dtype=torch.long)
-    return simulate(lambda: GPT(_shape(layers)), lambda: (ids, ids), styles=STYLES, **kind)  # type: ignore[arg-type]
+    return simulate(lambda: GPT(_shape(layers)), lambda: (ids, ids), layout, STYLES)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("again", ["none", "full"])
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> None:
-    """Fails if the planned activations leave by more than half a percent what autograd keeps of layers that are cut as
-    `accel train` cuts them (the gathered inputs of column-parallel products are kept whole), or what ranks send for
-    them isn't what is planned (but for gradients of positions and norms that see a part of the sequence)."""
-    found = _simulated(3, world=tp, zero=0, precision="fp32", tp=tp, sequence=sequence, again=again)
+    """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. `accel
+    train` cuts the layers. Autograd keeps the whole gathered inputs of column-parallel products. Also fails if the
+    planned traffic differs from the bytes that the ranks send. The plan leaves out the gradients of positions and norms
+    that see only a part of the sequence."""
     layout = Layout(world=tp, tp=tp, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
+    found = _simulated(3, layout)
     planned = activations(_spec(3), layout)
     assert planned is not None
     if again == "full":
@@ -54,15 +56,17 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
     assert sent <= found.sent_tp <= sent * (1.035 if sequence else 1.002)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("tp", "ranks", "replicate", "zero", "accumulation"), [(2, 4, 1, 1, 2), (4, 4, 1, 2, 2), (2, 8, 2, 3, 2)]
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
-    """Fails if what data-parallel ranks keep and send of a model that is cut leaves the closed form by more than the
-    norms, biases and positions that tensor parallel doesn't cut (0.8 % of this model at tp 2) and padding; gradients
-    that add up until the last micro-batch may have the embedding's whole among them, which is planned as temporary."""
-    found = _simulated(6, world=tp * ranks, zero=zero, tp=tp, replicate=replicate, accumulation=accumulation)
+    """Fails if the bytes that data-parallel ranks of a cut model keep and send exceed the closed form by more than
+    padding and the norms, biases and positions that tensor parallel doesn't cut (0.8 % of this model at tp 2).
+    Gradients that accumulate until the last micro-batch may include the whole embedding, which the plan counts as
+    temporary."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
+    found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
     slack = 0.009 * (tp - 1) + 0.003
     assert optimizer <= found.optimizer <= optimizer * (1 + slack)
@@ -75,31 +79,35 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
     assert sent <= found.sent <= sent * (1 + slack)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "replicate", "hpz", "accumulation"), [(8, 1, 2, 1), (16, 2, 4, 2)])
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
-    """Fails if the shards that hpZ keeps between forward and backward, or what is gathered from them and from all,
-    leave the closed form by more than padding: what lies outside the blocks is held whole, and gathered once."""
-    found = _simulated(6, world=ranks, zero=3, hpz=hpz, replicate=replicate, accumulation=accumulation)
+    """Fails if the shards that hpZ keeps between forward and backward, or the bytes gathered from these and from all
+    shards, differ from the closed form by more than padding. Parameters outside the blocks are held whole and gathered
+    once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
+    found = _simulated(6, layout)
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # Beside them the first shards: 2 of the 2 + 12 bytes that the optimizer's are of. The plan has all in second ones.
+    # The first shards come on top: 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all parameters
+    # as second shards, so the parameters outside the blocks, which are held whole, are added.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
     assert sent <= found.sent * 1.0001 <= sent * 1.002
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Fails if what qwZ gathers and qgZ exchanges (counted collective by collective, codes and scales of every
-    parameter) leaves the closed form by more than padding and the scales of short last blocks, or goes in other
-    precision than asked for."""
+    """Fails if the bytes that qwZ gathers and qgZ exchanges (counted per collective, with the codes and scales of every
+    parameter) differ from the closed form by more than padding and the scales of short last blocks, or if they have
+    another precision than the config asks for."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
-    found = _simulated(6, **kind)
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
+    found = _simulated(6, layout)
     sent = data_parallel_bytes(_spec(6), layout)
     assert sent <= found.sent * 1.0001 <= sent * 1.005
     assert sent < 0.9 * data_parallel_bytes(_spec(6), replace(layout, qwz=False, qgz=False))
@@ -119,9 +127,9 @@ def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int)
     ],
 )
 def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int, again: str) -> None:
-    """Fails if the planned activations of the fullest rank of a pipeline leave by more than half a percent what
-    autograd has saved of the micro-batches that torch's own schedule keeps in flight: the first stage's, or, where the
-    logits weigh more, the last one's."""
+    """Fails if the planned activations of the fullest pipeline rank differ by more than half a percent from what
+    autograd saves for the micro-batches that torch's schedule keeps in flight. The fullest rank is the first, or the
+    last if the logits weigh more."""
     ids = torch.zeros(2, 128, dtype=torch.long)
     kind = {"pp": pp, "pipeline": pipeline, "accumulation": batches}
     found = simulate_pipeline(lambda: GPT(_shape(8)), lambda: (ids, ids), again=again, **kind)  # type: ignore[arg-type]
@@ -136,8 +144,8 @@ def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int
 
 @pytest.mark.parametrize("sequence", [True, False])
 def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
-    """Fails if the planned activations of layers that are cut and recomputed selectively leave the results of products
-    and attention that are kept, with what autograd keeps, by more than half a percent."""
+    """Fails if the planned activations of cut layers under selective recomputation differ by more than half a percent
+    from the kept results of products and attention plus what autograd keeps."""
     made: list[Any] = []
     kept: dict[int, int] = {}
     backward = torch.autograd.backward
@@ -157,18 +165,18 @@ def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.M
 
     monkeypatch.setattr("accel.train.recompute.create_selective_checkpoint_contexts", recorded)
     monkeypatch.setattr(torch.autograd, "backward", counted)
-    found = _simulated(3, world=4, zero=0, precision="fp32", tp=4, sequence=sequence, again="selective")
-    assert len(made) == 3
     layout = Layout(world=4, tp=4, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute="selective")
+    found = _simulated(3, layout)
+    assert len(made) == 3
     assert found.activations + sum(kept.values()) == pytest.approx(activations(_spec(3), layout), rel=0.005)
     sent = tensor_parallel_bytes(_spec(3), layout)
     assert sent <= found.sent_tp <= sent * (1.035 if sequence else 1.002)
 
 
 def test_what_autocast_keeps() -> None:
-    """Fails if the planned activations under autocast leave by more than half a percent what autograd keeps, but for
-    the 16-bit copies of weights, which are planned as temporary: a float32 residual stream, and a copy of their input
-    for each of query, key and value."""
+    """Fails if the planned activations under autocast differ by more than half a percent from what autograd keeps: a
+    float32 residual stream, and a copy of their input for each of query, key and value. The 16-bit copies of weights
+    don't count here, because the plan counts them as temporary."""
     model = GPT(_shape(3))
     copied = sum(2 * part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
     ids = torch.zeros(2, 128, dtype=torch.long)

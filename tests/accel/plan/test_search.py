@@ -1,4 +1,5 @@
-"""What ``accel plan`` lists: replicas, second shards, recomputation and the host, each as it would be trained."""
+"""The layouts that ``accel plan`` lists: replicas, second shards, recomputation and offload, each as training runs
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from accel.plan.memory import activations, layer_activations, model_states, stag
 from accel.plan.search import Plan, search
 from accel.plan.spec import Layout, Machine, ModelSpec
 from accel.plan.traffic import data_parallel_bytes, host_bytes, step_time
-from accel.train.config import TrainConfig
+from accel.train.config.rules import check
+from accel.train.config.schema import TrainConfig
 from accel.train.recompute import recompute
 from accel.train.simulate import simulate
 
@@ -35,28 +37,28 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_everything_that_is_listed_can_be_trained() -> None:
-    """Fails if the search leaves out a way that training has, or lists one that training refuses."""
+    """Fails if the search leaves out a layout that training supports, or lists one that training refuses."""
     found = search(SEVEN, Machine(hbm=80e9), world=64, global_batch=512)
     kinds = {name: {getattr(plan.layout, name) for plan in found} for name in ("recompute", "replicate", "hpz")}
     assert kinds["recompute"] == {"none", "selective", "full"}
     assert {1, 2, 4, 8} <= kinds["replicate"]
     assert kinds["hpz"] == {0, 8}
     assert {plan.layout.offload for plan in found} == {False, True}
-    assert not [plan for plan in found if plan.layout.qwz or plan.layout.qgz]  # they round: on request alone
+    assert not [plan for plan in found if plan.layout.qwz or plan.layout.qgz]  # they round: only on request
     for plan in found:
-        config_of(plan).validate(64)
+        check(config_of(plan), 64)
 
 
 def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if ``offload = true`` is planned as if all of it stayed on the device, the search doesn't find it where
-    nothing else fits, writes another config, or prefers it where memory is enough."""
+    """Fails if the plan counts offloaded states on the device, if the search doesn't offload when nothing else fits, if
+    the written config doesn't offload, or if the search offloads although memory suffices."""
     plain = Layout(world=4, zero=3)
     memory, usual = training_memory(SEVEN, replace(plain, offload=True)), training_memory(SEVEN, plain)
     assert memory.model_states == 0
     assert memory.host == usual.model_states == sum(model_states(SEVEN, plain))
     assert memory.temporary == usual.temporary
     first = training_memory(SEVEN, replace(plain, zero=1, offload=True))
-    assert first.parameters == first.gradients == 2 * SEVEN.params  # gathered, and added up, through the whole step
+    assert first.parameters == first.gradients == 2 * SEVEN.params  # gathered, and accumulated, during the whole step
     second = training_memory(SEVEN, replace(plain, zero=2, offload=True))
     assert (second.parameters, second.gradients, second.host) == (2 * SEVEN.params, 0, first.host)
     shard = 2 * SEVEN.params / 4
@@ -84,16 +86,16 @@ def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_vocabulary_that_does_not_divide_is_cut() -> None:
-    """Fails if tensor parallel isn't planned for a vocabulary that training cuts unevenly, or the rows that the first
-    ranks hold more aren't counted."""
+    """Fails if tensor parallel isn't planned for a vocabulary that training cuts unevenly, or if the plan doesn't count
+    the extra rows of the first ranks."""
     odd = replace(SEVEN, vocab=32003, params=0)
     assert 2 in {plan.layout.tp for plan in search(odd, Machine(hbm=80e9), world=8, global_batch=64)}
     assert stage_params(odd, Layout(world=2, tp=2)) == (odd.params - 32003 * 4096) / 2 + 16002 * 4096
 
 
 def test_a_group_inside_a_node_goes_at_its_speed() -> None:
-    """Fails if replicas or second shards, which are there to keep the gathers inside a node, are planned at the speed
-    between nodes."""
+    """Fails if the gathers of replicas or second shards are planned at the speed between nodes. Replicas and second
+    shards exist to keep the gathers inside a node."""
     machine = Machine(node_size=8, node_bandwidth=300e9, bandwidth=3e9)
     wide = Layout(world=64, zero=3)
     seconds = {
@@ -114,24 +116,24 @@ def test_a_group_inside_a_node_goes_at_its_speed() -> None:
     ],
 )
 def test_what_training_refuses_is_not_planned(kind: dict[str, object], says: str) -> None:
-    """Fails if a layout that no run could have is planned."""
+    """Fails if the plan accepts a layout that training refuses."""
     with pytest.raises(BadConfig, match=says):
         Plan.of(SEVEN, Layout(world=8, **kind), Machine())  # type: ignore[arg-type]
 
 
 def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
-    """Fails if the planned activations under full recomputation, but for the one layer that is run again, leave what
-    autograd keeps by more than half a percent."""
-    found = simulate(lambda: GPT(SHAPE), _inputs, world=1, zero=0, precision="fp32", again="full")
+    """Fails if the planned activations under full recomputation, without those of the one layer that is recomputed,
+    differ by more than half a percent from what autograd keeps."""
     spec, layout = replace(spec_of(GPT(SHAPE)), seq=128), Layout(world=1, precision="fp32", micro_batch=2)
+    found = simulate(lambda: GPT(SHAPE), _inputs, replace(layout, recompute="full"))
     planned = activations(spec, replace(layout, recompute="full"))
     assert planned is not None
     assert found.activations == pytest.approx(planned - layer_activations(spec, layout), rel=0.005)
 
 
 def test_what_selective_recomputation_keeps_equals_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the planned activations under selective recomputation leave the results of products and attention that
-    are kept, with what autograd keeps, by more than half a percent."""
+    """Fails if the planned activations under selective recomputation differ by more than half a percent from the kept
+    results of products and attention plus what autograd keeps."""
     made: list[Any] = []
 
     def recorded(policy: Any) -> Any:
@@ -159,13 +161,14 @@ def test_what_selective_recomputation_keeps_equals_the_plan(monkeypatch: pytest.
     del loss
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("zero", "accumulation"), [(1, 3), (2, 2), (3, 1), (3, 2)])
 def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
-    """Fails if what FSDP2 keeps and sends in 2 replicas of 8 shards leaves the closed form by more than what padding
-    adds: it reduces to shards within a replica, and those among the replicas."""
-    found = simulate(lambda: GPT(SHAPE), _inputs, world=16, zero=zero, replicate=2, accumulation=accumulation)
+    """Fails if the bytes that FSDP2 keeps and sends in 2 replicas of 8 shards differ from the closed form by more than
+    padding. FSDP2 reduces gradients to shards within a replica, then all-reduces the shards among the replicas."""
     spec = spec_of(GPT(SHAPE))
     layout = Layout(world=16, zero=zero, replicate=2, micro_batch=2, accumulation=accumulation)
+    found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     assert found.optimizer == pytest.approx(model_states(spec, layout)[2], rel=0.001)
     sent = data_parallel_bytes(spec, layout)
     assert sent <= found.sent * 1.0001 <= sent * 1.002
@@ -173,11 +176,11 @@ def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
 
 
 def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
-    """Fails if of layouts with the same estimated time the first one recomputes, sends more than another, takes smaller
-    micro-batches than fit, or shards what needn't be sharded."""
+    """Fails if, of layouts with the same estimated time, the first one recomputes, sends more than another, takes
+    smaller micro-batches than fit, or shards needlessly."""
     small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
     first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
-    assert first == Layout(world=8, micro_batch=8)  # plain data parallel, the whole of a rank's batch at once
+    assert first == Layout(world=8, micro_batch=8)  # plain data parallel, with a rank's batch as one micro-batch
     for hbm in (40e9, 80e9, 300e9):
         found = search(SEVEN, Machine(hbm=hbm, bandwidth=300e9), world=64, global_batch=512)
         best, *others = [one for one in found if one.time.step == found[0].time.step]

@@ -1,4 +1,4 @@
-"""accel bisect: planted faults are found by name, in few runs, whatever the stage in between renamed."""
+"""accel bisect names planted faults in few runs, even if a stage in between renamed everything."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_builder import FLOAT, artifact, node, save_data
 
 from accel.api.bisect import bisect
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig
-from accel.converters.simplify import SimplifyConfig
+from accel.converters.graph.simplify import SimplifyConfig
+from accel.converters.quantize.stage import QuantizeConfig
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.errors import UnsupportedHere, UsageError
+from accel.proof.bisect import most_runs
 from accel.runtimes.onnx_rounded import RoundedModel
 from accel.stage import run_stage
-from accel.verify.bisect import most_runs
+from tests.support.onnx_builder import FLOAT, artifact, node, save_data
 
 LAYERS, WIDTH = 4, 16
 Edit = Callable[[onnx.ModelProto], None]
@@ -31,7 +31,7 @@ Edit = Callable[[onnx.ModelProto], None]
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Four layers of masked attention with layer normalisation; what masks is -1e9."""
+    """Makes four layers of masked attention with layer normalization. The mask adds -1e9."""
     rng = np.random.default_rng(0)
     constants: dict[str, Any] = {"one": np.float32(1), "low": np.float32(-1e9), "scale": np.float32(0.25)}
     nodes = [
@@ -87,7 +87,7 @@ def edited(src: Artifact, path: Path, edit: Edit) -> Path:
 
 
 def flip(name: str, bit: int) -> Edit:
-    """One bit of one weight."""
+    """Flips one bit of one weight."""
 
     def edit(model: onnx.ModelProto) -> None:
         tensor = next(t for t in model.graph.initializer if t.name == name)
@@ -104,13 +104,13 @@ def epsilon(model: onnx.ModelProto) -> None:
 
 
 def clamp(model: onnx.ModelProto) -> None:
-    """A mask clamped so far that it masks nothing."""
+    """Clamps a mask so far that it masks nothing."""
     tensor = next(t for t in model.graph.initializer if t.name == "low")
     tensor.CopyFrom(numpy_helper.from_array(np.float32(-1e-1), "low"))
 
 
 def rename(model: onnx.ModelProto) -> None:
-    """Every inner tensor and node gets another name, as an exporter of another version would give it."""
+    """Renames every inner tensor and node, as another version of an exporter may do."""
     names = {n: f"t_{i}" for i, n in enumerate(x for node in model.graph.node for x in node.output) if n != "out"}
     for index, made in enumerate(model.graph.node):
         made.name = f"node_{index}"
@@ -127,8 +127,9 @@ def rename(model: onnx.ModelProto) -> None:
 def test_a_planted_fault_is_found_by_name(
     encoder: Artifact, samples: Path, tmp_path: Path, fault: Edit, expected: str, renamed: bool
 ) -> None:
-    """Fails if another node than the one with the fault is named, if its inputs don't agree, or if it takes more than
-    a logarithm of runs: with equal names, and where every inner name changed."""
+    """Fails if bisect names another node than the faulty node, or if the inputs of the named node differ. Also fails if
+    the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model has
+    other names for all inner values."""
 
     def edit(model: onnx.ModelProto) -> None:
         fault(model)
@@ -148,8 +149,8 @@ def test_a_planted_fault_is_found_by_name(
 def test_only_what_crosses_a_cut_is_held(
     encoder: Artifact, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a run gives more than the tensors across one cut of the graph: at most what a layer was given, its
-    query, key and value, and the mask; there are 52 in all."""
+    """Fails if a run returns more tensors than cross one cut of the graph. These are at most a layer's input, query,
+    key and value, and the mask, of 52 tensors in all."""
     held: list[int] = []
     plain = RoundedModel.run
 
@@ -167,7 +168,7 @@ def test_only_what_crosses_a_cut_is_held(
 
 
 def test_one_lowest_bit(encoder: Artifact, samples: Path, tmp_path: Path) -> None:
-    """Fails if a limit of 0 doesn't see a difference of one unit in the last place, or if the default sees it."""
+    """Fails if a limit of 0 misses a difference of one unit in the last place, or if the default limit reports it."""
     candidate = edited(encoder, tmp_path / "bit.onnx", flip("q2.w", 0))
     assert bisect(encoder.path, candidate, data=samples).divergence is None
     found = bisect(encoder.path, candidate, data=samples, limit=0.0, scan=True)
@@ -177,7 +178,7 @@ def test_one_lowest_bit(encoder: Artifact, samples: Path, tmp_path: Path) -> Non
 
 
 def test_a_model_against_itself(encoder: Artifact, samples: Path) -> None:
-    """Fails if two equal models differ anywhere, to the last bit."""
+    """Fails if bisect finds a difference, even in the last bit, between a model and itself."""
     found = bisect(encoder.path, encoder.path, data=samples, limit=0.0, scan=True)
     assert found.divergence is None
     assert found.harmless == ()
@@ -185,7 +186,7 @@ def test_a_model_against_itself(encoder: Artifact, samples: Path) -> None:
 
 
 def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
-    """Fails if a difference that a Relu swallows is taken for the cause of one that comes later, or isn't told."""
+    """Fails if a difference that a Relu removes is named as the cause of a later difference, or isn't reported."""
 
     def build(path: Path, low: float, factor: float) -> Artifact:
         return artifact(
@@ -196,7 +197,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
                 node("Sqrt", "a", "c"),
                 node("Mul", "c factor", "d"),
                 node("Tanh", "d", "t"),
-                node("Relu", "negative", "nothing"),  # so late that most cuts cross the difference
+                node("Relu", "negative", "nothing"),  # so late in the graph that most cuts cross the difference
                 node("Add", "t nothing", "y"),
             ],
             {"x": (FLOAT, ["batch", 4])},
@@ -216,8 +217,8 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
 
 
 def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_path: Path) -> None:
-    """Fails if a right simplified model differs, or if a scale that went wrong in the QDQ form isn't found by the
-    product that it belongs to."""
+    """Fails if bisect finds a difference in a correctly simplified model, or doesn't trace a wrong scale in the QDQ
+    form to its matrix product."""
     made = run_stage("simplify", encoder, SimplifyConfig())
     assert bisect(encoder, made, data=samples).divergence is None
     quantized = run_stage("quantize", made, QuantizeConfig(form="tensorrt", data=samples, smooth=0.0))
@@ -236,15 +237,16 @@ def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_pat
 
 
 def test_a_mask_is_a_mask_in_half_precision(encoder: Artifact, samples: Path) -> None:
-    """Fails if -1e9 that became float16's lowest number counts as a difference: every cast of a transformer would."""
-    from accel.converters.cast import CastConfig
+    """Fails if -1e9 that became float16's lowest number counts as a difference, as it would in every cast
+    transformer."""
+    from accel.converters.cast.stage import CastConfig
 
     made = run_stage("cast", encoder, CastConfig(precision="fp16", data=samples))
     assert bisect(encoder, made, data=samples).divergence is None
 
 
 def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if what the exporter noted about modules is lost on the way through the stages, or isn't told."""
+    """Fails if the stages lose the exporter's notes about torch modules, or if bisect doesn't name the module."""
 
     def spoil(model: onnx.ModelProto) -> None:
         convolution = [n for n in model.graph.node if n.op_type == "Conv"][2]
@@ -255,7 +257,7 @@ def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tupl
     ran = cli("bisect", digits.path, bad, "--data", digits_data[0], "--json")
     assert ran.code == 1, ran.stderr
     body = json.loads(ran.stdout)
-    # The third convolution is child 7 of the net; batch norm is folded into it and may be what the node is noted as.
+    # The third convolution is child 7 of the net. The exporter folds batch norm (child 8) into it and may note either.
     assert body["divergence"]["node"]["module"] in ("7", "8")
     assert body["divergence"]["node"]["operator"] == "Conv"
     shown = cli("bisect", digits.path, bad, "--data", digits_data[0])
@@ -265,7 +267,7 @@ def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tupl
 
 
 def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if another model, or one that is no ONNX, gives a result or a traceback."""
+    """Fails if a different model, or a source that isn't ONNX, gives a result or a traceback."""
     with pytest.raises(UsageError, match="the inputs differ"):
         bisect(encoder, digits)
     model = onnx.load(str(digits.path))
@@ -275,7 +277,7 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
     ranks = replace(digits, path=tmp_path / "ranks.onnx", signature=replace(digits.signature, inputs=(other,)))
     with pytest.raises(UsageError, match="has 4 dims in one model and 5 in the other"):
         bisect(digits, ranks)
-    with pytest.raises(UnsupportedHere, match="looks inside ONNX files"):
+    with pytest.raises(UnsupportedHere, match="looks into ONNX files"):
         bisect("accel.examples.digits:model", digits)
     ran = cli("bisect", digits.path, tmp_path / "none.onnx")
     assert ran.code == 2
@@ -284,8 +286,8 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
 
 
 def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: Path) -> None:
-    """Fails if what was made of an ONNX file can't be looked into though the file is there, if another file is taken
-    for it, or if nobody is told which one it was."""
+    """Fails if bisect can't use the ONNX file that an IR was made from, takes another file for that one, or doesn't
+    name the file."""
     pytest.importorskip("openvino")
     graph = tmp_path / "graph.onnx"
     cache = StageCache(tmp_path / "cache")
@@ -296,15 +298,15 @@ def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: P
     assert str(graph) in found.notes[0]
     shown = cli("bisect", encoder.path, ir.path)
     assert shown.code == 0
-    assert "graph.onnx, which it was made from" in " ".join(shown.stdout.split())
+    assert "graph.onnx, from which it was made" in " ".join(shown.stdout.split())
     graph.write_bytes(encoder.path.read_bytes())
     ran = cli("bisect", encoder.path, ir.path)
     assert ran.code == 2, ran.stdout
 
 
 def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) -> None:
-    """Fails if a model that its runtime computes otherwise than the file it was made from (here of other weights) is
-    said to agree, as the two files do."""
+    """Fails if bisect reports agreement because two ONNX files agree, although the runtime computes something else than
+    the file that its model was made from (here with other weights)."""
     pytest.importorskip("openvino")
     weight = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
     shapes = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 8])}
@@ -327,8 +329,8 @@ def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) ->
 
 
 def test_nodes_of_the_older_exporter() -> None:
-    """Fails if the module path isn't read out of a node's name where there is no metadata."""
-    from accel.verify.tensor_match import module_path
+    """Fails if the module path isn't read from a node's name when the node has no metadata."""
+    from accel.proof.tensor_match import module_path
 
     old = helper.make_node("MatMul", ["a", "b"], ["c"], name="/encoder/layer.0/attention/MatMul")
     assert module_path(old) == "encoder.layer.0.attention"
@@ -336,8 +338,8 @@ def test_nodes_of_the_older_exporter() -> None:
 
 
 def test_it_says_how_much_was_looked_at(cli: Any, tmp_path: Path) -> None:
-    """Fails if models whose outputs agree are said to agree inside, too, where nobody looked: the scan finds a tensor
-    that differs."""
+    """Fails if bisect says that inner tensors agree although bisect compared only the outputs. The scan finds an inner
+    tensor that differs."""
 
     def build(path: Path, factor: float) -> Path:
         return artifact(

@@ -18,7 +18,7 @@ from accel.artifact import Artifact, manifest_path
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """For each kind of artifact a folder to keep what its stages made, which take seconds: the first test fills it."""
+    """Returns a cache folder for each kind of artifact. The first test fills it, because the stages take seconds."""
     folder = tmp_path_factory.mktemp("caches")
     return lambda kind: folder / kind
 
@@ -31,15 +31,16 @@ def made(
     digits_weights: Path,
     caches: Callable[[str], Path],
 ) -> tuple[Path, list[Path]]:
-    """An artifact three stages away from its weights (an IR, or an engine), and every file of its chain."""
+    """Makes an artifact three stages away from its weights (an IR, or an engine). Returns it and every file of its
+    chain."""
     kind = getattr(request, "param", "openvino")
     if caches(kind).is_dir():
         shutil.copytree(caches(kind), own_cache)
     weights = tmp_path / "weights.safetensors"
     shutil.copyfile(digits_weights, weights)
     exported = accel.export("accel.examples.digits:model", weights=weights, out=tmp_path / "digits.onnx")
-    from accel.converters.engine_from_onnx import EngineFromOnnxConfig
-    from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
+    from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
+    from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
     from accel.stage import run_stage
 
     if kind == "engine":
@@ -60,7 +61,7 @@ OF_EACH_KIND = pytest.mark.parametrize("made", ["openvino", "engine"], indirect=
 
 @OF_EACH_KIND
 def test_an_intact_chain_reaches_the_weights(made: tuple[Path, list[Path]]) -> None:
-    """Fails if a file of the chain isn't looked at, or an intact one is called changed."""
+    """Fails if the check skips a file of the chain, or reports an intact file as changed."""
     out, files = made
     found = accel.inspect(out, check=True)
     assert found.intact
@@ -70,8 +71,8 @@ def test_an_intact_chain_reaches_the_weights(made: tuple[Path, list[Path]]) -> N
 
 
 def test_a_copy_under_another_name_is_the_same_artifact(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Fails if files that were copied by hand, sidecars along, are no longer what their manifest describes, or if other
-    files under these names are."""
+    """Fails if accel refuses files that were copied by hand together with their sidecars, or accepts other files under
+    these names."""
     out, _ = made
     for suffix in (".xml", ".bin", ".xml.manifest.json"):
         shutil.copyfile(out.with_suffix(suffix), tmp_path / f"renamed{suffix}")
@@ -92,7 +93,8 @@ def test_a_copy_under_another_name_is_the_same_artifact(made: tuple[Path, list[P
 
 @OF_EACH_KIND
 def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: Any) -> None:
-    """Fails if one byte of any file of the chain (artifact, sidecars, intermediates, ONNX, weights) can be changed."""
+    """Fails if the check misses a changed byte in any file of the chain (artifact, sidecars, intermediates, ONNX,
+    weights)."""
     out, files = made
     rng = np.random.default_rng(0)
     for file in files:
@@ -108,7 +110,8 @@ def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: 
 
 
 def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Fails if a missing intermediate is called broken (it is elsewhere), or the artifact's own file is not."""
+    """Fails if a missing intermediate counts as broken (it may be elsewhere), or if a missing file of the artifact
+    itself doesn't."""
     out, _ = made
     (tmp_path / "weights.safetensors").unlink()
     found = accel.inspect(out, check=True)
@@ -119,7 +122,7 @@ def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: 
 
 
 def test_a_forged_history_is_found(made: tuple[Path, list[Path]]) -> None:
-    """Fails if a manifest whose stages don't follow one another passes because its own digest was recomputed."""
+    """Fails if a manifest with a broken sequence of stages passes because its digest was recomputed."""
     out, _ = made
     artifact = Artifact.open(out)
     assert artifact.manifest is not None
@@ -134,7 +137,8 @@ def test_a_forged_history_is_found(made: tuple[Path, list[Path]]) -> None:
 
 
 def test_inspect_shows_operators_and_json(digits: Artifact, cli: Any) -> None:
-    """Fails if inspect says less than signature, properties, stages and operators, or --json isn't one object."""
+    """Fails if inspect leaves out the signature, properties, stages or operators, or if --json doesn't print one
+    object."""
     body = json.loads(cli("inspect", digits.path, "--json").stdout)
     assert body["graph"]["operators"]["Conv"] == 3
     assert body["properties"]["opset"] == 20

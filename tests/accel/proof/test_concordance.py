@@ -1,4 +1,5 @@
-"""How well outputs agree sample by sample: what large samples would hide from a norm over all of them."""
+"""Concordance: the agreement of outputs sample by sample, which finds errors that large samples hide in a norm over
+all."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from accel.optimizer.judge import Judge
-from accel.sources import open_source
-from accel.verify.concordance import discordance, sample_errors
+from accel.optimizer.judge.comparison import Judge
+from accel.proof.concordance import discordance, sample_errors
+from accel.sources.source import Source
 
 vectors = hnp.arrays(np.float64, st.tuples(st.integers(1, 6), st.integers(2, 5)), elements=st.floats(-100, 100))
 
 
 @given(vectors, st.floats(0.1, 10))
 def test_of_vectors(value: np.ndarray, factor: float) -> None:
-    """Fails if equal outputs differ, a wrong scale is forgiven, or vectors of one norm are judged by anything but their
-    direction."""
+    """Fails if equal outputs count as different, a wrong scale is forgiven, or vectors of equal norm are compared by
+    anything but their direction."""
     assert discordance([value], [value]) == 0
     value = value[np.abs(value).max(axis=1) > 1e-3]
     if not len(value):
@@ -37,14 +38,14 @@ def test_of_vectors(value: np.ndarray, factor: float) -> None:
 
 
 def test_batches_of_other_lengths() -> None:
-    """Fails if samples of a short batch count for less, or lengths have to be equal."""
+    """Fails if samples of a short batch count for less, or if all batches need the same length."""
     short, long = np.ones((3, 2)), np.ones((1, 200))
     assert discordance([short, long], [short, -long]) == pytest.approx(2 / 4)
 
 
 def test_one_number_a_sample() -> None:
-    """Fails if the sign is all that counts, the many small samples are drowned by the few large ones, or an output that
-    follows none of the differences between the samples is taken for right."""
+    """Fails if only the sign counts, if a few large samples drown the many small ones, or if an output that follows
+    none of the differences between the samples counts as correct."""
     prices = np.random.default_rng(0).lognormal(0, 3, (256, 1)).astype(np.float32)
     step = prices.max() / 127
     assert discordance([prices], [prices * 1.01]) < 1e-3
@@ -53,17 +54,17 @@ def test_one_number_a_sample() -> None:
     years = np.float32(2000) + 100 * np.random.default_rng(1).random((64,), np.float32)
     assert discordance([years], [np.full_like(years, years.mean())]) == pytest.approx(1)
     assert discordance([years], [np.full_like(years, years.mean())], about_the_mean=False) < 1e-3
-    # Most samples are the rounding of a few.
+    # All but a few samples are rounding errors.
     residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
     assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
-    # Of numbers that hardly differ nothing can be followed.
+    # These numbers hardly differ, so an output can't follow their differences.
     alike = np.float32(1) + np.float32(1e-6) * years
     assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
 
 
 @given(hnp.arrays(np.float64, 20, elements=st.floats(-10, 10)), st.integers(0, 9))
 def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
-    """Fails if what all samples say together isn't the formula of the paper, with its 1/n."""
+    """Fails if the concordance of all samples together isn't Lin's formula, with the paper's 1/n."""
     noise = np.random.default_rng(seed).normal(0, 1e-3 * (1 + np.abs(value).max()), 20)
     if value.std() < 0.1:
         return
@@ -75,7 +76,7 @@ def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
 
 
 def test_what_isnt_float() -> None:
-    """Fails if class numbers are compared as quantities, strings can't be, or bfloat16 is taken for whole numbers."""
+    """Fails if class numbers are compared as quantities, strings can't be compared, or bfloat16 counts as integer."""
     assert discordance([np.array([1, 2, 3, 900])], [np.array([1, 2, 4, 900])]) == 0.25
     assert discordance([np.array(["a", "b"])], [np.array(["a", "c"])]) == 0.5
     narrow = np.linspace(1, 9, 64, dtype=np.float32)[:, None]
@@ -83,16 +84,16 @@ def test_what_isnt_float() -> None:
 
 
 def test_errors_of_samples() -> None:
-    """Fails if a sample's error depends on the others, or what is 0 in the reference is divided by."""
+    """Fails if a sample's error depends on the other samples, or if a zero in the reference is divided by."""
     reference = np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0], [1e-9, 0.0]])
     candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    # The last one is less than the rounding of the first.
+    # The last sample is smaller than the rounding error of the first.
     assert sample_errors(reference, candidate).tolist() == pytest.approx([1.0, 0.0, 1.0, 2e-4])
     assert sample_errors(np.zeros((1, 2)), np.ones((1, 2))).tolist() == [np.inf]
 
 
 def _rounding(path: Path, step: float) -> Path:
-    """y = x in steps of ``step``, of one number a sample: what int8 makes of an output."""
+    """Saves y = x rounded to multiples of ``step``, for one number per sample, as int8 rounds an output."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[batch, 1] x) => (float[batch, 1] y) '
         f"<float s = {{{step:g}}}> {{ a = Div(x, s) b = Round(a) y = Mul(b, s) }}"
@@ -102,7 +103,7 @@ def _rounding(path: Path, step: float) -> Path:
 
 
 def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
-    """Fails if an input without dims is asked how many samples it has."""
+    """Fails if a scalar input is asked for its number of samples."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float t, float[batch, 2] x) => (float[batch, 2] y) '
         "{ y = Mul(x, t) }"
@@ -114,8 +115,8 @@ def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
 
 
 def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
-    """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because a few large ones are
-    right."""
+    """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because the few large outputs
+    are right."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
     prices[::8] = 100  # one in each batch
     np.savez(tmp_path / "prices.npz", x=prices)
@@ -125,11 +126,11 @@ def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     ran = cli(*words, "--json")
     assert ran.code == 1
     found = json.loads(ran.stdout)
-    assert found["outputs"]["y"]["rel_l2"] < 0.01  # all that was looked at, once
+    assert found["outputs"]["y"]["rel_l2"] < 0.01  # the norm over all samples looks fine
     assert found["middle_sample"]["y"] == 1
-    assert "half of the samples, each by itself, are off by 1 of their size or more" in found["problems"][0]
+    assert "half of the samples have a relative error of 1 or more" in found["problems"][0]
     assert "middle sample" in cli(*words).stdout
     assert cli("verify", fine, fine, "--data", tmp_path / "prices.npz").code == 0
-    judge = Judge(open_source(fine), tmp_path / "prices.npz", None)
-    assert judge.judge(open_source(coarse), {}).drop == 1
-    assert judge.judge(open_source(_rounding(tmp_path / "other.onnx", 1e-3)), {}).drop < 0.01
+    judge = Judge(Source(fine).open(), tmp_path / "prices.npz", None)
+    assert judge.judge(Source(coarse).open(), {}).drop == 1
+    assert judge.judge(Source(_rounding(tmp_path / "other.onnx", 1e-3)).open(), {}).drop < 0.01

@@ -1,4 +1,4 @@
-"""accel reproduce: the recorded chain, run again, gives the same bytes, or says which stage doesn't."""
+"""accel reproduce runs the recorded chain again and gets the same bytes, or names the stage that differs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from onnx import numpy_helper
 import accel
 from accel.api.reproduce import Reproduction, reproduce
 from accel.artifact import Artifact
-from accel.converters.cast import CastConfig
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig
+from accel.converters.cast.stage import CastConfig
+from accel.converters.quantize.stage import QuantizeConfig
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 from accel.errors import ChainBroken, UsageError
 from accel.stage import run_stage
 
 
 @pytest.fixture(scope="module")
 def engine(digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """The trained net as an int8 engine: exported, simplified, quantized on data, cast, built."""
+    """Builds an int8 engine of the trained net: exports, simplifies, quantizes on data, casts, builds."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="tensorrt", data=digits_data[0]))
     cast = run_stage("cast", quantized, CastConfig(precision="fp16"))
     out = tmp_path_factory.mktemp("engine") / "model.engine"
@@ -34,26 +34,27 @@ def engine(digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: p
 def test_a_chain_of_five_stages_gives_the_same(
     cli: Any, engine: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if one of the stages isn't deterministic, if its recorded options don't lead to it, or if anything comes
-    from the cache (which would prove nothing)."""
+    """Fails if a stage isn't deterministic, if its recorded options don't repeat it, or if a result comes from the
+    cache (which would prove nothing)."""
     ran = cli("reproduce", engine.path, "--data", digits_data[0], "-o", tmp_path / "again.engine", "--json")
     assert ran.code == 0, ran.stderr
     body = json.loads(ran.stdout)
     assert [row["stage"] for row in body["stages"]] == [
         "onnx_from_torch", "simplify", "quantize", "cast", "engine_from_onnx",
     ]  # fmt: skip
-    # TensorRT-RTX doesn't give the same bytes for every int8 network, but the same kernels.
+    # TensorRT-RTX doesn't build the same bytes for every int8 network, but picks the same kernels.
     assert {row["status"] for row in body["stages"][:4]} == {"identical"}, body["stages"]
     assert body["stages"][4]["status"] in ("identical", "equivalent"), body["stages"]
     assert (tmp_path / "again.engine").stat().st_size > 0
     assert "cached" not in ran.stderr
 
 
+@pytest.mark.proof
 def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if what the CPU's form is mostly made by, NNCF and OpenVINO, can't be made again from its manifest, or if
-    the bytes are others."""
+    """Fails if NNCF or OpenVINO, which make the usual form for CPUs, can't be run again from the manifest, or give
+    other bytes."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))
@@ -63,7 +64,8 @@ def test_a_chain_through_nncf_and_openvino_gives_the_same(
 
 
 def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tuple[Path, Path]) -> None:
-    """Fails if calibration runs on other data than it did, or if the missing file isn't named."""
+    """Fails if reproduce calibrates on other data than the original run, or if the error doesn't name the missing
+    file."""
     for data in ((), (digits_data[1],)):
         with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*--data"):
             reproduce(engine, data=data)
@@ -80,7 +82,7 @@ def stub(folder: Path, factor: float) -> Path:
 
 
 def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
-    """Fails if another model is made and compared with the old one, as though it were the same source."""
+    """Fails if reproduce doesn't notice that the source changed, and compares another model with the recorded one."""
     source = stub(tmp_path, 2.0)
     made = accel.export(f"{source}:make", out=tmp_path / "m.onnx")
     assert reproduce(made).identical
@@ -93,13 +95,14 @@ def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
         reproduce(made)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("factor", "status"), [(1.00001, "equivalent"), (1.5, "different")])
 def test_a_stage_that_gives_other_bytes(
     digits: Artifact, monkeypatch: pytest.MonkeyPatch, factor: float, status: str
 ) -> None:
-    """Fails if other bytes count as the same, if bytes that compute the same within the gate count as different, or if
-    ones that compute something else count as equivalent: here simplify scales a weight."""
-    from accel.converters import onnx_write
+    """Fails if changed bytes count as identical, if changed bytes with outputs within the gate count as different, or
+    if changed outputs count as equivalent. Here, simplify scales a weight."""
+    from accel.converters.graph import write as onnx_write
 
     right = onnx_write.write_onnx
 
@@ -116,15 +119,16 @@ def test_a_stage_that_gives_other_bytes(
 
 
 def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a file without a manifest, or one that no stage made, is anything but one sentence."""
+    """Fails if a file without a manifest, or without stages, gives anything but one sentence."""
     plain = tmp_path / "plain.onnx"
     plain.write_bytes(digits.path.read_bytes())
     with pytest.raises(ChainBroken, match="no manifest"):
         reproduce(plain)
 
 
+@pytest.mark.proof
 def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path: Path) -> None:
-    """Fails if a file that isn't the recorded one any more passes because its stages give what the manifest says."""
+    """Fails if a changed engine passes because its stages give the bytes in the manifest."""
     stub(tmp_path, 2)
     exported = accel.export(f"{tmp_path}/net.py:make", out=tmp_path / "net.onnx")
     made = run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(), out=tmp_path / "net.engine")
@@ -139,8 +143,8 @@ def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path:
 
 
 def test_a_source_that_was_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain can only be run again from the folder in which it was made, or if a file of the same name that
-    lies here is passed by for the recorded one."""
+    """Fails if a chain runs only in the folder where it was made, or if a file of the same name in the current folder
+    passes for the recorded one."""
     (tmp_path / "elsewhere").mkdir()
     stub(tmp_path, 2)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Comparing outputs, and accel verify."""
+"""The comparison of outputs, and the command accel verify."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as hnp
 
 from accel.artifact import Artifact
 from accel.errors import BadData
+from accel.proof.compare import compare, difference
+from accel.proof.data import Dataset
 from accel.signature import Signature, TensorSpec
-from accel.verify.compare import compare, difference
-from accel.verify.data import Dataset
 
 floats = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=1, max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32)
@@ -27,7 +27,7 @@ floats = hnp.arrays(
 
 @given(floats, st.floats(1e-3, 10))
 def test_a_difference_is_what_was_added(value: np.ndarray, delta: float) -> None:
-    """Fails if the largest difference isn't the one that was planted, or an equal output isn't equal."""
+    """Fails if the reported largest difference isn't the planted one, or if equal outputs aren't reported as equal."""
     assert difference("y", value, value).max_abs == 0
     moved = value.astype(np.float64)
     moved.flat[0] += delta
@@ -39,7 +39,7 @@ def test_a_difference_is_what_was_added(value: np.ndarray, delta: float) -> None
 
 
 def test_nan_is_never_close() -> None:
-    """Fails if a NaN or an infinity where the reference has none passes for a number."""
+    """Fails if a NaN or an infinity passes although the reference has a finite number."""
     good = np.array([1.0, 2.0], np.float32)
     for bad in (np.nan, np.inf):
         found = difference("y", good, np.array([1.0, bad], np.float32))
@@ -50,7 +50,7 @@ def test_nan_is_never_close() -> None:
 
 
 def test_outputs_are_matched_by_name() -> None:
-    """Fails if outputs in another order are compared by position, or a missing one goes unnoticed."""
+    """Fails if outputs in another order are compared by position, or if a missing output goes unnoticed."""
     a, b = np.zeros(2), np.ones(2)
     assert all(d.max_abs == 0 for d in compare({"a": a, "b": b}, {"b": b, "a": a}))
     assert compare({"a": a}, {"b": b})[0].problem.startswith("it is missing")
@@ -58,7 +58,7 @@ def test_outputs_are_matched_by_name() -> None:
 
 
 def test_the_command(cli: Any, minilm: Artifact, minilm_data: Path) -> None:
-    """Fails if an export isn't seen to be the same as PyTorch on real text."""
+    """Fails if verify rejects a correct export on real text."""
     ran = cli("verify", "accel.examples.minilm:model", minilm.path, "--data", minilm_data, "--json")
     assert ran.code == 0, ran.stderr
     body = json.loads(ran.stdout)
@@ -77,7 +77,7 @@ def make():
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if --input or --weights doesn't reach a factory, as the reference or as the candidate, or if a net with
-    other weights than the file's passes for the same."""
+    other weights than the file passes."""
     import torch
     from safetensors.torch import save_file
 
@@ -96,9 +96,10 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
     assert "leave out --weights" in ran.stderr
 
 
+@pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify or bench asks for the inputs of a factory that the artifact beside it declares, or leaves out
-    its ranges: beyond them, on 12 positions or token 20, the net fails."""
+    """Fails if verify or bench asks for the inputs of a factory although the other side's artifact declares them, or
+    ignores the declared ranges. Beyond the ranges, on 12 positions or token 20, the net fails."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -125,7 +126,7 @@ def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> No
 
 
 def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a changed weight passes, or fails without saying which output is off by how much."""
+    """Fails if a changed weight passes, or if the report doesn't say which output differs and by how much."""
     model = onnx.load(str(digits.path))
     tensor = next(t for t in model.graph.initializer if len(t.dims) == 4)
     values = onnx.numpy_helper.to_array(tensor) * np.float32(1.1)
@@ -140,7 +141,7 @@ def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> 
 
 
 def test_two_different_signatures(cli: Any, digits: Artifact, minilm: Artifact) -> None:
-    """Fails if models of different inputs are compared."""
+    """Fails if verify compares models with different inputs."""
     ran = cli("verify", digits.path, minilm.path, "-q")
     assert ran.code == 2
     assert "give two forms of one model" in ran.stderr
@@ -151,7 +152,7 @@ SIGNATURE = Signature((TensorSpec.parse("x:float32[batch,n]"), TensorSpec.parse(
 
 @given(st.integers(1, 9), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 12)))
 def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size: int, limit: int | None) -> None:
-    """Fails if a sample is lost, repeated or reordered, or the limit isn't kept."""
+    """Fails if a sample is lost, repeated or reordered, or if the limit is exceeded."""
     path = tmp_path_factory.mktemp("data") / "d.npz"
     np.savez(path, x=np.ones((count, 3), np.float32), ids=np.arange(count))
     found = [b["ids"] for b in Dataset.load(path, SIGNATURE).batches(size, limit)]
@@ -160,7 +161,7 @@ def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size:
 
 
 def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
-    """Fails if a gate at another shape runs on numbers that are not in the data."""
+    """Fails if a gate at another shape runs on numbers that aren't in the data."""
     path = tmp_path / "d.npz"
     np.savez(path, x=np.arange(12, dtype=np.float32).reshape(3, 4), ids=np.arange(3))
     feeds = Dataset.load(path, SIGNATURE).shaped({"batch": 5, "n": 6}, 1)
@@ -170,7 +171,7 @@ def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_parts(tmp_path: Path) -> None:
-    """Fails if parts of different lengths can't be mixed, or labels of the parts get lost."""
+    """Fails if parts of different lengths can't be mixed, or if the labels of a part are lost."""
     np.savez(tmp_path / "a.npz", x=np.ones((2, 3), np.float32), ids=np.zeros(2, np.int64), y=np.array([1, 2]))
     np.savez(tmp_path / "b.npz", x=np.ones((1, 9), np.float32), ids=np.zeros(1, np.int64), y=np.array([3]))
     data = Dataset.load(tmp_path, SIGNATURE)
@@ -181,9 +182,10 @@ def test_a_folder_of_parts(tmp_path: Path) -> None:
         Dataset.load(tmp_path, SIGNATURE)
 
 
+@pytest.mark.proof
 def test_a_range_that_nobody_declared_grows_with_the_data(cli: Any, tmp_path: Path) -> None:
-    """Fails if data of a length outside the default range is refused for a file that declares no range, or taken where
-    a range was declared."""
+    """Fails if data beyond the default range is refused for a file that declares no range, or accepted beyond a
+    declared range."""
     node = onnx.helper.make_node("ReduceMean", ["x"], ["y"], keepdims=1)
     ends = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["batch", "length"]), ("y", [1, 1]))]
     graph = onnx.helper.make_graph([node], "g", ends[:1], ends[1:])
@@ -208,7 +210,8 @@ def words():
 
 
 def test_a_number_that_pytorch_has_no_row_for(tmp_path: Path, cli: Any) -> None:
-    """Fails if data that PyTorch can't take is an internal error, or neither its file nor the number is named."""
+    """Fails if an index that PyTorch's table lacks is an internal error, or if the error doesn't name the file and the
+    index."""
     (tmp_path / "words.py").write_text(WORDS)
     made, data = tmp_path / "m.onnx", tmp_path / "b.npz"
     words = ["--input", "input:int64[batch,3]{0..49}", "-q"]

@@ -9,16 +9,16 @@ import numpy as np
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
-from onnx_builder import HALF, artifact, node, run, square_root_of_square
 
 from accel.runtimes.base import SessionOptions
 from accel.runtimes.onnx_rounded import RoundedSession
+from tests.support.onnx_builder import HALF, artifact, node, run, square_root_of_square
 
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> None:
-    """Fails if a cast pair is optimised away or rounds otherwise than the format does: sqrt(x*x) at 300 overflows in
-    fp16 (ONNX Runtime itself says 300), and every inner value is exactly numpy's rounding."""
+    """Fails if ONNX Runtime optimizes a cast pair away, or if rounding differs from the format's. sqrt(x*x) at 300
+    overflows in fp16 (ONNX Runtime itself returns 300), and every inner value is exactly numpy's rounding."""
     dtype = np.dtype(np.float16 if kind == TensorProto.FLOAT16 else ml_dtypes.bfloat16)
     src = artifact(
         tmp_path / "m.onnx",
@@ -39,7 +39,8 @@ def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> N
 
 
 def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
-    """Fails if the twin rounds what is not 16-bit: a float32 graph has to give ONNX Runtime's bits."""
+    """Fails if the rounded session rounds values that aren't 16-bit. A float32 graph has to give ONNX Runtime's
+    bits."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.array([300.0, 1.2345], np.float32)
     plain = onnxruntime.InferenceSession(str(src.path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
@@ -47,7 +48,8 @@ def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
 
 
 def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
-    """Fails if subgraphs are left as they are: the twin would not even load, or x*x at 300 would be finite."""
+    """Fails if the rounded session leaves subgraphs unchanged. Then it would not load, or x*x at 300 would be
+    finite."""
     branch = helper.make_graph(
         [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],
         "then",

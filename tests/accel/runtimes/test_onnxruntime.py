@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: what goes in and out, what the options do, and what bad files end in."""
+"""ONNX Runtime sessions: inputs and outputs, the effect of options, and the errors for bad files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.errors import BadFeeds, InvalidModel, MissingExtra, RunFailed, Unsupp
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.runtimes.onnxruntime import OnnxRuntimeCudaSession, OnnxRuntimeSession
 from accel.signature import Feeds, Signature, TensorSpec
-from accel.sources.onnx_file import describe
+from accel.sources.onnx.file import describe
 
 
 def save(
@@ -48,7 +48,7 @@ def artifact(path: Path) -> Artifact:
 
 
 def unread(path: Path) -> Artifact:
-    """An artifact that nobody looked into, as when a file is damaged after it was opened."""
+    """Returns an artifact without opening it, for files that are damaged after they were opened."""
     return Artifact(path=path, kind="onnx", signature=Signature((TensorSpec("x", "float32", (2,)),)))
 
 
@@ -57,7 +57,7 @@ FLOAT = TensorProto.FLOAT
 
 @pytest.fixture
 def linear(tmp_path: Path) -> Artifact:
-    """``y = x @ w`` and ``z = x + x``, with the outputs in an order that is not alphabetical."""
+    """Makes ``y = x @ w`` and ``z = x + x``, with the outputs in an order that isn't alphabetical."""
     return save(
         tmp_path / "linear.onnx",
         [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Add", ["x", "x"], ["z"])],
@@ -68,7 +68,7 @@ def linear(tmp_path: Path) -> Artifact:
 
 
 def test_outputs_come_by_name(linear: Artifact) -> None:
-    """Fails if outputs are matched to the wrong names, or a batch other than the first one is refused."""
+    """Fails if outputs get the wrong names, or if a second run with another batch is refused."""
     with open_session(linear, "onnxruntime") as session:
         assert isinstance(session, OnnxRuntimeSession)
         for batch in (1, 5):
@@ -80,7 +80,7 @@ def test_outputs_come_by_name(linear: Artifact) -> None:
 
 
 def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> None:
-    """Fails if a wrong name, dtype or shape reaches the runtime and comes back in its words."""
+    """Fails if a wrong name, dtype or shape reaches the runtime, so that the error has the runtime's text."""
     with open_session(linear, "onnxruntime") as session:
         for feeds in (
             {"q": np.ones((1, 3), np.float32)},
@@ -93,7 +93,7 @@ def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> Non
 
 
 def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
-    """Fails if an index beyond the table comes back as an exception of the runtime, which no caller knows."""
+    """Fails if an index beyond the table raises the runtime's exception, which callers don't know."""
     model = save(
         tmp_path / "gather.onnx",
         [helper.make_node("Gather", ["table", "ids"], ["y"])],
@@ -107,12 +107,12 @@ def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ValuesOutOfRange, match=r"input 'ids' holds 7, it takes 0\.\.2"):
             session.run({"ids": np.array([0, 7])})
         assert session.run({"ids": np.array([2])})["y"].shape == (1, 2)
-        assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # from the end, as ONNX has it
+        assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # counts from the end, as ONNX defines
 
 
 def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> None:
-    """Fails if whoever made the inputs is blamed for an index that a graph made from them: here ids + 2, of a table
-    that is written in int8."""
+    """Fails if the error blames the caller's inputs for an index that the graph computed. Here, the graph looks up ids
+    + 2 in an int8 table."""
     nodes = [
         helper.make_node("DequantizeLinear", ["table", "scale"], ["floats"]),
         helper.make_node("Add", ["ids", "two"], ["later"]),
@@ -131,7 +131,7 @@ def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> No
 
 
 def test_feeds_need_not_be_contiguous(linear: Artifact) -> None:
-    """Fails if strides are ignored: a transposed input would be read in the wrong order."""
+    """Fails if strides are ignored, so that a transposed input is read in the wrong order."""
     x = np.arange(12, dtype=np.float32).reshape(3, 4).T
     assert not x.flags.c_contiguous
     with open_session(linear, "onnxruntime") as session:
@@ -139,7 +139,7 @@ def test_feeds_need_not_be_contiguous(linear: Artifact) -> None:
 
 
 def test_outputs_belong_to_the_caller(linear: Artifact) -> None:
-    """Fails if the next run writes into what an earlier one returned."""
+    """Fails if a run overwrites the outputs of an earlier run."""
     with open_session(linear, "onnxruntime") as session:
         first = session.run({"x": np.ones((2, 3), np.float32)})
         kept = {name: value.copy() for name, value in first.items()}
@@ -149,12 +149,12 @@ def test_outputs_belong_to_the_caller(linear: Artifact) -> None:
 
 
 def threads() -> set[str]:
-    """Those of this process; one that earlier tests left may end at any time."""
+    """Returns the names of this process's threads. Threads of earlier tests may end at any time."""
     return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
 def ended(some: set[str]) -> bool:
-    """Whether they are gone, within 20 seconds: the kernel lists a thread for a moment after it was waited for."""
+    """Tells whether these threads end within 20 seconds. The kernel lists a thread for a moment after it was joined."""
     deadline = time.monotonic() + 20
     while some & threads() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -162,7 +162,8 @@ def ended(some: set[str]) -> bool:
 
 
 def test_threads_are_those_asked_for(linear: Artifact) -> None:
-    """Fails if the option doesn't reach the runtime: one thread starts no pool, three start two beside the caller."""
+    """Fails if the option doesn't reach the runtime. One thread starts no pool, and three threads start two beside the
+    caller."""
     before = threads()
     with open_session(linear, "onnxruntime", {"threads": 1}):
         assert threads() <= before
@@ -173,7 +174,7 @@ def test_threads_are_those_asked_for(linear: Artifact) -> None:
 
 
 def test_graph_optimisation_can_be_turned_off(linear: Artifact) -> None:
-    """Fails if ``graph_level`` is ignored: a model that is being searched for a fault must run as it is written."""
+    """Fails if ``graph_level`` is ignored. bisect has to run a model exactly as its file says."""
     levels = onnxruntime.GraphOptimizationLevel
     for asked, level in (("all", levels.ORT_ENABLE_ALL), ("none", levels.ORT_DISABLE_ALL)):
         with OnnxRuntimeSession(linear, SessionOptions(graph_level=asked)) as session:
@@ -183,7 +184,7 @@ def test_graph_optimisation_can_be_turned_off(linear: Artifact) -> None:
 
 
 def test_float16_goes_in_and_out(tmp_path: Path) -> None:
-    """Fails if half precision is widened or refused on the way."""
+    """Fails if half-precision values are widened or refused."""
     kind = (TensorProto.FLOAT16, ["n"])
     model = save(tmp_path / "h.onnx", [helper.make_node("Add", ["x", "x"], ["y"])], {"x": kind}, {"y": kind})
     with open_session(model, "onnxruntime") as session:
@@ -197,7 +198,8 @@ def test_float16_goes_in_and_out(tmp_path: Path) -> None:
     [("bfloat16", TensorProto.BFLOAT16), ("float8_e4m3fn", TensorProto.FLOAT8E4M3FN)],
 )
 def test_types_that_numpy_lacks_go_in_and_out_by_their_bits(tmp_path: Path, dtype: str, kind: int) -> None:
-    """Fails if bits are converted as if they were integers, shapes are lost, or memory is read after it was freed."""
+    """Fails if the bits of such a type are converted like integers, if shapes are lost, or if memory is read after it
+    was freed."""
     model = save(
         tmp_path / "b.onnx",
         [
@@ -229,7 +231,7 @@ def test_strings_go_in_and_out(tmp_path: Path) -> None:
 
 
 def test_weights_beside_the_model_are_found(tmp_path: Path) -> None:
-    """Fails if the model is loaded from its bytes, which lose the folder the weights are in."""
+    """Fails if the model is loaded from its bytes, which don't tell the folder of the external weights."""
     model = save(
         tmp_path / "m.onnx",
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -263,7 +265,7 @@ def _damaged(linear: Artifact, how: str) -> Path:
 
 @pytest.mark.parametrize("how", ["missing", "empty", "text", "truncated", "flipped", "no graph"])
 def test_a_damaged_file_is_one_sentence(linear: Artifact, how: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Fails if the runtime's exception gets through, or its log is printed, or the message doesn't name the file."""
+    """Fails if the runtime's exception or its log reaches the user, or if the message doesn't name the file."""
     path = _damaged(linear, how)
     with pytest.raises(InvalidModel) as caught:
         open_session(unread(path), "onnxruntime")
@@ -276,7 +278,7 @@ def test_a_damaged_file_is_one_sentence(linear: Artifact, how: str, capfd: pytes
 
 
 def test_an_operator_without_a_kernel_is_named(tmp_path: Path) -> None:
-    """Fails if a model that is valid and can't run here is called damaged."""
+    """Fails if a valid model that can't run here is called damaged."""
     kind = (TensorProto.BFLOAT16, [4])
     model = save(tmp_path / "k.onnx", [helper.make_node("Exp", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with pytest.raises(UnsupportedHere, match="Exp"):
@@ -284,7 +286,7 @@ def test_an_operator_without_a_kernel_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
-    """Fails if the operator's name is cut from the runtime's message."""
+    """Fails if the message cuts off the operator's name."""
     kind = (FLOAT, [4])
     model = save(tmp_path / "u.onnx", [helper.make_node("Frobnicate", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with pytest.raises(InvalidModel, match="Frobnicate"):
@@ -292,8 +294,9 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
-    """Fails if a run takes more than four times its own checks longer than the runtime's (they are most of it). The
-    shortest of many runs of each, taken in turns: what else the machine does can only lengthen a run."""
+    """Fails if the session adds more than four times the duration of its input checks to the runtime's own run. The
+    input checks take most of the time that the session adds. The test compares the shortest of many alternating runs,
+    because other load can only lengthen a run."""
     feeds = {"x": np.ones((1, 3), np.float32)}
     with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
         names, raw = session.outputs, session.session
@@ -313,14 +316,14 @@ def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None
 
 
 class BoundOnCpu(OnnxRuntimeSession):
-    """The way the CUDA session calls the runtime, on a device that is always there."""
+    """Calls the runtime as the CUDA session does, on a device that every machine has."""
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         return self._run_bound(feeds, "cpu")
 
 
 def test_io_binding_gives_the_same(linear: Artifact) -> None:
-    """Fails if outputs change their order, or memory is shared between runs."""
+    """Fails if outputs change their order, or if runs share memory."""
     with OnnxRuntimeSession(linear, SessionOptions()) as plain, BoundOnCpu(linear, SessionOptions()) as bound:
         _same_on_several_shapes(plain, bound)
 
@@ -340,7 +343,7 @@ def _same_on_several_shapes(plain: BaseSession, bound: BaseSession, tolerance: f
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this onnxruntime was built with CUDA"
 )
 def test_an_onnxruntime_without_cuda_names_the_extra(linear: Artifact) -> None:
-    """Fails if a model that was to run on the GPU is run on the CPU without a word."""
+    """Fails if a model for the GPU silently runs on the CPU."""
     with pytest.raises(MissingExtra, match=r"\[cuda\]"):
         OnnxRuntimeCudaSession(linear, SessionOptions())
 
@@ -350,13 +353,13 @@ def test_an_onnxruntime_without_cuda_names_the_extra(linear: Artifact) -> None:
     "CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="needs the extra [cuda]"
 )
 def test_cuda_gives_the_same(linear: Artifact) -> None:
-    """Fails if results are read before the GPU is done, or come back under other names."""
+    """Fails if outputs are read before the GPU is done, or get the wrong names."""
     with OnnxRuntimeSession(linear, SessionOptions()) as plain, open_session(linear, "onnxruntime-cuda") as cuda:
         _same_on_several_shapes(plain, cuda, 1e-3)
 
 
 def test_a_closed_session_holds_nothing(linear: Artifact) -> None:
-    """Fails if closing leaves the model and its threads in memory."""
+    """Fails if a closed session keeps the model and its threads."""
     before = threads()
     session = OnnxRuntimeSession(linear, SessionOptions(threads=2))
     made = threads() - before

@@ -1,4 +1,4 @@
-"""The OpenVINO session, compared with ONNX Runtime on the model that the IR was made from."""
+"""The OpenVINO session, compared with ONNX Runtime on the ONNX file behind the IR."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from cpu_features import has_bf16
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
@@ -19,11 +18,12 @@ from accel.errors import AccelError, BadFeeds, InvalidModel, UnknownName, Unsupp
 from accel.runtimes import openvino as runtime_module
 from accel.runtimes.base import SessionOptions, open_session
 from accel.signature import numpy_dtype
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
+from tests.support.cpu_features import has_bf16
 
 pytest.importorskip("openvino")
 
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig, openvino_from_onnx
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig, openvino_from_onnx
 from accel.runtimes.openvino import OpenVinoSession
 
 FLOAT = TensorProto.FLOAT
@@ -32,7 +32,8 @@ Make = Callable[..., Artifact]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """``make(nodes, inputs, outputs, constants)``: the IR of that graph, its ONNX file beside it."""
+    """Returns ``make(nodes, inputs, outputs, constants)``, which writes the graph as an IR with its ONNX file beside
+    it."""
 
     def built(
         nodes: Sequence[onnx.NodeProto],
@@ -57,7 +58,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def mlp(make: Make) -> Artifact:
-    """Two inputs, two outputs, out of alphabetical order; a product wide enough to show what it was computed in."""
+    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model's product is wide
+    enough to show the precision that computed it."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("MatMul", ["z", "w"], ["h"]),
@@ -80,7 +82,7 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
-    """Fails if inputs or outputs are matched by position, or if a size stays from the run before."""
+    """Fails if inputs or outputs are matched by position, or if the size of an earlier run remains."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         for batch in (1, 5, 2):
             feeds = session.example_inputs(batch=batch)
@@ -92,14 +94,14 @@ def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
 
 
 def test_fp32_is_computed_in_fp32(mlp: Artifact) -> None:
-    """Fails if the precision is left to OpenVINO, which takes bfloat16 where the CPU has it."""
+    """Fails if OpenVINO chooses the precision, which is bfloat16 on a CPU that has it."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         feeds = session.example_inputs(batch=4)
         assert error(session.run(feeds)["b"], reference(mlp, feeds)["b"]) < 1e-6
 
 
 def test_bf16_is_computed_in_bf16_or_refused(mlp: Artifact) -> None:
-    """Fails if precision="bf16" changes nothing, or is silently float32 on a CPU without it."""
+    """Fails if precision="bf16" has no effect, or silently runs in float32 on a CPU without bfloat16."""
     options = SessionOptions(threads=1, precision="bf16")
     if not has_bf16():
         with pytest.raises(UnsupportedHere, match="no bf16"):
@@ -113,7 +115,7 @@ def test_bf16_is_computed_in_bf16_or_refused(mlp: Artifact) -> None:
 
 
 def test_a_cpu_without_bf16_refuses_it() -> None:
-    """Fails if the machine's capabilities aren't asked."""
+    """Fails if the session doesn't check the CPU for bfloat16."""
     settings = runtime_module._settings
     with pytest.raises(UnsupportedHere, match="precision fp32"):
         settings(SessionOptions(precision="bf16"), ["FP32", "INT8"])
@@ -135,7 +137,7 @@ def test_outputs_survive_the_next_run(mlp: Artifact) -> None:
 
 
 def test_inputs_are_left_alone_and_need_not_stay(mlp: Artifact) -> None:
-    """Fails if a run writes to its feeds or can't take strided and read-only arrays."""
+    """Fails if a run writes to its feeds, or refuses strided or read-only arrays."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         feeds = session.example_inputs(batch=3)
         wanted = session.run(feeds)
@@ -156,8 +158,8 @@ KINDS = {
 
 
 def test_every_dtype_goes_through(make: Make) -> None:
-    """Fails if values or dtypes change between numpy and OpenVINO, whose Python has no bfloat16, or if an array that is
-    read-only, as those of a request are, isn't taken."""
+    """Fails if values or dtypes change between numpy and OpenVINO, whose Python API has no bfloat16, or if a read-only
+    array, such as a request's, is refused."""
     nodes = [helper.make_node("Reshape", [dtype, "shape"], [f"{dtype}_out"]) for dtype in KINDS]
     inputs = [(dtype, kind, ["batch", 4]) for dtype, kind in KINDS.items()]
     outputs = [(f"{dtype}_out", kind, ["half", 2]) for dtype, kind in KINDS.items()]
@@ -175,7 +177,7 @@ def test_every_dtype_goes_through(make: Make) -> None:
 
 
 def test_scalars_and_empty_arrays(make: Make) -> None:
-    """Fails if an input without dims gets one, or an array without elements has no address to give."""
+    """Fails if an input without dims gets a dim, or if an array without elements, which has no address, fails."""
     node = helper.make_node("Add", ["x", "s"], ["y"])
     artifact = make([node], [("x", FLOAT, ["n", 2]), ("s", FLOAT, [])], [("y", FLOAT, ["n", 2])])
     with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
@@ -197,7 +199,7 @@ def test_wrong_feeds(mlp: Artifact) -> None:
 
 
 def test_an_index_beyond_the_table(make: Make) -> None:
-    """Fails if OpenVINO's own answer to an index that the model has nothing for, any other row, is handed out."""
+    """Fails if an index beyond the table returns an arbitrary row, as OpenVINO does."""
     node = helper.make_node("Gather", ["table", "ids"], ["rows"])
     table = {"table": np.arange(12, dtype=np.float32).reshape(4, 3)}
     made = make([node], [("ids", TensorProto.INT64, ["n"])], [("rows", FLOAT, ["n", 3])], table)
@@ -220,8 +222,8 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if a shape that only the model's inside refuses ends in OpenVINO's own error, in the outputs of the run
-    before (as infer() does with one thread), or in a session that never runs again (as in bfloat16)."""
+    """Fails if a shape that only an inner node refuses ends in OpenVINO's own error, in the outputs of the earlier run
+    (as infer() does with one thread), or in a session that never runs again (as in bfloat16)."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
@@ -237,8 +239,8 @@ def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, m
 
 
 def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
-    """Fails if one bad request among several that are under way goes unnoticed, names another's shape, hangs the
-    others, or leaves a session that never runs again."""
+    """Fails if one bad request among concurrent ones goes unnoticed, if the error names another request's shape, or if
+    the other requests hang or the session never runs again."""
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
     artifact = make([node], [("x", FLOAT, ["a", "b"]), ("y", FLOAT, ["c", "d"])], [("z", FLOAT, ["a", "d"])])
 
@@ -257,7 +259,7 @@ def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
 
 
 def test_closed_is_closed(mlp: Artifact) -> None:
-    """Fails if a closed session runs or can't be closed twice."""
+    """Fails if a closed session runs, or can't be closed twice."""
     session = OpenVinoSession(mlp, SessionOptions(threads=1))
     feeds = session.example_inputs(batch=1)
     session.close()
@@ -285,7 +287,7 @@ def test_a_damaged_ir_is_not_loaded(part: str, damage: str, mlp: Artifact, tmp_p
 
 
 def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
-    """Fails if a session is made for names that the IR doesn't have."""
+    """Fails if a session opens with names that the IR doesn't have."""
     other = make([helper.make_node("Relu", ["q"], ["r"])], [("q", FLOAT, [4])], [("r", FLOAT, [4])])
     mixed = Artifact(path=mlp.path, kind="openvino", signature=other.signature)
     with pytest.raises(InvalidModel, match="has no 'q', it has a, z"):
@@ -293,7 +295,8 @@ def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
 
 
 def test_overhead_of_a_run(make: Make) -> None:
-    """Fails if a run costs much more than OpenVINO's own call: names searched, arrays copied twice."""
+    """Fails if a run takes much longer than OpenVINO's own call, for example because it searches names or copies arrays
+    twice."""
     node = helper.make_node("Add", ["x", "y"], ["z"])
     artifact = make([node], [("x", FLOAT, ["batch", 64]), ("y", FLOAT, ["batch", 64])], [("z", FLOAT, ["batch", 64])])
     with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:

@@ -1,4 +1,4 @@
-"""The TensorRT session without a GPU: its logic over a CUDA and an engine that are made of plain memory."""
+"""The TensorRT session without a GPU, over a fake CUDA and a fake engine in plain memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_gpu import SIGNATURE, FakeCuda, FakeToolkit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +26,7 @@ from accel.runtimes.tensorrt import (
 )
 from accel.runtimes.tensorrt_toolkit import load_toolkit
 from accel.signature import DimRange, Signature
+from tests.support.fake_gpu import SIGNATURE, FakeCuda, FakeToolkit
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def feeds(batch: int, width: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if inputs or outputs go to the wrong memory, keep a size of the run before, or share memory with the next
-    run; also for an output whose size is known only afterwards."""
+    """Fails if inputs or outputs use the wrong memory, keep the size of an earlier run, or share memory with the next
+    run. This includes an output whose size is known only after the run."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         kept = []
         for seed, (batch, width) in enumerate([(2, 3), (4, 8), (1, 2)]):
@@ -83,7 +83,8 @@ def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda
 
 
 def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if an event is recorded at another place (the fake clock takes 10, 100 and 1000 between them), or kept."""
+    """Fails if an event is recorded at the wrong place (the fake clock passes 10, 100 and 1000 between events), or
+    isn't destroyed."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         found = session.phases(feeds(2, 3))
     assert found == {"host_to_device": 10.0, "compute": 100.0, "device_to_host": 1000.0}
@@ -91,7 +92,7 @@ def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) 
 
 
 def fixed(artifact: Artifact) -> Artifact:
-    """Without the output whose size depends on the data."""
+    """Returns the artifact without the output whose size depends on the data."""
     signature = Signature(SIGNATURE.inputs, SIGNATURE.outputs[:1])
     manifest = artifact.manifest
     assert manifest is not None
@@ -99,8 +100,8 @@ def fixed(artifact: Artifact) -> Artifact:
 
 
 def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a graph of other shapes or buffers is launched, the first run of a shape is captured, a graph outlives
-    the session, or the outputs are not those of this run."""
+    """Fails if a run launches a graph of other shapes or buffers, the first run of a shape is captured, a graph
+    outlives the session, or the outputs belong to another run."""
     shapes = [(2, 3), (2, 3), (2, 3), (4, 8), (4, 8), (2, 3)]
     with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
         counts = []
@@ -114,7 +115,7 @@ def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifac
 
 
 def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a graph is captured while TensorRT asks for memory: that can't be replayed."""
+    """Fails if a graph is captured while TensorRT asks for memory. Such a graph can't be replayed."""
     with TensorRTSession(artifact, SessionOptions(cuda_graph=True)) as session:
         for seed in range(3):
             given_feeds = feeds(2, 3, seed)
@@ -124,7 +125,7 @@ def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, c
 
 
 def test_a_capture_that_fails_ends(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if the stream stays in capture mode, or a graph of nothing is launched later."""
+    """Fails if the stream stays in capture mode after a failed capture, or if an empty graph is launched later."""
     with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
         session.run(feeds(2, 3))
         context = FakeToolkit.Runtime.engines[-1].contexts[-1]
@@ -137,14 +138,14 @@ def test_a_capture_that_fails_ends(artifact: Artifact, cuda: FakeCuda) -> None:
 
 
 def test_strided_inputs_are_copied_right(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if an array that is not contiguous is copied as it lies in memory."""
+    """Fails if a non-contiguous array is copied in memory order."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         x = np.asfortranarray(feeds(3, 4)["x"])
         np.testing.assert_array_equal(session.run({"x": x})["y"], x * 2)
 
 
 def test_no_memory_is_allocated_for_sizes_seen_before(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a run allocates although the session has already run the largest shape."""
+    """Fails if a run allocates memory although the session has already run the largest shape."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         session.run({"x": np.ones((16, 8), np.float32)})
         before = cuda.allocations
@@ -154,7 +155,7 @@ def test_no_memory_is_allocated_for_sizes_seen_before(artifact: Artifact, cuda: 
 
 
 def test_the_profile_follows_the_feeds(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a shape runs under a profile that doesn't hold it, or if profiles are switched without need."""
+    """Fails if a shape runs under a profile that doesn't contain it, or if profiles are switched needlessly."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         context = FakeToolkit.Runtime.engines[-1].contexts[-1]
         for batch in (2, 4, 8, 16, 1):
@@ -169,7 +170,8 @@ def test_sizes_off_every_profile_are_refused(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if a size that no profile holds reaches the engine, or if the message doesn't say what it was built for."""
+    """Fails if a size outside every profile reaches the engine, or if the message doesn't name the sizes that the
+    engine was built for."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         with pytest.raises(BadFeeds, match=rf"x {batch}x{width} is off .*\(x 1x2 to 4x8 or x 8x2 to 16x8\); pad or"):
             session.run(feeds(batch, width))
@@ -177,13 +179,14 @@ def test_sizes_off_every_profile_are_refused(
 
 
 def test_the_signature_is_as_wide_as_the_profiles(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if example inputs and gates use the ranges of the source where the engine was built for others."""
+    """Fails if example inputs and gates use the source's ranges instead of the engine's."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         assert session.signature.dims == {"batch": DimRange(1, 2, 16), "width": DimRange(2, 4, 8)}
 
 
 def test_a_failed_run_says_why_and_the_session_goes_on(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a False of the engine is taken for outputs."""
+    """Fails if a run that the engine reports as failed returns outputs, if the error lacks the reason, or if the
+    session doesn't run afterwards."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         context = FakeToolkit.Runtime.engines[-1].contexts[-1]
         context.fails = True
@@ -194,7 +197,7 @@ def test_a_failed_run_says_why_and_the_session_goes_on(artifact: Artifact, cuda:
 
 
 def test_closed_is_closed(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if closing leaves memory or a stream, can't be done twice, or the session runs afterwards."""
+    """Fails if a closed session keeps memory or a stream, can't be closed twice, or still runs."""
     session = TensorRTSession(artifact, SessionOptions())
     session.run(feeds(2, 4))
     session.close()
@@ -205,7 +208,7 @@ def test_closed_is_closed(artifact: Artifact, cuda: FakeCuda) -> None:
 
 
 def test_a_changed_byte_stops_before_the_engine_is_loaded(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if bytes that are not those of the manifest reach the deserialiser, which they can crash."""
+    """Fails if bytes that differ from the manifest reach the deserializer, which they can crash."""
     artifact.path.write_bytes(b"ENGINE wholf")
     loaded = len(FakeToolkit.Runtime.engines)
     with pytest.raises(InvalidModel, match=r"sha256 differs\); build it again with: accel optimize net\.onnx"):
@@ -230,7 +233,7 @@ def test_engines_without_a_manifest(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if the toolkit's own look at the header isn't asked, or a None from it isn't an error."""
+    """Fails if the session doesn't let the toolkit check the header, or if None from the toolkit isn't an error."""
     artifact.path.write_bytes(content)
     with pytest.raises(kind, match=message):
         TensorRTSession(replace(artifact, manifest=None), SessionOptions())
@@ -249,12 +252,12 @@ def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
         "accel optimize net.onnx --target tensorrt-rtx --precision fp16 --profile x=1x2,2x4,4x8 "
         f"--compute-capability 12.0 -o {artifact.path.parent}"
     )
-    # An engine that was built without naming a GPU is for the toolkit to judge.
+    # The toolkit judges an engine that was built without naming a GPU.
     check_fit(replace(artifact, properties={**artifact.properties, "compute_capabilities": []}), "1.7.1", "12.0")
 
 
 def test_rebuilding_keeps_the_capabilities(artifact: Artifact) -> None:
-    """Fails if the command makes an engine for other GPUs than the one it replaces."""
+    """Fails if the command builds for other GPUs than the engine that it replaces."""
     assert "--compute-capability 8.6 --compute-capability 8.9" in rebuild(artifact)
 
 
@@ -266,14 +269,14 @@ PROFILES = [
 
 @given(st.integers(0, 20), st.integers(3, 5), st.integers(0, 20))
 def test_a_chosen_profile_holds_every_input(rows: int, columns: int, length: int) -> None:
-    """Fails if a profile is chosen that one input doesn't fit, or none where one fits."""
+    """Fails if an input doesn't fit the chosen profile, or if no profile is chosen although one fits."""
     shapes = {"a": (rows, columns), "b": (length,)}
     fits = [columns == 4 and low <= rows <= high and low <= length <= high for low, high in ((1, 4), (4, 16))]
     assert choose_profile(PROFILES, shapes) == (fits.index(True) if any(fits) else None)
 
 
 def test_engines_without_profiles_take_what_the_signature_takes() -> None:
-    """Fails if an engine of fixed shapes is refused for having no profile."""
+    """Fails if an engine of fixed shapes is refused because it has no profile."""
     assert choose_profile([], {"x": (4, 4)}) == 0
     assert ranged(SIGNATURE, []) == SIGNATURE
     assert "a 9x4, b 1" in off_profile(PROFILES, {"a": (9, 4), "b": (1,)})
@@ -281,7 +284,7 @@ def test_engines_without_profiles_take_what_the_signature_takes() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5000)), max_size=30))
 def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -> None:
-    """Fails if a buffer is too small, shrinks, moves without need, is freed twice or is never freed."""
+    """Fails if a buffer is too small, shrinks, moves needlessly, is freed twice or is never freed."""
     cuda = FakeCuda()
     memory = DeviceMemory(cuda)
     largest: dict[str, int] = {}
@@ -295,7 +298,7 @@ def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -
         largest[name] = max(size, largest.get(name, 0))
         host = memory.host(name, size)
         assert host.nbytes == size
-        host[...] = 255  # all of it is ours
+        host[...] = 255  # the whole buffer is writable
     assert len(cuda.live) == len(cuda.host) == len(largest)
     assert memory.size <= sum(size + GRAIN for size in largest.values())
     memory.close()
@@ -305,7 +308,7 @@ def test_buffers_grow_only_and_are_freed_once(requests: list[tuple[str, int]]) -
 
 
 def test_a_failed_growth_loses_no_memory() -> None:
-    """Fails if the buffer that was to grow is freed again at the end, or counts as still there."""
+    """Fails if a buffer whose growth failed is freed again at the end, or still counts as allocated."""
     cuda = FakeCuda(limit=4096)
     memory = DeviceMemory(cuda)
     memory.device("x", 1000)
@@ -318,7 +321,8 @@ def test_a_failed_growth_loses_no_memory() -> None:
 
 
 def test_without_a_gpu_cuda_says_so() -> None:
-    """Fails if the CUDA layer calls functions or reads enums that cuda-bindings doesn't have, or hides the reason."""
+    """Fails if the CUDA layer calls functions or reads enums that cuda-bindings doesn't have, or if the error lacks the
+    reason."""
     pytest.importorskip("cuda.bindings.runtime")
     from accel.runtimes.base import has_nvidia_gpu
 
@@ -330,14 +334,14 @@ def test_without_a_gpu_cuda_says_so() -> None:
 
 
 def test_missing_toolkit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a toolkit that isn't installed ends in an ImportError."""
+    """Fails if a missing toolkit ends in an ImportError."""
     monkeypatch.setitem(RUNTIMES, "tensorrt", replace(RUNTIMES["tensorrt"], module="not_installed_anywhere"))
     with pytest.raises(MissingExtra, match=r'pip install "accel-toolchain\[tensorrt\]"'):
         load_toolkit("tensorrt")
 
 
 def test_the_real_toolkit_has_what_the_session_calls() -> None:
-    """Fails if a name the session uses is missing in the installed toolkit: no run here would find it."""
+    """Fails if the installed toolkit lacks a name that the session uses. Runs without a GPU wouldn't notice."""
     trt = pytest.importorskip("tensorrt_rtx_bindings")
     assert {"set_input_shape", "set_tensor_address", "get_tensor_shape", "execute_async_v3", "set_output_allocator"} | {
         "set_optimization_profile_async"
@@ -353,7 +357,8 @@ def test_the_real_toolkit_has_what_the_session_calls() -> None:
 
 
 def test_a_compatible_engine_fits_later_versions_and_newer_gpus(artifact: Artifact) -> None:
-    """Fails if an engine that was built to be compatible is refused, or runs on an older version or GPU than it may."""
+    """Fails if an engine that was built to be compatible is refused, or runs on an older version or GPU than it
+    supports."""
     both = {"version_compatible": True, "hardware": "ampere-plus"}
     compatible = replace(artifact, properties={**artifact.properties, **both})
     for version, capability in (("1.7.1", "12.0"), ("1.8.0", "8.0"), ("1.10.0", "8.6")):

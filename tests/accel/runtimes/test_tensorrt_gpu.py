@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 import accel
 from accel.artifact import Artifact
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 from accel.errors import AccelError, BadFeeds
 from accel.runtimes.base import RUNTIMES, open_session
 from accel.signature import DimRange
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
 
 pytestmark = [
@@ -31,7 +31,7 @@ Build = Callable[..., Artifact]
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """``build(onnx_path, dims)``: an engine for the GPU that is here."""
+    """Returns ``build(onnx_path, dims)``, which builds an engine for this machine's GPU."""
 
     def made(path: Path, **dims: DimRange) -> Artifact:
         toolkit = "tensorrt-rtx" if RUNTIMES["tensorrt-rtx"].installed else "tensorrt"
@@ -79,7 +79,7 @@ def test_engine_agrees_with_onnxruntime(build: Build, tmp_path: Path) -> None:
 
 
 def test_minilm_engine_agrees_with_onnxruntime(build: Build, minilm: Artifact) -> None:
-    """Fails if a real model with two dynamic dims and integer inputs comes out wrong."""
+    """Fails if the outputs of a real model with two dynamic dims and integer inputs are wrong."""
     made = build(minilm.path)
     with open_session(made) as session, open_session(minilm, "onnxruntime") as reference:
         for sizes in made.signature.cases():
@@ -90,8 +90,8 @@ def test_minilm_engine_agrees_with_onnxruntime(build: Build, minilm: Artifact) -
 
 
 def test_an_engine_for_8_0_on_a_hopper_gpu(minilm: Artifact, tmp_path: Path) -> None:
-    """TensorRT-RTX builds for 8.0 and has no Hopper: what happens there is to be an answer or an error of accel's,
-    never a crash."""
+    """Fails if an engine that TensorRT-RTX built for 8.0, which doesn't include Hopper, crashes there instead of giving
+    an answer or an accel error."""
     import torch
 
     if not RUNTIMES["tensorrt-rtx"].runnable() or torch.cuda.get_device_capability() != (9, 0):
@@ -110,8 +110,8 @@ def test_an_engine_for_8_0_on_a_hopper_gpu(minilm: Artifact, tmp_path: Path) -> 
 
 
 def test_phases_and_a_cuda_graph(build: Build, minilm: Artifact) -> None:
-    """Fails if a replayed graph computes something else than plain launches at any shape, or CUDA events give no time
-    for a part of the run."""
+    """Fails if a replayed graph computes something else than plain launches at any shape, or if CUDA events give no
+    time for a part of the run."""
     made = build(minilm.path)
     with open_session(made) as plain, open_session(made, options={"cuda_graph": True}) as graph:
         for sizes in made.signature.cases():
@@ -126,9 +126,9 @@ def test_phases_and_a_cuda_graph(build: Build, minilm: Artifact) -> None:
 
 
 def test_bench_tells_the_phases_apart(build: Build, minilm: Artifact) -> None:
-    """Fails if the parts of a run on the GPU aren't in the report, or make more than the whole of it."""
+    """Fails if the report lacks the parts of a run on the GPU, or if the parts exceed the whole run."""
     made = build(minilm.path)
     for cuda_graph in (False, True):
-        row = accel.benchmark([made], rounds=5, block_seconds=0.05, budget_seconds=0, cuda_graph=cuda_graph).rows[0]
+        row = accel.bench([made], rounds=5, block_seconds=0.05, budget_seconds=0, cuda_graph=cuda_graph).rows[0]
         assert row.phases_ms is not None
         assert sum(row.phases_ms.values()) < 1.5 * row.median_ms

@@ -1,4 +1,4 @@
-"""torch.compile sessions: the same numbers as eager, and never a quiet run in eager."""
+"""torch.compile sessions give eager's numbers, and never run silently in eager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.errors import BuildFailed, UnsupportedHere
 from accel.progress import watched_by
 from accel.runtimes.base import open_session
 from accel.runtimes.torch_compile import TorchCompileSession
-from accel.sources import open_source
+from accel.sources.source import Source
 
 FACTORIES = """
 import torch
@@ -49,18 +49,18 @@ mlp, breaks, skipped = Mlp, Breaks, Skipped
 
 @pytest.fixture
 def source(tmp_path: Path) -> Any:
-    """Opens ``name`` of the factories above."""
+    """Returns a function that opens the factory ``name`` of the source above."""
     file = tmp_path / "compiled_models.py"
     file.write_text(FACTORIES)
 
     def opened(name: str) -> Artifact:
-        return open_source(f"{file}:{name}", inputs=["x:float32[batch,4]"])
+        return Source(f"{file}:{name}", inputs=["x:float32[batch,4]"]).open()
 
     return opened
 
 
 def test_it_computes_what_eager_computes_and_compiles_at_the_first_run(source: Any) -> None:
-    """Fails if outputs lose their names or values, nothing is compiled, or every run compiles again."""
+    """Fails if outputs lose their names or values, if nothing is compiled, or if every run compiles again."""
     model, said = source("mlp"), []
     with open_session(model, "torch") as eager, open_session(model, "torch-compile") as compiled:
         assert isinstance(compiled, TorchCompileSession)
@@ -71,12 +71,12 @@ def test_it_computes_what_eager_computes_and_compiles_at_the_first_run(source: A
                 assert list(found) == list(wanted) == ["score", "total"]
                 for name, value in wanted.items():
                     np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
-        assert said == ["torch.compile: compiling"] * 3  # batch 3, 5, 6: the first run at each
+        assert said == ["torch.compile: compiling"] * 3  # torch compiles at the first run of batch 3, 5 and 6
         assert compiled.graph_breaks == 0
 
 
 def test_graph_breaks_are_counted_and_told(source: Any) -> None:
-    """Fails if parts that run outside the compiled code go unnoticed."""
+    """Fails if parts that run outside the compiled code aren't counted and reported."""
     said: list[str] = []
     with open_session(source("breaks"), "torch-compile") as session:
         with watched_by(lambda message, _fraction: said.append(message)):
@@ -86,7 +86,7 @@ def test_graph_breaks_are_counted_and_told(source: Any) -> None:
 
 
 def test_without_a_compiler_it_is_named(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing C++ compiler ends in torch's traceback, or only at the first run."""
+    """Fails if a missing C++ compiler ends in torch's traceback, or is found only at the first run."""
     model = source("mlp")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -95,8 +95,8 @@ def test_without_a_compiler_it_is_named(source: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
-    """Fails if a failed compilation falls back to eager, which would be timed under the wrong name: torch does so by
-    itself where the user has set suppress_errors."""
+    """Fails if a failed compilation falls back to eager, which would be timed as torch.compile. torch falls back by
+    itself if the user has set suppress_errors."""
     import torch._dynamo
     import torch._inductor
 
@@ -116,17 +116,17 @@ def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_that_torch_does_not_compile_is_an_error(source: Any) -> None:
-    """Fails if eager is timed as torch.compile where torch skips the whole forward."""
+    """Fails if eager is timed as torch.compile because torch skips the whole forward."""
     with open_session(source("skipped"), "torch-compile") as session, pytest.raises(UnsupportedHere, match="nothing"):
         session.run(session.example_inputs())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_is_refused(tmp_path: Path) -> None:
-    """Fails if TorchScript, which torch.compile leaves as it is, is timed as torch.compile."""
+    """Fails if TorchScript, which torch.compile doesn't compile, is timed as torch.compile."""
     path = tmp_path / "scripted.pt"
     module = torch.nn.Linear(4, 3)
     torch.jit.save(torch.jit.trace(module, torch.zeros(1, 4)), str(path))
-    model = open_source(path, inputs=["x:float32[batch,4]"])
+    model = Source(path, inputs=["x:float32[batch,4]"]).open()
     with pytest.raises(UnsupportedHere, match="TorchScript"):
         open_session(model, "torch-compile")

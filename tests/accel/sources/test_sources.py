@@ -1,4 +1,4 @@
-"""What a user can have: each kind of source opened, and each way it can be wrong."""
+"""The kinds of sources that accel opens, and the errors of each."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import accel
 from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, UsageError
 from accel.runtimes.base import open_session
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources import open_source
-from accel.sources.onnx_file import describe, open_onnx
-from accel.sources.torch_call import NamedModule, flatten
+from accel.sources.onnx.file import describe, open_onnx
+from accel.sources.source import Source
+from accel.sources.torch.call import NamedModule, flatten
 
 IMAGE = ["x:float32[batch,3,32,32]"]
 
@@ -46,16 +46,16 @@ def factory(tmp_path: Path) -> str:
 
 
 def test_a_factory_in_a_file(my_model: Path) -> None:
-    """Fails if outputs, their dtypes, or which of their dims follow the batch aren't found by running it."""
-    found = open_source(f"{my_model}:make", inputs=IMAGE)
+    """Fails if running the factory's model doesn't find its outputs, their dtypes, or their batch dims."""
+    found = Source(f"{my_model}:make", inputs=IMAGE).open()
     assert found.signature.inputs == (TensorSpec.parse(IMAGE[0]),)
     assert found.signature.outputs == (TensorSpec("output", "float32", ("batch", 5)),)
     assert [Path(f["path"]).name for f in found.source["files"]] == ["my_model.py"]
 
 
 def test_a_factory_in_a_module_declares_itself() -> None:
-    """Fails if the declaration's inputs, ranges, output names or weight files are not used."""
-    found = open_source("accel.examples.minilm:model")
+    """Fails if the declared inputs, ranges, output names or weight files are ignored."""
+    found = Source("accel.examples.minilm:model").open()
     assert str(found.signature.inputs[0]) == "input_ids:int64[batch,sequence]{0..30521}"
     assert found.signature.outputs == (TensorSpec("embedding", "float32", ("batch", 384)),)
     assert found.signature.dims["sequence"] == DimRange(8, 128, 512)
@@ -64,7 +64,7 @@ def test_a_factory_in_a_module_declares_itself() -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "sharded", "nested", "ddp"])
 def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
-    """Fails if any of the usual forms of a state dict is not loaded, or not recorded as what the chain starts from."""
+    """Fails if a usual form of a state dict isn't loaded, or isn't recorded as the start of the chain."""
     state = {k: v.clone() for k, v in net().state_dict().items()}
     path = tmp_path / "w.pt"
     if form == "safetensors":
@@ -81,7 +81,7 @@ def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
         torch.save({"epoch": 3, "state_dict": state}, path)
     else:
         torch.save({f"module.{k}": v for k, v in state.items()} if form == "ddp" else state, path)
-    found = open_source(factory, inputs=["input:float32[batch,6]"], weights=path)
+    found = Source(factory, inputs=["input:float32[batch,6]"], weights=path).open()
     feeds = found.signature.example_inputs(batch=3)
     with open_session(found) as session, torch.inference_mode():
         wanted = net()(torch.from_numpy(feeds["input"])).numpy()
@@ -90,7 +90,8 @@ def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
 
 
 def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
-    """Fails if a pickle with code runs, or if wrong, truncated, empty or missing weights don't say what is wrong."""
+    """Fails if code in a pickle runs, or if the error for wrong, truncated, empty or missing weights doesn't name the
+    problem."""
     state = net().state_dict()
     mark = tmp_path / "ran"
 
@@ -103,14 +104,14 @@ def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
         if callable(write):
             write(path)
         with pytest.raises(error, match=words):
-            open_source(factory, inputs=["input:float32[batch,6]"], weights=path)
+            Source(factory, inputs=["input:float32[batch,6]"], weights=path).open()
 
     refused("evil.pt", lambda p: torch.save({"a": Touch()}, p), BadSource, "not unpickled")
     refused("evil2.pt", lambda p: p.write_bytes(pickle.dumps(Touch())), BadSource, "not unpickled")
     assert not mark.exists(), "the code in a pickle ran"
     refused("gone.pt", None, BadSource, "does not exist")
     refused("empty.pt", lambda p: p.touch(), InvalidModel, "is empty")
-    refused("list.pt", lambda p: torch.save([1, 2], p), BadSource, "not a state dict")
+    refused("list.pt", lambda p: torch.save([1, 2], p), BadSource, "no state dict")
     refused("less.pt", lambda p: torch.save({"0.weight": state["0.weight"]}, p), BadSource, "lacks '0.bias'")
     refused("more.pt", lambda p: torch.save({**state, "new": torch.ones(1)}, p), BadSource, "holds 'new'")
     shape = {**state, "0.bias": torch.ones(9)}
@@ -132,12 +133,12 @@ def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
 
 
 def test_an_exported_program(tmp_path: Path) -> None:
-    """Fails if a .pt2 loses its dynamic batch or the range that it declares for it, or computes something else."""
+    """Fails if a .pt2 loses its dynamic batch or the range that it declares, or computes something else."""
     batch = torch.export.Dim("batch", min=1, max=16)
     program = torch.export.export(net(), (torch.ones(2, 6),), dynamic_shapes=({0: batch},))
     path = tmp_path / "net.pt2"
     torch.export.save(program, path)
-    found = open_source(path)
+    found = Source(path).open()
     assert found.signature.inputs[0].shape == ("batch", 6)
     assert found.signature.dims["batch"] == DimRange(1, 2, 16)
     feeds = found.signature.example_inputs(batch=5)
@@ -148,20 +149,20 @@ def test_an_exported_program(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_torchscript(tmp_path: Path) -> None:
-    """Fails if a TorchScript file can't be opened, or if weights without code are taken for one."""
+    """Fails if a TorchScript file can't be opened, or if a file of weights without code counts as TorchScript."""
     path = tmp_path / "net.pt"
     torch.jit.trace(net(), torch.ones(2, 6)).save(str(path))
-    found = open_source(path, inputs=["input:float32[batch,6]"])
+    found = Source(path, inputs=["input:float32[batch,6]"]).open()
     with open_session(found) as session:
         assert session.run(session.example_inputs(batch=4))["output"].shape == (4, 2)
     weights = tmp_path / "weights.pt"
     torch.save(net().state_dict(), weights)
-    with pytest.raises(BadSource, match=r"FILE\.py:FACTORY --weights"):
-        open_source(weights)
+    with pytest.raises(BadSource, match=r"FILE\.py:FACTORY with weights="):
+        Source(weights).open()
 
 
 def test_a_transformers_folder(tmp_path: Path) -> None:
-    """Fails if inputs aren't read from the config (both ids and mask, vocabulary as bounds)."""
+    """Fails if the inputs aren't read from the config (both ids and mask, with the vocabulary as bounds)."""
     import transformers
 
     config = transformers.BertConfig(
@@ -169,7 +170,7 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
         max_position_embeddings=40,
     )  # fmt: skip
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    found = open_source(tmp_path / "bert")
+    found = Source(tmp_path / "bert").open()
     assert [spec.name for spec in found.signature.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
     assert found.signature.input("input_ids").values == (0, 49)
     assert found.signature.dims["sequence"].max == 40
@@ -177,7 +178,7 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
     for file in (tmp_path / "bert").glob("*.safetensors"):
         file.unlink()
     with pytest.raises(BadSource, match=r"no \.safetensors"):
-        open_source(tmp_path / "bert")
+        Source(tmp_path / "bert").open()
 
 
 @pytest.mark.parametrize(
@@ -190,16 +191,16 @@ def test_a_transformers_folder(tmp_path: Path) -> None:
         ("{dir}/syntax.py:make", "raised SyntaxError"),
         ("{dir}/number.py:make", "returned int"),
         ("{dir}/number.py", "write .*number.py:NAME with one of: make"),
-        ("{dir}/net.py:make", "pass --input"),
+        ("{dir}/net.py:make", "pass inputs="),
         ("{dir}", "no config.json"),
-        ("{dir}/text.pt", "neither a PyTorch file nor whole"),
+        ("{dir}/text.pt", "is no PyTorch file or is damaged"),
         ("{dir}/text.pt2", "no exported program"),
         ("{dir}/gone.pt2", "does not exist"),
         ("{dir}/gone.onnx", "does not exist"),
     ],
 )
 def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> None:
-    """Fails if a source that can't be opened gives a traceback or a message without the reason."""
+    """Fails if a source that can't be opened ends in a traceback, or in a message without the reason."""
     (tmp_path / "boom.py").write_text("def make():\n    x = 1\n    return x / 0\n")
     (tmp_path / "syntax.py").write_text("def make(:\n")
     (tmp_path / "number.py").write_text("def make():\n    return 3\n")
@@ -207,15 +208,15 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> 
     (tmp_path / "text.pt").write_text("hello")
     (tmp_path / "text.pt2").write_text("hello")
     with pytest.raises(UsageError, match=words):
-        open_source(source.format(dir=tmp_path))
+        Source(source.format(dir=tmp_path)).open()
 
 
 def test_inputs_that_do_not_fit(my_model: Path) -> None:
-    """Fails if a wrong shape or an unknown dim is only found deep in an exporter."""
+    """Fails if a wrong shape or an unknown dim is found only deep in an exporter."""
     with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
-        open_source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"])
+        Source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"]).open()
     with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):
-        open_source(f"{my_model}:make", inputs=IMAGE, dims={"sequence": (1, 2, 3)})
+        Source(f"{my_model}:make", inputs=IMAGE, dims={"sequence": (1, 2, 3)}).open()
 
 
 def test_outputs_by_name() -> None:
@@ -252,8 +253,8 @@ def _gather(vocabulary: int = 11) -> onnx.ModelProto:
 
 
 def test_what_an_onnx_file_declares(tmp_path: Path) -> None:
-    """Fails if opset, IR, unnamed dims or the bounds of an embedding's indices are misread: random token ids outside
-    the table would crash every gate."""
+    """Fails if the opset, IR, unnamed dims or index bounds of an embedding are misread. Random token ids beyond the
+    table would crash every gate."""
     path = _onnx(tmp_path, _gather())
     signature, properties = describe(path)
     assert (properties["opset"], properties["ir"], properties["precision"]) == (17, 8, "fp32")
@@ -287,15 +288,15 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
-    """Fails if models of one class with the same weights and other settings are taken for the same: whichever was
-    opened first would be handed out of the cache for the other."""
+    """Fails if models of one class with the same weights and other settings count as the same. Then the cache would
+    return the first for the second."""
     path = tmp_path / "two_factories.py"
     path.write_text(
         "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"
         "        self.by = by\n\n    def forward(self, x):\n        return x * self.by\n\n\n"
         "def twice():\n    return Times(2.0)\n\n\ndef thrice():\n    return Times(3.0)\n"
     )
-    found = {name: open_source(f"{path}:{name}", inputs=["x:float32[batch,1]"]) for name in ("twice", "thrice")}
+    found = {name: Source(f"{path}:{name}", inputs=["x:float32[batch,1]"]).open() for name in ("twice", "thrice")}
     assert found["twice"].digest != found["thrice"].digest
     for name, by in (("twice", 2.0), ("thrice", 3.0)):
         with open_session(found[name]) as session:
@@ -303,19 +304,20 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
-    """Fails if --input renames the only input of a model and neither stderr nor the manifest says so; or if they do
-    where the name is forward's own."""
+    """Fails if --input renames the only input of a model without a note on stderr and in the manifest, or if there is a
+    note although the name is forward's own."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
         ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")
         assert ran.code == 0, ran.stderr
         manifest = json.loads(Path(f"{out}.manifest.json").read_text())
         assert manifest["source"].get("renamed") == said
-        assert ("forward calls its input 'input'; it is 'pixels'" in ran.stderr) is (said is not None)
+        assert ("forward calls its input 'input'; the artifact calls it 'pixels'" in ran.stderr) is (said is not None)
 
 
 def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
-    """Fails if one of several inputs with a wrong name is silently fed to another parameter: here a and b swapped."""
+    """Fails if an input whose name forward doesn't have is silently fed to another parameter. In this
+    model, the fault would swap the inputs a and b."""
     path = tmp_path / "two.py"
     path.write_text(
         "import torch\n\n\nclass Two(torch.nn.Module):\n    def forward(self, a, b):\n        return a - 2 * b\n\n\n"
@@ -330,19 +332,20 @@ def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("takes", r"missing 1 required positional argument: 'width'; mend it$"),
-        ("calls", r"cannot be multiplied.* \(raises.py line 3\); mend it there$"),
-        ("says", r"ValueError: no weights \(raises.py line 4\); mend it there$"),
+        ("takes", r"missing 1 required positional argument: 'width'; correct it$"),
+        ("calls", r"cannot be multiplied.* \(raises.py line 3\); correct that line$"),
+        ("says", r"ValueError: no weights \(raises.py line 4\); correct that line$"),
     ],
 )
 def test_where_a_factory_raised(tmp_path: Path, name: str, said: str) -> None:
-    """Fails if the place is one in accel or in the library that was called, which nobody can mend."""
+    """Fails if the error names a line in accel or in a library, which the user can't fix, instead of the user's
+    line."""
     (tmp_path / "raises.py").write_text(
         "import torch\ndef takes(width): return width\ndef calls(): return torch.zeros(1, 4) @ torch.zeros(3, 2)\n"
         "def says(): raise ValueError('no weights')\n"
     )
     with pytest.raises(BadSource, match=said):
-        open_source(f"{tmp_path}/raises.py:{name}")
+        Source(f"{tmp_path}/raises.py:{name}").open()
 
 
 STRIDED = """
@@ -356,7 +359,7 @@ def make():
 
 @pytest.mark.parametrize("bounds", [(600, 1600, 3200), (1590, 1600, 3200)])
 def test_an_output_that_follows_its_input_in_steps(tmp_path: Path, bounds: tuple[int, int, int]) -> None:
-    """Fails if its size at the usual length is taken for its size at every length, as neighbours have the same."""
+    """Fails if an output's size at the usual length counts as fixed because lengths close to it give the same size."""
     (tmp_path / "strided.py").write_text(STRIDED)
     found = accel.export(
         f"{tmp_path / 'strided.py'}:make",

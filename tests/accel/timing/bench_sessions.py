@@ -1,4 +1,5 @@
-"""Sessions for the tests of the benchmark, opened in child processes: the ``options`` say what they do."""
+"""Sessions for the tests of the benchmark, opened in child processes. The ``options`` of a session script what the
+session does."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from accel.bench import blocks
-from accel.bench.blocks import Candidate
 from accel.runtimes.base import BaseSession, SessionOptions
+from accel.timing import blocks
+from accel.timing.blocks import Candidate
 
 
 class Scripted(BaseSession):
-    """``y = 2 x`` after ``ms`` milliseconds of this thread's time; see the tests for the options."""
+    """Computes ``y = 2 x`` in ``ms`` milliseconds of this thread's time. The tests explain the options."""
 
     def __init__(self, candidate: Candidate) -> None:
         super().__init__(candidate.artifact, SessionOptions())
@@ -28,7 +29,7 @@ class Scripted(BaseSession):
         self.runs = 0
         if "fail_to_open" in self.script:
             raise RuntimeError("no such kernel")
-        if "spins" in self.script:  # as the thread pools of inference runtimes do
+        if "spins" in self.script:  # like the thread pools of inference runtimes
             threading.Thread(target=_spin_forever, daemon=True).start()
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -60,13 +61,13 @@ def scripted(candidate: Candidate) -> Scripted:
 
 
 def on_thread_time(candidate: Candidate) -> Scripted:
-    """Timed by the time this thread ran: what else runs on the machine leaves no trace in it."""
+    """Opens a session that is timed by the time of its thread, which other load on the machine doesn't affect."""
     blocks.time.perf_counter_ns = time.thread_time_ns
     return Scripted(candidate)
 
 
 class Clock:
-    """A clock that only the simulated sessions of this process move."""
+    """A clock that only the simulated sessions of this process advance."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -76,8 +77,9 @@ class Clock:
 
 
 class Simulated(Scripted):
-    """``y = 2 x``, each run of which takes about ``ms`` on a clock of its own: noise of a fixed ``seed``, a spike now
-    and then, nothing of this machine's. After ``slow_after`` runs it takes ``slow_by`` times as long."""
+    """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock, with noise from a fixed ``seed``
+    and an occasional spike, independent of the machine. After ``slow_after`` runs, a run takes ``slow_by`` times as
+    long."""
 
     def __init__(self, candidate: Candidate, clock: Clock) -> None:
         super().__init__(candidate)
@@ -96,14 +98,15 @@ class Simulated(Scripted):
 
 
 def simulated(candidate: Candidate) -> Simulated:
-    """Timed by a clock that doesn't run by itself: the same figures on every machine, however busy."""
+    """Opens a session that is timed by a simulated clock, so that the figures are the same on every machine, however
+    busy."""
     clock = Clock()
     blocks.time.perf_counter_ns = clock
     return Simulated(candidate, clock)
 
 
 class Delayed:
-    """A real session, each run of which takes ``share`` longer."""
+    """A real session whose runs take ``share`` longer."""
 
     def __init__(self, session: Any, share: float) -> None:
         self.session, self.share = session, share
@@ -128,7 +131,7 @@ class Delayed:
 
 
 def delayed(candidate: Candidate) -> Delayed:
-    """The candidate's own session on one thread, slower by ``options["share"]``; timed by this thread's time."""
+    """Opens the candidate's session on one thread, slower by ``options["share"]`` and timed by this thread's time."""
     from accel.runtimes.base import open_session
 
     blocks.time.perf_counter_ns = time.thread_time_ns
@@ -138,11 +141,12 @@ def delayed(candidate: Candidate) -> Delayed:
 def _spin_forever() -> None:
     data = bytes(1 << 22)
     while True:
-        hashlib.sha256(data)  # without the interpreter's lock, as native threads spin
+        hashlib.sha256(data)  # releases the interpreter's lock, like native threads that spin
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
-    """Write down the state of each other child of our parent right now, ``others`` (not the benchmark's) aside."""
+    """Writes down the current state of each other child of the parent, except ``others``, which don't belong to the
+    benchmark."""
     me, parent = os.getpid(), os.getppid()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == me:
@@ -158,7 +162,7 @@ def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
 
 
 class Meeting(BaseSession):
-    """A run ends when all sessions of this process are in one; on their own they wait in vain. Writes its threads."""
+    """A session whose runs end only while all sessions of this process are in a run. Logs its threads."""
 
     barrier: threading.Barrier | None = None
     open_sessions = 0

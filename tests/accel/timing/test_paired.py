@@ -1,4 +1,5 @@
-"""The schedule: who runs when, who is paused, what is compared before, what becomes of candidates that misbehave."""
+"""The schedule of the benchmark: the order of runs, paused processes, the comparison before timing, and misbehaving
+candidates."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
 from accel.artifact import Artifact
-from accel.bench import paired
-from accel.bench.blocks import Shared, is_steady, passes_for, passes_until, warm_up
-from accel.bench.paired import BenchReport, Candidate, measure
-from accel.bench.report import table
 from accel.errors import AccelError, UnknownName, UsageError
 from accel.progress import watched_by
 from accel.signature import Signature, TensorSpec
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
+from accel.timing import paired
+from accel.timing.blocks import Shared, is_steady, passes_for, passes_until, warm_up
+from accel.timing.paired import BenchReport, Candidate, measure
+from accel.timing.report import table
 
 SIGNATURE = Signature(
     (TensorSpec("x", "float32", ("batch", 4)),),
@@ -38,7 +39,7 @@ FEEDS = {"x": np.ones((2, 4), np.float32)}
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes find this folder's ``bench_sessions`` by the parent's path."""
+    """Lets child processes find this folder's ``bench_sessions`` through the parent's path."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
@@ -53,7 +54,7 @@ def quick(candidates: list[Candidate], **options: Any) -> BenchReport:
 
 @pytest.fixture(scope="module")
 def mlp(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Four layers of 256, about a millisecond on one thread."""
+    """Makes four layers of width 256, which take about a millisecond on one thread."""
     rng = np.random.default_rng(0)
     nodes, weights, name = [], [], "x"
     for i in range(4):
@@ -70,7 +71,7 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def test_a_row_has_everything_that_was_promised() -> None:
-    """Fails if a figure is missing, None, or in another unit; the script takes 0.2 ms a run."""
+    """Fails if a figure is missing, None, or in another unit. The script takes 0.2 ms per run."""
     report = quick([scripted("base"), scripted("other", off=1.5)])
     assert [row.name for row in report.rows] == ["base", "other"]
     base, other = report.rows
@@ -91,13 +92,14 @@ def test_a_row_has_everything_that_was_promised() -> None:
 
 
 def test_json_and_table_hold_the_report() -> None:
-    """Fails if the JSON has other names than documented or what JSON can't hold, or the table drops a row or error."""
+    """Fails if the JSON has undocumented names or values that JSON can't hold, or if the table drops a row or an
+    error."""
     report = quick([scripted("base", off=-2), scripted("[odd] name", ms=0.4), scripted("bad", nan=True)])
     body = json.loads(json.dumps(report.to_json(), allow_nan=False))
     needed = {"name", "median_ms", "p99_ms", "speedup", "ci95", "verdict", "max_abs_diff", "error"}
     assert all(needed <= set(row) for row in body["results"])
     assert body["results"][1]["ci95"] == pytest.approx(list(report.rows[1].ci95), rel=1e-4)
-    assert body["results"][1]["max_rel_diff"] is None  # the baseline gives zeros: there is no relative difference
+    assert body["results"][1]["max_rel_diff"] is None  # the baseline gives zeros, so there is no relative difference
     assert body["results"][2]["median_ms"] is None
     assert {"environment", "noise_floor", "baseline", "sizes"} <= set(body)
     console = Console(width=200, record=True, file=io.StringIO())
@@ -109,7 +111,8 @@ def test_json_and_table_hold_the_report() -> None:
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
-    """Fails if a process is left running while another is timed or loaded: its thread pool would slow that one."""
+    """Fails if another process runs while one is timed or loaded. The other's thread pool would slow the timed process
+    down."""
     log = tmp_path / "siblings"
     script = {"siblings_log": str(log), "not_siblings": list(children()), "ms": 2, "spins": True}
     quick([scripted(f"c{i}", **script) for i in range(3)])
@@ -119,7 +122,8 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order (who follows the hottest one always pays), or it isn't reproducible."""
+    """Fails if every round has the same order (then whoever follows the hottest candidate is always slower), or if the
+    order isn't reproducible."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
@@ -140,7 +144,8 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Fails if such a candidate is timed, or takes the others with it, before the first round or in a later one."""
+    """Fails if a candidate that fails or isn't comparable is timed, or stops the others, in the first round or a later
+    one."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -149,7 +154,7 @@ def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, 
 
 
 def test_the_worst_output_counts() -> None:
-    """Fails if only the first output is compared, or the difference of the last or the smallest one is shown."""
+    """Fails if only the first output is compared, or if the reported difference isn't the largest."""
     report = quick([scripted("base", second_off=0), scripted("a", second_off=3), scripted("b", second_off=0, off=2)])
     assert [row.max_abs_diff for row in report.rows] == [0, 3, 2]
 
@@ -162,21 +167,21 @@ def test_other_input_names_are_not_comparable() -> None:
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
-    """Fails if a float16 form of a model can't be timed beside its float32 form."""
+    """Fails if the float16 form of a model can't be timed beside its float32 form."""
     half = Signature((TensorSpec("x", "float16", ("batch", 4)),), (TensorSpec("y", "float16", ("batch", 4)),))
     row = quick([scripted("base"), scripted("half", signature=half)]).row("half")
     assert (row.error, row.max_abs_diff) == (None, 0.0)
 
 
 def test_a_candidate_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if one candidate can keep the benchmark from ending."""
+    """Fails if a candidate that hangs keeps the benchmark from ending."""
     monkeypatch.setattr(paired, "_PATIENCE_SECONDS", 5.0)
     report = quick([scripted("base", ms=1), scripted("bad", ms=1, hang_at=20)])
     assert "took longer" in report.row("bad").error
 
 
 def test_a_baseline_that_fails_is_an_error() -> None:
-    """Fails if a report is made that compares with nothing."""
+    """Fails if there is a report although the baseline failed."""
     with pytest.raises(AccelError, match="no such kernel"):
         quick([scripted("base", fail_to_open=True), scripted("other")])
 
@@ -195,13 +200,13 @@ def test_a_baseline_that_fails_is_an_error() -> None:
 def test_wrong_arguments_say_what_to_change(
     call: Callable[[], BenchReport], error: type[AccelError], words: str
 ) -> None:
-    """Fails if one of them starts processes or ends in another error."""
+    """Fails if a wrong argument starts processes, or doesn't end in an error that says what to change."""
     with pytest.raises(error, match=words):
         call()
 
 
 def test_the_baseline_may_be_any_candidate() -> None:
-    """Fails if ``baseline`` is ignored, or reorders the rows."""
+    """Fails if ``baseline`` is ignored, or changes the order of rows."""
     slow, base = (scripted(name, opener="simulated", ms=ms) for name, ms in (("slow", 0.4), ("base", 0.1)))
     report = quick([slow, base], baseline="base")
     assert [row.verdict for row in report.rows] == ["slower", "baseline"]
@@ -209,25 +214,26 @@ def test_the_baseline_may_be_any_candidate() -> None:
 
 
 def test_several_feeds_are_run_equally_often() -> None:
-    """Fails if only the first of them is run or compared."""
+    """Fails if only the first of several feeds is run or compared."""
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # ||1|| / ||2 * 1||, of the feed where it weighs most
+    # ||1|| / ||2 * 1||, for the feed with the largest difference
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
 def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the budget isn't used, or there is no end to it."""
+    """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond it."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # However small the target, an interval within a quarter of the effect is narrow: not left to the clock here.
-    monkeypatch.setattr("accel.bench.paired.is_narrow", lambda *_: False)
+    # An interval within a quarter of the effect counts as narrow, however small the target. The test fixes the answer,
+    # so that it doesn't depend on the clock.
+    monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
 
 
 def children() -> set[int]:
-    """The child processes of this one, by their ids; some are of earlier tests and stay."""
+    """Returns the ids of this process's children. Some belong to earlier tests and remain."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -251,8 +257,8 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 
 
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
-    """Fails if processes, order or warm-up favour one side by more than 25% on a real runtime, timed by the thread's
-    own time (a loose bound: this machine may be busy; the statistics are tested on simulated ones)."""
+    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime, timed by the thread's own
+    time. (The bound is loose because the machine may be busy. Simulated benchmarks test the statistics.)"""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")
@@ -266,8 +272,8 @@ def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
 
 
 def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
-    """Fails if anything between the session and the verdict loses a tenth (block, pairing, floor), or finds one that
-    isn't there. The sessions' clock is simulated: the figures are the same on every machine."""
+    """Fails if a step between the session and the verdict (block, pairing, floor) loses a delay of a tenth, or finds
+    one that doesn't exist. The sessions' clock is simulated, so the figures are the same on every machine."""
     times = {"as it is": 2.0, "the same": 2.0, "delayed": 2.2, "doubled": 4.0}
     candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
     report = quick(candidates, rounds=9, block_seconds=0.2)
@@ -285,7 +291,7 @@ def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
-    """Fails if what a real runtime takes longer gets lost on the way: ten times as long is slower on any machine."""
+    """Fails if the benchmark loses the delay of a real runtime. Ten times as long is slower on any machine."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, options={"share": share}, opener="bench_sessions:delayed")
@@ -296,14 +302,14 @@ def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
 
 
 def test_first_run_and_peak_memory_are_of_the_candidate_alone() -> None:
-    """Fails if memory is taken from ru_maxrss, which a child takes over from its parent."""
+    """Fails if peak memory is read from ru_maxrss, which a child inherits from its parent."""
     ballast = np.ones(120_000_000, np.uint8)  # 114 MiB in this process
     rows = quick([scripted("a")]).rows
     assert ballast[0] + rows[0].peak_rss_mb < 114
 
 
 def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
-    """Fails if it ends while a compiler is still at work, or never ends on a machine that isn't steady."""
+    """Fails if warm-up ends while a compiler is still at work, or never ends on an unsteady machine."""
     now = 0
     durations = iter([900, 700, 500, 300, 200, 150, *[100] * 100])
 
@@ -314,13 +320,13 @@ def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
     times = warm_up(run, limit_seconds=1.0, clock=lambda: now)
     assert times[-3:] == [100, 100, 100]
     assert len(times) < 15
-    durations = iter(range(10**9, 0, -(10**7)))  # ever faster, and a second a run
+    durations = iter(range(10**9, 0, -(10**7)))  # each run takes about a second, and is faster than the run before
     assert len(warm_up(run, limit_seconds=3.0, clock=lambda: now)) == 4
     assert not is_steady([5, 5, 5, 5, 5])
 
 
 def test_a_block_takes_about_the_time_asked_for() -> None:
-    """Fails if slow models get fewer than three runs, or several feeds are counted once."""
+    """Fails if slow models get fewer than three runs, or if several feeds count as one."""
     assert passes_for(0.2, 0.010, feeds=1) == 20
     assert passes_for(0.2, 0.010, feeds=4) == 20
     assert passes_for(0.2, 30.0, feeds=1) == 3
@@ -329,8 +335,8 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
 
 
 def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
-    """Fails if a block has as many runs as the first estimate said: here 200 of 0.1 s, 20 s for one of 0.2 s, on a
-    simulated clock; or if a figure is made of the runs that were planned instead of those that were made."""
+    """Fails if a block keeps the number of runs that the first estimate gave: here 200 of 0.1 s, so 20 s in a block of
+    0.2 s, on a simulated clock. Also fails if a figure counts the planned runs instead of the runs made."""
     slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
     report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
     row, rounds = report.row("slow"), report.samples["slow"]
@@ -338,7 +344,7 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
     cut = [times for times in rounds if len(times) < 20]
     assert len(cut) >= 3
     for times in rounds:
-        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass is begun after twice the time
+        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass begins after twice the time
     assert all(len(times) > 100 for times in report.samples["base"])
     assert row.iterations == sum(map(len, rounds))
     assert row.samples_per_second == pytest.approx(2 * row.iterations / (sum(t.sum() for t in rounds) / 1e9))
@@ -347,20 +353,20 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
 
 
 def test_a_block_is_cut_between_passes() -> None:
-    """Fails if a block is cut within a pass (some inputs would count more than others) or before the first has ended,
-    or if it goes on beyond its time or its number of passes."""
+    """Fails if a block ends within a pass (some inputs would count more than others) or before the first pass ends, or
+    if it exceeds its time or its number of passes."""
     feeds: Any = ["a", "b", "c"]
     for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
-        clock = iter(range(0, 1000, 10)).__next__  # each look is 10 ns after the one before
+        clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the one before
         assert list(passes_until(feeds, passes, ends, clock)) == feeds * made
 
 
 def test_streams_share_the_runs_of_a_block() -> None:
-    """Fails if of several threads that take runs of one block two are in its count at once (a generator refuses that),
-    or a run is made twice or not at all."""
+    """Fails if two threads that take runs of one block advance its generator at once (a generator refuses that), or if
+    a run is made twice or not at all."""
 
     def clock() -> int:
-        time.sleep(0)  # lets another thread go on here
+        time.sleep(0)  # lets another thread run here
         return 0
 
     feeds: Any = ["a", "b"]

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from browser import browser, document, screenshot
 from onnx import TensorProto, helper
 from rich.console import Console
 
 from accel.artifact import Artifact, Manifest, manifest_path
-from accel.bench import page
-from accel.bench.blocks import Block
-from accel.bench.energy import EnergyCounter
-from accel.bench.paired import Candidate, measure
-from accel.bench.report import AsWideAsFits, BenchReport, Row, table
 from accel.errors import UsageError
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources import open_source
+from accel.sources.source import Source
+from accel.timing import page
+from accel.timing.blocks import Block
+from accel.timing.energy import EnergyCounter
+from accel.timing.paired import Candidate, measure
+from accel.timing.report import AsWideAsFits, BenchReport, Row, table
+from tests.support.browser import browser, document, screenshot
 
 QUICK = ("--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "-q")
 
@@ -45,13 +45,13 @@ def save(path: Path, *shape: str | int) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """``y = relu(x)``, x float32[batch, length]."""
+    """Makes ``y = relu(x)``, with x float32[batch, length]."""
     return save(tmp_path / "m.onnx", "batch", "length")
 
 
 def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if a shape is left out, measured at other sizes than it says, the files don't hold all of them, or one
-    that is no engine says that it ran as a CUDA graph."""
+    """Fails if a shape is left out or measured at other sizes, if a file lacks a shape, or if the report says that a
+    model other than an engine ran as a CUDA graph."""
     outs = [tmp_path / f"r{ending}" for ending in page.ENDINGS]
     words = [w for out in outs for w in ("-o", out)]
     ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", "--cuda-graph", *QUICK, "--json", *words)
@@ -67,7 +67,7 @@ def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_
 
 
 def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if the user's values aren't what is run, or lengths that the data doesn't have are refused."""
+    """Fails if the runs don't use the user's values, or if lengths that the data doesn't have are refused."""
     np.savez(tmp_path / "d.npz", x=np.full((4, 8), 7, np.float32))
     words = ["--data", tmp_path / "d.npz", "--batch", "2", "--length", "4,16"]
     ran = cli("bench", model, *words, *QUICK, "--json")
@@ -79,9 +79,9 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a size that nobody promised is found out by a crash in the middle, if the range or the way to widen it
-    isn't named, or if a range that nobody declared binds: the batch of 1 to 8 is accel's own."""
-    made = open_source(model)
+    """Fails if a size beyond the declared range is found only by a crash during timing, if the error doesn't name the
+    range and the option that widens it, or if an undeclared range binds: the batch of 1 to 8 is accel's own choice."""
+    made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
     manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)
     manifest.write(manifest_path(model))
@@ -118,7 +118,7 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
 def test_what_makes_no_sense(
     cli: Callable[..., Any], tmp_path: Path, shape: tuple[str | int, ...], words: tuple[str, ...], says: str
 ) -> None:
-    """Fails if it is only found out after something was timed, or the message doesn't say what to change."""
+    """Fails if a contradiction is found only after timing began, or if the message doesn't say what to change."""
     path = save(tmp_path / "m.onnx", *shape)
     ran = cli("bench", path, *words, *QUICK)
     assert ran.code == 2
@@ -127,8 +127,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """Fails if streams take turns (each run waits here until all of them are in one), or each has all the threads,
-    where a session takes one run at a time."""
+    """Fails if streams take turns (each run waits here until all streams are in one), or if each stream gets all the
+    threads, for sessions that take one run at a time."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
@@ -139,7 +139,7 @@ def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
     assert report.streams == 3
     assert set(log.read_text().split()) == {"2"}
     assert row.iterations % 3 == 0
-    # Three runs go on at once: a sample's share of the time is less than what its run takes.
+    # Three runs overlap, so the time per sample is less than the time of a run.
     assert row.samples_per_second > 1.5 * 3 * 1000 / row.mean_ms
     assert (row.options["threads"], row.options["streams"]) == (6, 3)
     with pytest.raises(UsageError, match="1 or more"):
@@ -147,7 +147,8 @@ def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
 
 
 def test_a_row_says_what_it_ran_with() -> None:
-    """Fails if the options that candidates differ in can't be read off the page, or those they share aren't above."""
+    """Fails if a row of the page doesn't show the session options in which the candidates differ. Also fails if the
+    text above the table doesn't show the session options that all candidates share."""
     point = body(name="other", options={"threads": 1, "streams": 1, "spinning": False, "graph_level": "extended"})
     point["results"][0]["options"] = {"threads": 2, "streams": 2, "precision": "fp32"}
     titles, first, other = page.cells(point)
@@ -162,20 +163,21 @@ def test_a_row_says_what_it_ran_with() -> None:
 
 
 def test_throughput_is_of_the_time_that_passed() -> None:
-    """Fails if the throughput of several streams is made of the latencies of their runs."""
+    """Fails if the throughput of several streams is computed from the latencies of their runs instead of the elapsed
+    time."""
     block = Block(times=np.full(10, 4_000_000), seconds=0.02)
     assert block.ms_a_run == pytest.approx(2.0)
 
 
 def test_energy_is_the_packages_and_wraps(tmp_path: Path) -> None:
-    """Fails if a part of a package is counted twice, the counter's wrap gives a negative number, or a machine whose
-    counter can't be read stops the benchmark."""
+    """Fails if the energy of a subdomain of a CPU package is counted twice, the counter's wrap gives a negative number,
+    or an unreadable counter stops the benchmark."""
     assert EnergyCounter.find(tmp_path) is None
     for name, value in (("intel-rapl:0", 900), ("intel-rapl:1", 5), ("intel-rapl:0:0", 70), ("intel-rapl", 0)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{value}\n")
         (tmp_path / name / "max_energy_range_uj").write_text("999\n")
-    (tmp_path / "intel-rapl:2").mkdir()  # nothing in it can be read
+    (tmp_path / "intel-rapl:2").mkdir()  # holds no readable file
     counter = EnergyCounter.find(tmp_path)
     assert counter is not None
     before = counter.read()
@@ -201,8 +203,9 @@ def body(**row: Any) -> dict[str, Any]:
 
 
 def test_the_terminal_has_the_same_columns() -> None:
-    """Fails if the terminal leaves out what the page has where there is room, shows something else, takes a name for
-    markup, or in a narrow one breaks a number, a name more often than it must, or doesn't say what it left out."""
+    """Fails if a wide terminal leaves out a column of the page, shows another value, or reads a name as markup. Also
+    fails if a narrow terminal breaks a number, breaks a name more often than it must, or doesn't say what it left
+    out."""
     row = {"median_ms": 26.123, "p90_ms": 30.0, "p99_ms": 123.4, "speedup": 4.0, "ci95": (3.0, 5.0), "cosine": 0.99999}
     phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
     rows = (
@@ -244,7 +247,7 @@ def test_the_terminal_has_the_same_columns() -> None:
 
 
 def test_columns_without_values_are_left_out() -> None:
-    """Fails if an empty column is shown, or one that somebody has a value for is not."""
+    """Fails if an empty column is shown, or if a column with a value isn't."""
     titles = page.cells(body(name="other", error="crashed"))[0]
     assert "J a run" not in titles
     assert "median ms" in titles
@@ -256,8 +259,8 @@ def test_columns_without_values_are_left_out() -> None:
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a shape or a candidate isn't drawn, a bar leaves the plot or has the colour of another verdict, or the
-    page isn't dark where the reader's system is."""
+    """Fails if a shape or a candidate isn't drawn, a bar leaves the plot or has the color of another verdict, or the
+    page isn't dark although the reader's system is dark."""
     from PIL import Image
 
     row = {"median_ms": 1.0, "p99_ms": 1.5, "speedup": 2.0, "ci95": [1.5, 2.5], "verdict": "faster"}
@@ -283,7 +286,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 
 
 class Tags(HTMLParser):
-    """Every tag that was opened, and its attributes."""
+    """Collects every opened tag with its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +301,7 @@ class Tags(HTMLParser):
 
 
 def test_the_page_is_offline_and_names_are_text(tmp_path: Path) -> None:
-    """Fails if a name becomes markup, or anything is loaded from elsewhere."""
+    """Fails if a name becomes markup, or if the page loads anything."""
     name = "<script>alert(1)</script> | x\ny"
     point = body(name=name, median_ms=1.0, speedup=2.0, ci95=[1.5, 2.5], verdict="faster")
     page.write(tmp_path / "p.html", point)
@@ -317,7 +320,7 @@ def test_the_page_is_offline_and_names_are_text(tmp_path: Path) -> None:
 
 
 def test_the_axis_holds_all_intervals() -> None:
-    """Fails if a bar leaves the plot, or faster isn't to the right."""
+    """Fails if a bar leaves the plot, or if a faster candidate isn't farther right."""
     found = page.bars(body(name="other", speedup=4.0, ci95=[3.0, 5.0], verdict="faster"))
     assert all(0 <= bar[key] <= page.WIDTH for bar in found for key in ("low", "value", "high", "one"))
     assert found[1]["low"] < found[1]["value"] < found[1]["high"]

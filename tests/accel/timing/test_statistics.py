@@ -1,4 +1,4 @@
-"""The verdicts, on simulated machines whose truth is known: drift, heavy tails, processes with luck of their own."""
+"""The verdicts on simulated machines whose truth is known: drift, heavy tails, and processes that differ by luck."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from accel.bench.statistics import (
+from accel.timing.statistics import (
     MIN_FLOOR,
     MIN_ROUNDS,
     Ratio,
@@ -17,7 +17,7 @@ from accel.bench.statistics import (
     round_medians,
     speedup,
     student_quantile,
-    summarise,
+    summarize,
     tail_probability,
 )
 
@@ -26,7 +26,7 @@ RUNS = 200  # simulated benchmarks
 
 
 class Machine:
-    """Times on a machine that drifts, is slowed for whole rounds, has spikes, and treats processes unequally."""
+    """A simulated machine that drifts, is slowed for whole rounds, has spikes, and treats processes unequally."""
 
     def __init__(self, seed: int, rounds: int, *, process_luck: float = 0.005, block_noise: float = 0.01) -> None:
         self.rng = np.random.default_rng(seed)
@@ -34,10 +34,11 @@ class Machine:
         position = np.linspace(0, 1, rounds)
         drift = self.rng.uniform(-0.2, 0.2) * position + 0.05 * np.sin(2 * np.pi * (position + self.rng.uniform()))
         busy = np.where(self.rng.uniform(size=rounds) < 0.2, self.rng.uniform(1.1, 1.8, rounds), 1.0)
-        self.rounds = np.exp(drift) * busy  # felt alike by whatever runs in that round
+        self.rounds = np.exp(drift) * busy  # the same for all processes in a round
 
     def run(self, milliseconds: float, iterations: int = 40) -> list[np.ndarray]:
-        """int64 nanoseconds, an array a round, of a process whose runs take that long when nothing disturbs."""
+        """Returns the times of a process in int64 nanoseconds, one array per round. An undisturbed run takes
+        ``milliseconds``."""
         own = 1 + self.rng.normal(0, self.process_luck)
         found = []
         for slow in self.rounds:
@@ -50,7 +51,7 @@ class Machine:
 
 
 def verdict_of(machine: Machine, slower_by: float, milliseconds: float = 5.0) -> tuple[str, Ratio]:
-    """What is said of a candidate that takes (1 + slower_by) times as long as the baseline."""
+    """Returns the verdict on a candidate that takes (1 + slower_by) times as long as the baseline."""
     first, second = (round_medians(machine.run(milliseconds)) for _ in range(2))
     candidate = round_medians(machine.run(milliseconds * (1 + slower_by)))
     both = baseline(first, second, seed=1)
@@ -60,13 +61,13 @@ def verdict_of(machine: Machine, slower_by: float, milliseconds: float = 5.0) ->
 
 @pytest.mark.parametrize("rounds", [MIN_ROUNDS, 7, ROUNDS, 20])
 def test_a_model_against_itself_is_called_different_at_most_once_in_twenty(rounds: int) -> None:
-    """Fails if a verdict needs only the interval, or the baseline's own noise isn't part of it."""
+    """Fails if a verdict needs only the interval, without the baseline's own noise."""
     verdicts = Counter(verdict_of(Machine(seed, rounds), 0.0)[0] for seed in range(RUNS))
     assert RUNS - verdicts["no measurable difference"] <= RUNS / 20, verdicts
 
 
 def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_as_often_as_it_says() -> None:
-    """Fails if the interval is not the 95% one it is called: plain percentiles at 7 rounds miss in 12 of 100."""
+    """Fails if the interval doesn't cover 95%, as its name says. Plain percentiles at 7 rounds miss in 12 of 100."""
     outside = 0
     for seed in range(600):
         machine = Machine(seed, 7, process_luck=0.0)
@@ -76,21 +77,22 @@ def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_
 
 
 def test_an_injected_ten_percent_delay_is_found() -> None:
-    """Fails if rounds are not compared as pairs, if the floor swallows what users care about, or the sign is turned."""
+    """Fails if rounds aren't compared as pairs, if the floor hides a difference that users care about, or if the sign
+    is wrong."""
     verdicts = Counter(verdict_of(Machine(seed, ROUNDS), 0.10)[0] for seed in range(RUNS))
     assert verdicts["slower"] >= 0.95 * RUNS, verdicts
     assert verdicts["faster"] == 0
 
 
 def test_a_faster_candidate_is_found_and_its_speedup_is_right() -> None:
-    """Fails if speed-up is turned around (candidate / baseline), or biased by the drift of the machine."""
+    """Fails if the speed-up is inverted (candidate / baseline), or biased by the drift of the machine."""
     found = [verdict_of(Machine(seed, ROUNDS), -0.5) for seed in range(20)]
     assert {verdict for verdict, _ in found} == {"faster"}
     assert np.median([ratio.value for _, ratio in found]) == pytest.approx(2.0, rel=0.01)
 
 
 def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> None:
-    """Fails if the floor does not follow what the baseline does against itself."""
+    """Fails if the noise floor doesn't follow the baseline's difference from itself."""
     quiet, noisy = ([], [])
     for seed in range(40):
         for found, luck, noise in ((quiet, 0.0, 0.002), (noisy, 0.03, 0.08)):
@@ -102,7 +104,8 @@ def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> 
 
 
 def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
-    """Fails if one process alone is the baseline: its 4% would make every candidate 4% faster."""
+    """Fails if the baseline is a single process. A single process with 4% of bad luck would make every candidate 4%
+    faster."""
     verdicts = Counter()
     for seed in range(50):
         machine = Machine(seed, ROUNDS, process_luck=0.0, block_noise=0.003)
@@ -113,7 +116,7 @@ def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
 
 
 def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
-    """Fails if either of the two conditions is dropped, in either direction."""
+    """Fails if a verdict drops one of the two conditions, in either direction."""
     assert judge(Ratio(value=1.20, low=1.10, high=1.30), 0.05) == "faster"
     assert judge(Ratio(value=1.20, low=0.99, high=1.30), 0.05) == "no measurable difference"
     assert judge(Ratio(value=1.04, low=1.03, high=1.05), 0.05) == "no measurable difference"
@@ -123,7 +126,7 @@ def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
 
 
 def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> None:
-    """Fails if the bootstrap isn't seeded, or the interval is not around the value."""
+    """Fails if the bootstrap isn't seeded, or if the interval doesn't contain the value."""
     for seed in range(10):
         machine = Machine(seed, 30)
         a, b = round_medians(machine.run(5.0)), round_medians(machine.run(4.0))
@@ -133,9 +136,9 @@ def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> Non
 
 
 def test_summary_is_over_all_iterations_in_milliseconds() -> None:
-    """Fails if percentiles are taken over round medians (a p99 of 9 numbers), or the unit is wrong."""
+    """Fails if percentiles are taken over round medians (a p99 of 9 numbers), or if the unit is wrong."""
     rounds = [np.arange(1, 51) * 1_000_000, np.arange(51, 101) * 1_000_000]
-    found = summarise(rounds)
+    found = summarize(rounds)
     assert found.iterations == 100
     assert found.median_ms == pytest.approx(50.5)
     assert found.p90_ms == pytest.approx(90.1)
@@ -151,13 +154,14 @@ def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:
-    """Fails if the correction for few rounds is lost; with many it goes to the plain 2.5%."""
+    """Fails if the correction for few rounds is lost. With many rounds, it approaches the plain 2.5%."""
     assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
     assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)
 
 
 def test_only_the_width_of_an_interval_decides_whether_to_go_on() -> None:
-    """Fails if the run stops as soon as 1 lies outside (false verdicts), or never stops for a large, clear effect."""
+    """Fails if the run stops as soon as the interval excludes 1 (which gives false verdicts), or never stops for a
+    large, clear effect."""
     assert not is_narrow(Ratio(value=1.06, low=1.01, high=1.12), 0.05)
     assert is_narrow(Ratio(value=1.0, low=0.99, high=1.01), 0.05)
     assert is_narrow(Ratio(value=4.0, low=3.6, high=4.4), 0.05)

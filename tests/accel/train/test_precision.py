@@ -1,13 +1,13 @@
-"""Precision of one process: how the loss scale goes, and what comes with apex's names."""
+"""Precision in a single process: how the loss scale changes, and the notes for apex's names."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from runs import rows_of, trainer_of
 
-from accel.train.config import OptimizerConfig
+from accel.train.config.schema import OptimizerConfig
+from tests.support.runs import rows_of, trainer_of
 
 GROWING = {"precision": {"mode": "autocast-fp16", "loss_scale": 1024.0, "growth_interval": 3}}
 
@@ -15,27 +15,30 @@ GROWING = {"precision": {"mode": "autocast-fp16", "loss_scale": 1024.0, "growth_
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("O1", "O1 is autocast-fp16: where the device has bfloat16, autocast-bf16 needs no loss scale"),
-        ("O2", "O2 is fp16: batch norm's statistics are float16 too, so not for models that depend on them"),
-        ("O3", "O3 is fp16-only: small updates vanish in float16, so for a bound of the speed alone"),
+        ("O1", "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale"),
+        (
+            "O2",
+            "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
+        ),
+        ("O3", "O3 is fp16-only: small updates vanish in float16; use it only to measure how fast a run could be"),
     ],
 )
 def test_a_name_of_apex_comes_with_its_limits(tmp_path: Path, name: str, says: str) -> None:
-    """Fails if whoever asks for a name of apex isn't told what it stands for and when not to use it."""
+    """Fails if a run with one of apex's names doesn't note its meaning and when not to use it."""
     trainer_of(tmp_path, steps=1, precision={"mode": name}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert rows_of(tmp_path)[0] == {"note": says}
 
 
 @pytest.mark.parametrize("mode", ["O0", "autocast-fp16", "fp32"])
 def test_nothing_is_said_of_what_has_no_limits(tmp_path: Path, mode: str) -> None:
-    """Fails if a run that has nothing to be told about its precision is told something."""
+    """Fails if a run whose precision has no limits to note logs a note on it."""
     trainer_of(tmp_path, steps=1, precision={"mode": mode}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert not [row for row in rows_of(tmp_path) if "note" in row and "MFU" not in row["note"]]
 
 
 def test_the_loss_scale_grows_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Fails if the scale doesn't double after ``growth_interval`` good steps, an overflow doesn't halve it and begin
-    the count anew, or a run that is taken up forgets the scale or how many good steps it had."""
+    """Fails if the scale doesn't double after ``growth_interval`` good steps, if an overflow doesn't halve it and
+    restart the count, or if a resumed run forgets the scale or the count."""
     trainer = trainer_of(tmp_path, steps=12, **GROWING)
     batches = trainer.batches()
     assert [trainer.one_step(batches)["loss_scale"] for _ in range(7)] == [1024, 1024, 2048, 2048, 2048, 4096, 4096]
@@ -44,7 +47,7 @@ def test_the_loss_scale_grows_and_goes_on_where_it_was(tmp_path: Path) -> None:
     again.resume()
     batches = again.batches()
     assert [again.one_step(batches)["loss_scale"] for _ in range(3)] == [4096, 8192, 8192]
-    again.scale.scale = 2.0**40  # no float16 holds a loss of so much
+    again.scale.scale = 2.0**40  # no float16 holds so large a loss
     after = [again.one_step(batches) for _ in range(2)]
     assert [step["skipped"] for step in after] == [1.0, 1.0]
     assert (again.scale.scale, again.scale.good) == (2.0**38, 0)

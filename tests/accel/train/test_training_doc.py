@@ -1,4 +1,4 @@
-"""docs/training.md does what it says, and whoever gives something else is told what to give."""
+"""The commands of docs/how-to/training.md work, and an object of the wrong kind is refused with the kind to give."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from runs import SMALL, config_of, trainer_of
 
 from accel.cli import group, run
 from accel.errors import AccelError
-from accel.train import config
 from accel.train.build import make_data
-from accel.train.config import TrainConfig
+from accel.train.config import schema as config
+from accel.train.config.schema import TrainConfig
+from tests.support import ROOT
+from tests.support.runs import SMALL, config_of, trainer_of
 
-TEXT = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "how-to" / "training.md").read_text(encoding="utf-8")
 
 
 def _block(language: str) -> str:
@@ -30,7 +31,8 @@ def _block(language: str) -> str:
 def test_the_example_trains_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if a command of the page doesn't work as written on the files of the page, or the example doesn't learn."""
+    """Fails if a command of the page doesn't work as written with the files of the page, or if the example doesn't
+    learn."""
     monkeypatch.chdir(tmp_path)
     Path("taxi.py").write_text(_block("python"))
     Path("taxi.toml").write_text(_block("toml"))
@@ -46,14 +48,14 @@ def test_the_example_trains_and_exports(
 
 
 def test_the_page_names_what_is_refused() -> None:
-    """Fails if the page's keys aren't the config's."""
+    """Fails if the page's keys differ from the config's."""
     keys = re.findall(r"^\| `(\w+)`", TEXT.partition("\n## ")[0], flags=re.MULTILINE)
     assert keys == ["model", "data", "loss", "evaluate"]
     assert all(hasattr(config_of(), key) for key in keys)
 
 
 def test_the_page_has_every_key_and_style() -> None:
-    """Fails if a key of the config, its default, a choice of it or a style isn't on the page, or one is that isn't."""
+    """Fails if the page lacks a key of the config, a default, a choice or a style, or names one that doesn't exist."""
     flat: dict[str, object] = {}
     for name, value in dataclasses.asdict(TrainConfig()).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
@@ -140,30 +142,30 @@ def bare(module):
     [
         ("model", "number", "made a int; a model factory makes an nn.Module"),
         ("data", "iterated", "made a list_iterator; a data factory makes a list or another map-style dataset"),
-        ("data", "Streamed", "made a Streamed; .* an iterable one can't be gone on with at a step"),
+        ("data", "Streamed", "made a Streamed; .* an iterable one can't resume at a step"),
         ("data", "loaded", "made a DataLoader; a data factory makes a list"),
-        ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* numbers from 0 to 2"),
+        ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* take numbers from 0 to 2"),
         ("data", "nothing", "made a list without a sample; give data"),
         ("data", "named", "made a dict; a data factory makes a list"),
         ("data", "inputs_alone", r"is a Tensor; it has to be \(inputs, targets\)"),
-        ("loss", "mean", r"the loss returned a tensor \[\]; it returns the sum"),
-        ("loss", "by_target", r"the loss returned \(a tensor \[4\], a tensor \[\]\); it returns the sum"),
-        ("evaluate", "bare", "returned a float; it returns metrics by name"),
+        ("loss", "mean", r"the loss returned a tensor \[\]; return the sum"),
+        ("loss", "by_target", r"the loss returned \(a tensor \[4\], a tensor \[\]\); return the sum"),
+        ("evaluate", "bare", "returned a float; return metrics by name"),
     ],
 )
 def test_a_wrong_piece_is_named(tmp_path: Path, key: str, name: str, says: str) -> None:
-    """Fails if a factory, loss or metric that makes something else ends in a traceback of torch's."""
+    """Fails if a factory, loss or metric that returns a wrong object ends in a traceback of torch."""
     source = tmp_path / "wrong.py"
     source.write_text(SMALL.read_text() + _WRONG)
     tables = {"evaluate_every": 1} if key == "evaluate" else {}
-    with pytest.raises(AccelError, match=rf"{says}.*docs/training.md"):
+    with pytest.raises(AccelError, match=rf"{says}.*docs/how-to/training.md"):
         trainer_of(tmp_path, **{key: f"{source}:{name}"}, **tables).run()
 
 
 @pytest.mark.slow
 def test_samples_from_processes_are_the_same(tmp_path: Path) -> None:
-    """Fails if with ``loader_processes`` the samples, their order or the place after a resume are others."""
-    from accel.train.launch import train
+    """Fails if ``loader_processes`` changes the samples, their order or the position after a resume."""
+    from accel.train.run.launch import train
 
     assert len(make_data(config_of())) == 96
     alone = trainer_of(tmp_path / "alone", steps=4)

@@ -1,4 +1,4 @@
-"""float16 and bfloat16: what is cast, what has to stay, and that real rounding shows what ONNX Runtime hides."""
+"""Casts to float16 and bfloat16: which nodes are cast, which stay float32, and the rounding that ONNX Runtime hides."""
 
 from __future__ import annotations
 
@@ -12,24 +12,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from onnx_builder import FLOAT, HALF, INT64, artifact, kept, node, proto, run, save_data, square_root_of_square
 
 from accel.artifact import Artifact
-from accel.converters import cast_search
-from accel.converters.cast import CastConfig, CastFailed, cast
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
+from accel.converters.cast import overflow_search as cast_search
+from accel.converters.cast.stage import CastConfig, CastFailed, cast
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 from accel.errors import UnknownName, UnsupportedHere
-from accel.optimizer.judge import Judge
+from accel.optimizer.judge.comparison import Judge
+from accel.proof.gates import OutputGate
 from accel.runtimes.onnx_rounded import RoundedModel
 from accel.signature import DimRange
-from accel.sources.onnx_file import open_onnx
-from accel.verify.gates import OutputGate
+from accel.sources.onnx.file import open_onnx
+from tests.support.onnx_builder import (
+    FLOAT,
+    HALF,
+    INT64,
+    artifact,
+    kept,
+    node,
+    proto,
+    run,
+    save_data,
+    square_root_of_square,
+)
 
-# What stays float32
+# Nodes that stay float32
 
 
 def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
-    """Fails if the search doesn't look at the user's values, keeps too little (infinity) or too much (Relu)."""
+    """Fails if the search ignores the user's data, keeps too few nodes in float32 (infinity), or too many (Relu)."""
     src = square_root_of_square(tmp_path / "m.onnx")
     data = save_data(tmp_path / "d.npz", x=np.array([300.0, 1.0], np.float32))
     made = cast(src, CastConfig(data=data), tmp_path / "o.onnx")
@@ -44,7 +55,7 @@ def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
 
 
 def attention_mask(path: Path, low: float) -> Artifact:
-    """Scores plus (1 - mask) * low, softmax: as transformers write it."""
+    """Makes softmax(scores + (1 - mask) * low), as transformers write it."""
     return artifact(
         path,
         [
@@ -63,7 +74,7 @@ def attention_mask(path: Path, low: float) -> Artifact:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min), -1e4])
 def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
-    """Fails if a mask constant becomes small, zero or (times 0) NaN, or drags the softmax into float32."""
+    """Fails if a mask constant becomes small, zero or (times 0) NaN, or if it keeps the softmax in float32."""
     made = cast(attention_mask(tmp_path / "m.onnx", low), CastConfig(precision=precision), tmp_path / "o.onnx")
     scores = np.array([[5, -20, 0, 3, 9, 9, 9, 9]], np.float32)
     p = run(made, scores=scores, mask=np.array([[1, 1, 1, 1, 0, 0, 0, 0]]))["p"]
@@ -76,14 +87,14 @@ def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
 
 
 def test_fully_masked_rows_stay_finite(tmp_path: Path) -> None:
-    """Fails if a finite mask becomes -inf: a row that is masked as a whole would be NaN."""
+    """Fails if a finite mask becomes -inf: a fully masked row would be NaN."""
     made = cast(attention_mask(tmp_path / "m.onnx", -1e9), CastConfig(), tmp_path / "o.onnx")
     p = run(made, scores=np.zeros((1, 8), np.float32), mask=np.zeros((1, 8), np.int64))["p"]
     assert np.allclose(p, 1 / 8, atol=1e-3)
 
 
 def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
-    """Fails if -inf is clamped, or ConstantOfShape, Constant and Cast keep making float32."""
+    """Fails if -inf is clamped, or if ConstantOfShape, Constant or Cast still give float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -103,13 +114,13 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
     found = run(made, x=np.array([[1, -1, 2, -2]], np.float32))
     assert np.array_equal(found["y"], [[1, -65504, 2, -65504]])
     assert np.array_equal(found["b"], [[1, -np.inf, 2, -np.inf]])
-    assert made.notes["casts_inserted"] == 3  # x in, y and b out
+    assert made.notes["casts_inserted"] == 3  # one for x, one each for y and b
     assert kept(made) == set()
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if eps becomes 0 (division by zero), another number, or is lost between the sum and the division."""
+    """Fails if eps becomes 0 (division by zero) or another number, or is lost between the sum and the division."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -136,7 +147,7 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if the operator or its decomposition squares 1000 in fp16; the surrounding layers have to be cast still."""
+    """Fails if LayerNormalization, whole or decomposed, squares 1000 in fp16, or if layers around it aren't cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}
@@ -173,8 +184,8 @@ def test_normalisation_over_large_activations(tmp_path: Path) -> None:
 
 
 def test_positions_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if angles of thousands of radians are rounded to 11 bits: their sine would be noise, though nothing
-    overflows. What comes after the sine has to be 16-bit again."""
+    """Fails if angles of thousands of radians are rounded to 11 bits: nothing overflows, but their sine would be noise.
+    Nodes after the sine have to be 16-bit again."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -197,7 +208,7 @@ def test_positions_are_not_rounded(tmp_path: Path) -> None:
 
 
 def test_sizes_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if the size 2049 goes through fp16 (2048): the reshape would not even run."""
+    """Fails if the size 2049 goes through fp16, which makes it 2048: the Expand would not even run."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -219,11 +230,11 @@ def test_sizes_are_not_rounded(tmp_path: Path) -> None:
     assert run(made, x=np.ones(2049, np.float32))["y"].shape == (2049,)
 
 
-# Structure
+# Structure of the graph
 
 
 def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
-    """Fails if a subgraph sees a tensor or constant of the wrong dtype, or a shadowing name is renamed."""
+    """Fails if a subgraph reads a tensor or constant of the wrong dtype, or if a shadowing name is renamed."""
     then = helper.make_graph(
         [node("Mul", "h k", "t0"), node("Add", "t0 h", "t")],
         "then",
@@ -245,7 +256,7 @@ def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
     )
     made = cast(src, CastConfig(), tmp_path / "o.onnx")
     graph = proto(made).graph
-    assert made.notes["no_such_form"] == {"it holds a subgraph, which stays float32": 1}
+    assert made.notes["no_such_form"] == {"it has a subgraph, which stays float32": 1}
     assert {t.data_type for t in graph.initializer if t.name == "w"} == {HALF}
     assert {t.data_type for t in graph.initializer if t.name.startswith("k")} == {HALF, FLOAT}
     x = np.array([[1, 2, 3, 4]], np.float32)
@@ -254,7 +265,7 @@ def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
 
 
 def test_io_is_kept_or_cast(tmp_path: Path) -> None:
-    """Fails if keep_io changes an input's or output's dtype, if keep_io=False leaves one, or integers change."""
+    """Fails if keep_io changes a float dtype, if keep_io=False keeps a float32, or if an integer dtype changes."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Gather", "table ids", "r"), node("Add", "r x", "y"), node("ArgMax", "y", "best", axis=-1)],
@@ -273,7 +284,7 @@ def test_io_is_kept_or_cast(tmp_path: Path) -> None:
 
 
 def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
-    """Fails if each reader of an input, or each float32 node after another, gets a Cast of its own."""
+    """Fails if each reader of an input, or each of several float32 nodes in a row, gets its own Cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -288,12 +299,12 @@ def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
     )
     assert cast(src, CastConfig(), tmp_path / "o.onnx").notes["casts_inserted"] == 2
     made = cast(src, CastConfig(keep_fp32=("n_c", "Exp")), tmp_path / "k.onnx")
-    assert kept(made) == {"n_c", "n_y", "n_d"}  # the transpose between them only moves values
+    assert kept(made) == {"n_c", "n_y", "n_d"}  # "n_c" and "n_y" surround a transpose, which only moves values
     assert made.notes["casts_inserted"] == 3
 
 
 def test_operators_without_a_form_stay_and_say_from_which_opset(tmp_path: Path) -> None:
-    """Fails if a node is given a dtype that its schema at this opset forbids, or nobody is told the way out."""
+    """Fails if a node gets a dtype that its schema at this opset forbids, or if the error names no opset to use."""
     inputs, outputs = {"x": (FLOAT, ["batch", 4, 8, 8])}, {"y": (FLOAT, ["batch", 4, 6, 6])}
     rng = np.random.default_rng(0)
     weights = {"w": rng.standard_normal((4, 4, 3, 3)).astype(np.float32)}
@@ -313,11 +324,11 @@ def test_operators_without_a_form_stay_and_say_from_which_opset(tmp_path: Path) 
         {"scales": np.array([1, 1, 2, 2], np.float32)},
     )
     made = cast(up, CastConfig(), tmp_path / "u.onnx")
-    assert [t.data_type for t in proto(made).graph.initializer] == [FLOAT]  # the schema wants float32 scales
+    assert [t.data_type for t in proto(made).graph.initializer] == [FLOAT]  # the schema requires float32 scales
 
 
 def test_local_functions_are_cast(tmp_path: Path) -> None:
-    """Fails if the body of a local function stays behind in float32, or the file keeps both."""
+    """Fails if the body of a local function stays float32, or if the file keeps both bodies."""
     body = helper.make_function(
         "local", "Double", ["a"], ["b"], [node("Add", "a a", "b")], [helper.make_opsetid("", 20)]
     )
@@ -336,9 +347,9 @@ def test_local_functions_are_cast(tmp_path: Path) -> None:
 
 
 def test_what_was_asked_for_wrongly_is_named(tmp_path: Path) -> None:
-    """Fails if a pattern that matches nothing, or an unknown precision, is passed over in silence."""
+    """Fails if a pattern that matches nothing, or an unknown precision, is silently ignored."""
     src = square_root_of_square(tmp_path / "m.onnx")
-    with pytest.raises(UnknownName, match="no node is called 'Conv_\\*'"):
+    with pytest.raises(UnknownName, match="no node and no operator is called 'Conv_\\*'"):
         cast(src, CastConfig(keep_fp32=("Conv_*",)), tmp_path / "o.onnx")
     with pytest.raises(UnknownName, match="fp16 or bf16"):
         cast(src, CastConfig(precision="fp8"), tmp_path / "o.onnx")
@@ -346,7 +357,7 @@ def test_what_was_asked_for_wrongly_is_named(tmp_path: Path) -> None:
 
 
 def test_an_output_beyond_the_format_is_refused(tmp_path: Path) -> None:
-    """Fails if a 16-bit output that float32 needs is written as infinity."""
+    """Fails if a 16-bit output is written as infinity although the value fits in float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Relu", "x", "h"), node("Mul", "h h", "y")],
@@ -360,7 +371,7 @@ def test_an_output_beyond_the_format_is_refused(tmp_path: Path) -> None:
 
 @st.composite
 def small_nets(draw: st.DrawFn) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray], int]:
-    """A chain of layers of 8 with skips, random weights of a usual size."""
+    """Draws a chain of layers of width 8 with skips and random weights of a usual size."""
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     nodes: list[onnx.NodeProto] = []
     constants: dict[str, np.ndarray] = {}
@@ -398,7 +409,7 @@ def test_any_small_net_casts_within_the_rounding(
     precision: str,
     keep_io: bool,
 ) -> None:
-    """Fails on a graph whose cast is invalid, changes the contract, or is further off than 16-bit rounding explains."""
+    """Fails if a cast graph is invalid, changes the signature, or has a larger error than 16-bit rounding explains."""
     nodes, constants, opset = net
     folder = tmp_path_factory.mktemp("net")
     spec = (FLOAT, ["batch", 8])
@@ -414,8 +425,9 @@ def test_any_small_net_casts_within_the_rounding(
     assert np.abs(found - wanted).max() < 24 * len(nodes) * unit * scale
 
 
+@pytest.mark.proof
 def test_real_model_in_both_formats(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if real weights come out further off than 16-bit rounding, or TensorRT-RTX refuses the graph."""
+    """Fails if a real net's error exceeds 16-bit rounding, or if TensorRT-RTX refuses the graph."""
     pytest.importorskip("tensorrt_rtx_bindings")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
     wanted = run(minilm, **feeds)["embedding"]
@@ -431,7 +443,7 @@ def test_real_model_in_both_formats(minilm: Artifact, minilm_data: Path, tmp_pat
 
 
 def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if every tensor of the model is in memory at once while it is looked for what overflows."""
+    """Fails if the search for overflows holds every tensor of the model in memory at once."""
     count, width = 24, 1 << 12
     nodes = [node("Sqrt" if i % 2 else "Abs", f"t{i}", f"t{i + 1}") for i in range(count)]
     src = artifact(
@@ -454,13 +466,13 @@ def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cast_search, "_CHUNK_BYTES", 3 * one)
     cast(src, CastConfig(), tmp_path / "c.onnx")
     assert max(given) == 3 * one
-    assert sum(given) >= 2 * count * one  # all of them were looked at, on both sides
+    assert sum(given) >= 2 * count * one  # the search read every tensor in both precisions
 
 
 @pytest.mark.parametrize("place", [12, 60])
 def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
-    """Fails if a cast that overflows on a sample that its search didn't read passes the gate (which reads 16) and the
-    judge (which reads 128)."""
+    """Fails if the gate passes an overflow in its first 16 samples or the judge in its first 128, although the search
+    didn't read the sample that overflows."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.ones(64, np.float32)
     x[place] = 300

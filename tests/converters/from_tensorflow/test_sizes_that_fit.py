@@ -1,4 +1,5 @@
-"""Open dims of TensorFlow models that can't take every size: what is tried, and what the user says."""
+"""Open dims of TensorFlow models that can't take every size: the sizes that export tries, and the sizes from
+the user."""
 
 from __future__ import annotations
 
@@ -56,6 +57,7 @@ def written(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "height"),
     [
@@ -66,8 +68,8 @@ def written(folder: Path) -> Path:
     ],
 )
 def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
-    """Fails if a net that can't take 2, 16 or 17 pixels isn't exported by the plain command, or the sizes that it was
-    compared at aren't said, or are such that there is nothing to compare."""
+    """Fails if the plain command can't export a net that rejects 2, 16 or 17 pixels, doesn't report the sizes it
+    compared at, or compares at sizes that give an empty output."""
     out = tmp_path / "m.onnx"
     ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -82,14 +84,15 @@ def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int])
     assert np.isfinite(found).all()
 
 
+@pytest.mark.proof
 def test_sizes_that_the_user_says(tmp_path: Path) -> None:
-    """Fails if a net is run at other sizes than those that --dim gives it, or if the error of one that takes none of
-    the usual ones says neither what was tried nor what to pass, or such sizes are left to oneDNN, which gives numbers
-    for them that were in memory."""
+    """Fails if export runs a net at other sizes than --dim gives, if the error for a net that takes none of the default
+    sizes doesn't name the size tried and the option to pass, or if oneDNN runs such sizes, for which it returns
+    uninitialized memory."""
     source = f"{written(tmp_path)}:too_large_for_all"
     why = r"Negative dimension size caused by subtracting 40 from 16 for \S*/convolution"
     with pytest.raises(
-        BadSource, match=rf"fails in TensorFlow on image \[1, 16, 16, 3\]: {why}; correct --input or --dim$"
+        BadSource, match=rf"fails in TensorFlow on image \[1, 16, 16, 3\]: {why}; correct inputs= or dims=$"
     ):
         accel.export(source, out=tmp_path / "m.onnx")
     dims = {"batch": (1, 1, 2), "height": (840, 840, 860), "width": (840, 850, 860)}
@@ -99,11 +102,11 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """Fails if a net that halves an image can't be told to take even sizes alone, is run at others then, or if what is
-    said without it isn't how to."""
+    """Fails if --dim can't restrict a net that halves an image to even sizes, if export then runs odd sizes, or if the
+    error without the step doesn't name the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
-    fix = r"it runs at multiples of 2: pass --dim height=32:48:64:2 --dim width=32:32:64:2$"
+    fix = r"it runs at multiples of 2: pass dims={'height': '32:48:64:2', 'width': '32:32:64:2'}$"
     with pytest.raises(BadSource, match=fix):
         accel.export(source, dims=sizes, out=tmp_path / "m.onnx")
     stepped = {"batch": (1, 1, 2), "height": (32, 48, 64, 2), "width": (32, 32, 64, 2)}
@@ -122,19 +125,19 @@ def function(pixels):
 
 
 def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
-    """Fails if a model that Keras runs and can't trace is called unreadable, its message is cut within a sentence, or
-    the fix that it names doesn't lead to ONNX."""
+    """Fails if the error calls a model unreadable that Keras can run but not trace. Also fails if the error ends within
+    a sentence, or if a user who applies the fix in the error gets no ONNX file."""
     models = written(tmp_path)
-    with pytest.raises(BadSource, match="can't make a graph of it while its sizes are open") as caught:
+    with pytest.raises(BadSource, match=r"can't make a graph of .* while its sizes are open") as caught:
         accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")
-    assert "as a Python `bool` is not allowed); fix them: export a FILE.py:FUNCTION" in str(caught.value)
+    assert "as a Python `bool` is not allowed); fix the sizes: export a FILE.py:FUNCTION" in str(caught.value)
     assert "x = keras.Input((SIZE, SIZE, 3), name='image')" in str(caught.value)
     made = accel.export(f"{models}:bilinear_of_fixed_size", out=tmp_path / "fixed.onnx")
     assert made.signature.inputs[0].shape == ("batch", 6, 4, 3)
 
 
 def test_bytes_go_up_to_255(tmp_path: Path) -> None:
-    """Fails if what takes bytes is compared at zeros and ones alone."""
+    """Fails if a model with uint8 inputs is compared on zeros and ones only."""
     (tmp_path / "bytes.py").write_text(BYTES)
     made = accel.export(f"{tmp_path / 'bytes.py'}:function", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].values == (0, 255)

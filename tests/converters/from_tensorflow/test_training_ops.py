@@ -1,4 +1,4 @@
-"""What TensorFlow models hold that belongs to training: dropout, random numbers, variables that are set."""
+"""Training ops in TensorFlow models: dropout, random numbers, variables that are assigned."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make():
 
 @pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
 def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a graph with dropout is exported as it is, is refused without the op's name, or if it is stripped to
-    something else than the same net without dropout."""
+    """Fails if a graph with dropout is exported unchanged, if its refusal doesn't name the op, or if the stripped graph
+    computes something else than the same net without dropout."""
     words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "-q")
     assert ran.code == 2
@@ -50,14 +50,15 @@ def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Pa
     assert cli(*words, "-q", "--strip-training-ops").code == 0
     model = onnx.load(str(tmp_path / "m.onnx"))
     assert not {node.op_type for node in model.graph.node} & {"RandomUniform", "RandomUniformLike", "Mul", "Div"}
-    wanted = arrays(tensorflow_models / f"{name}.npz")  # what TensorFlow computed where there is no dropout
+    wanted = arrays(tensorflow_models / f"{name}.npz")  # TensorFlow's results for the net without dropout
     with accel.load(tmp_path / "m.onnx") as session:
         np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
 
 
+@pytest.mark.proof
 def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --strip-training-ops, which the refusal asks for, does nothing to a SavedModel or to what a function
-    returns, so that it is refused once more, or if what is left isn't the net as it computes at inference."""
+    """Fails if --strip-training-ops, which the refusal tells the user to pass, has no effect on a SavedModel or on the
+    result of a function, or if the stripped net differs from the net at inference."""
     code = tmp_path / "net.py"
     code.write_text(FACTORY)
     x = np.float32([[1, 2, 3], [-4, 5, 6]])
@@ -77,7 +78,8 @@ def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_mode
 
 
 def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
-    """Fails if a SavedModel that still holds its dropout can't be looked at, or nothing says that it was left out."""
+    """Fails if a SavedModel that still holds its dropout can't be inspected, or if no warning says that dropout was
+    left out."""
     graph = accel.inspect(tensorflow_models / "dropout").graph
     assert any("StatelessRandomUniformV2" in warning for warning in graph["warnings"])
     assert graph["parameters"] == 6 * 4 + 4 + 4 * 2 + 2
@@ -85,11 +87,11 @@ def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
 
 @pytest.mark.parametrize(("name", "output"), [("sampler", "drawn"), ("noise.tflite", "place")])
 def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, name: str, output: str) -> None:
-    """Fails if a model whose random numbers show in an integer output alone is taken, where no op is known by its name
-    (TFLite is told by its runs alone), or if a TFLite file is told to use an option that doesn't reach it."""
+    """Fails if a model is accepted whose randomness shows only in an integer output and in no op's name, or if the
+    error for a TFLite file names an option that has no effect on TFLite. (TFLite is judged only by repeated runs.)"""
     with pytest.raises(BadSource, match=f"the output '{output}' of .* differs from run to run") as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx")
-    assert ("--strip-training-ops" in str(caught.value)) == (name == "sampler")
+    assert ("strip_training_ops=True" in str(caught.value)) == (name == "sampler")
 
 
 @pytest.mark.parametrize(
@@ -98,15 +100,15 @@ def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, 
         ("norm", BadSource, "saved for training", {}),
         ("norm", BadSource, "saved for training", {"strip_training_ops": True}),
         ("noise.tflite", UsageError, "export the SavedModel or Keras file", {"strip_training_ops": True}),
-        ("noise.pb", BadSource, "no dropout that", {"strip_training_ops": True, **ENDS}),
+        ("noise.pb", BadSource, "found no dropout in them", {"strip_training_ops": True, **ENDS}),
     ],
 )
 def test_what_is_left_is_refused_once(
     tensorflow_models: Path, tmp_path: Path, name: str, kind: type[Exception], words: str, options: dict[str, Any]
 ) -> None:
-    """Fails if a model that sets its batch statistics at every call is exported with those of the batch, or if who has
-    passed --strip-training-ops in vain is told to pass it."""
+    """Fails if a model that updates its batch statistics at every call is exported with the statistics of the batch, or
+    if the error tells a user who already passed strip_training_ops to pass it."""
     with pytest.raises(kind, match=words) as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)
-    assert "pass --strip-training-ops" not in str(caught.value)
+    assert "pass strip_training_ops" not in str(caught.value)
     assert not (tmp_path / "m.onnx").exists()

@@ -1,4 +1,5 @@
-"""textgenrnn's net, with the weights that its package ships: a file of weights alone, so that code has to build it."""
+"""Builds textgenrnn's net and loads the weights of its package. The package ships weights alone, so code has to build
+the net."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +11,7 @@ from keras import layers, ops
 
 
 class AttentionWeightedAverage(layers.Layer):
-    """The mean over time, weighted by one learned number a channel."""
+    """Computes the mean over time, weighted by one learned number per channel."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], 1), name="attention_W")
@@ -38,8 +39,8 @@ def make():
 
 
 def from_cudnn(kernel, recurrent, bias):
-    """The weights of a CuDNNLSTM, as which they were saved, for an LSTM: the two biases are added, and each gate's
-    kernel is transposed in memory."""
+    """Returns the weights of a saved CuDNNLSTM in the form of an LSTM: adds the two biases and transposes each gate's
+    kernel in memory."""
 
     def gates(weight, turn):
         return np.hstack([turn(part) for part in np.hsplit(weight, 4)])

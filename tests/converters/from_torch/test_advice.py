@@ -1,4 +1,4 @@
-"""What accel export says where the model itself is why its ONNX form is another one, or depends on its batch."""
+"""Messages of `accel export` about a model whose own code makes its ONNX differ from it or depend on the batch."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def norm():
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
-        ("ties", ["only the whole numbers of 'output_1' differ", "return the scores themselves"]),
+        ("ties", ["only the integers of 'output_1' differ", "return the scores themselves"]),
         ("narrow", ["float32 is not enough for this model", "raise its eps"]),
         ("dropout", ["differs from run to run", "'layer' (Dropout) runs in training mode", "take that call out"]),
         ("norm", ["Expected more than 1 value per channel", "'layer' (BatchNorm1d) runs in training mode"]),
     ],
 )
 def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path, cli: Any) -> None:
-    """Fails if a model that rounding or its training mode makes another one each time is told to try one size, or to
-    correct its inputs, which doesn't help."""
+    """Fails if the error advises a fixed size or other inputs, which don't help: rounding or training mode makes the
+    model's outputs vary."""
     (tmp_path / "net.py").write_text(NETS)
     given = ["--input", "x:float32[batch,12]", "-o", tmp_path / "m.onnx", "-q"]
     ran = cli("export", f"{tmp_path / 'net.py'}:{factory}", *given)
@@ -78,8 +78,8 @@ def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path,
 
 
 def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
-    """Fails if a model is exported whose outputs depend on the other samples of a batch, since it keeps a layer in
-    training mode, and nobody is told; or if one is that has no such layer."""
+    """Fails if export doesn't warn that the outputs depend on the other samples of the batch because a layer stays in
+    training mode, or if it warns although no layer does."""
     (tmp_path / "net.py").write_text(NETS)
     (tmp_path / "right.py").write_text(NETS.replace("self.layer.train()", "pass"))
     ran = {}
@@ -88,5 +88,5 @@ def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
         ran[file] = cli("export", f"{tmp_path / file}.py:norm", *given)
         assert ran[file].code == 0, ran[file].stderr
     assert "accel: warning: 'layer' (BatchNorm1d) runs in training mode" in ran["net"].stderr
-    assert "what a sample gives depends on the others in its batch" in ran["net"].stderr
+    assert "the output of a sample depends on the other samples in its batch" in ran["net"].stderr
     assert "training mode" not in ran["right"].stderr

@@ -1,4 +1,4 @@
-"""Models that an exporter changes, can't write, or would write as what they did once."""
+"""Models that an exporter changes, can't write, or would write with values of the example baked in."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import accel
-from accel.converters import onnx_from_torch as stage
-from accel.sources import open_source
+from accel.converters.from_torch import onnx_from_torch as stage
 from accel.sources.python_object import load_object
-from accel.sources.torch_source import module_of
+from accel.sources.source import Source
+from accel.sources.torch.source import module_of
 
 SMALL_NUMBERS = """
 import torch
@@ -45,7 +45,7 @@ def in_place():
 
 
 def test_small_numbers_are_numbers(tmp_path: Path) -> None:
-    """Fails if what keeps a division from being by zero is taken for zero, or a factor near one for one."""
+    """Fails if a small constant that prevents a division by zero becomes zero, or if a factor near one becomes one."""
     (tmp_path / "small.py").write_text(SMALL_NUMBERS)
     inputs = {"x": ("float32", ("batch", 8)), "mask": ("int64", ("batch", 8))}
     made = accel.export(f"{tmp_path / 'small.py'}:pooled", inputs=inputs, out=tmp_path / "m.onnx")
@@ -75,8 +75,8 @@ def logaddexp():
 
 @pytest.mark.parametrize("factory", ["logsigmoid", "logaddexp"])
 def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
-    """Fails if a logarithm of exponentials is infinite, or no number, where PyTorch's isn't, or coarser than that: the
-    gate's own inputs are too small to show it."""
+    """Fails if the logarithm of a sum of exponentials is infinite, NaN or less exact where PyTorch's isn't. The gate's
+    own inputs are too small to show this."""
     (tmp_path / "scores.py").write_text(OVERFLOWS)
     made = accel.export(f"{tmp_path / 'scores.py'}:{factory}", inputs=["x:float32[batch,4]"], out=tmp_path / "m.onnx")
     net = load_object(f"{tmp_path / 'scores.py'}:{factory}", "factory")[1]()
@@ -90,7 +90,7 @@ def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
-    """Fails if the samples are another model's input after the first run, so that a right export is called wrong."""
+    """Fails if a model that writes to its input changes the samples, so that a correct export is called wrong."""
     (tmp_path / "small.py").write_text(SMALL_NUMBERS)
     source = f"{tmp_path / 'small.py'}:in_place"
     made = accel.export(source, inputs={"x": ("float32", ("batch", 3, 8, 8))}, out=tmp_path / "m.onnx")
@@ -134,7 +134,8 @@ class Complex(torch.nn.Module):
     ],
 )
 def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if somebody whose model draws numbers, keeps a state or returns complex ones is told to try other sizes."""
+    """Fails if the error for a model that draws random numbers, keeps a state or returns complex numbers advises other
+    sizes."""
     (tmp_path / "changing.py").write_text(CHANGING)
     ran = cli(
         "export", f"{tmp_path / 'changing.py'}:{factory}", "--input", "x:float32[batch,8]", "-o", tmp_path / "m.onnx"
@@ -144,7 +145,8 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if it isn't named, if a fixed size is advised, which helps nothing, or if an exporter prints."""
+    """Fails if the error doesn't name the operator, if it advises a fixed size, which doesn't help, or if an exporter
+    prints."""
     hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
     (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
     words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
@@ -156,7 +158,7 @@ def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> 
 
 
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
-    """Fails if a model whose other branch no example takes is exported without it, or if the line isn't named."""
+    """Fails if a model is exported without a branch that no example takes, or if the error doesn't name the line."""
     source = tmp_path / "rare.py"
     source.write_text(
         "import torch\n"
@@ -206,8 +208,8 @@ def every():
 
 @pytest.mark.parametrize("factory", ["last", "every"])
 def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if a packed sequence of uneven lengths isn't exported, by its last state or by its outputs, if the padding
-    counts in the file, if what is added for the exporter stays an output, or if the exporter's own words get out."""
+    """Fails if a packed sequence of uneven lengths can't be exported (by its last state or by its outputs), if padding
+    changes the outputs, if an output added for the exporter stays, or if the exporter's messages are printed."""
     (tmp_path / "packed.py").write_text(PACKED)
     spec = f"{tmp_path / 'packed.py'}:{factory}"
     out = tmp_path / "m.onnx"
@@ -224,7 +226,8 @@ def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, cap
 def test_a_packed_sequence_that_no_exporter_does(
     tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a model that packs and can't be exported isn't told that this is why, in one sentence with the fix."""
+    """Fails if the error for a model that packs sequences and can't be exported doesn't name this cause and the fix in
+    one sentence."""
     (tmp_path / "packed.py").write_text(PACKED)
 
     def broken(*_: Any) -> None:
@@ -236,7 +239,7 @@ def test_a_packed_sequence_that_no_exporter_does(
     assert ran.code == 1
     assert len(ran.stderr.splitlines()) == 1
     assert "pack_padded_sequence" in ran.stderr
-    assert "take its outputs by the lengths or a mask" in ran.stderr
+    assert "select its outputs by the lengths or a mask" in ran.stderr
     assert "one size instead of a dynamic one" not in ran.stderr
 
 
@@ -260,9 +263,9 @@ def make():
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
-    """Fails if len(x) is written down as the batch of the example, or if what stood in for it stays."""
+    """Fails if len(x) becomes the constant batch of the example, or if the replacement of len stays in the module."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
-    source = open_source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"])
+    source = Source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"]).open()
     out = tmp_path / "m.onnx"
     assert stage.onnx_from_torch(source, stage.OnnxFromTorchConfig(ladder=(rung,)), out).notes["rung"] == rung
     assert "len" not in vars(sys.modules[type(module_of(source)).__module__])

@@ -1,4 +1,4 @@
-"""accel export with preprocessing: channels last, 16-bit inputs, the sizes that come in, what is written."""
+"""`accel export` with preprocessing: channels last, 16-bit inputs, the sizes of the images, the written graph."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 import accel
 from accel.artifact import Artifact
-from accel.converters.preprocess import PreprocessConfig
+from accel.converters.graph.preprocess import PreprocessConfig
 from accel.errors import BadInputSpec
+from accel.proof.preprocess_gate import resize_bilinear
 from accel.signature import DimRange
-from accel.verify.preprocess_gate import resize_bilinear
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @pytest.fixture(scope="module")
 def channels_last(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """A net of three channels that takes them last, as TensorFlow's do."""
+    """Returns a net with three input channels, which come last as in TensorFlow's models."""
     out = tmp_path_factory.mktemp("channels_last") / "net.onnx"
     return accel.export(tensorflow_models / "sequential.keras", out=out)
 
@@ -33,8 +33,8 @@ def first_nodes(path: Path, number: int) -> list[str]:
 
 
 def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if dividing by 255, subtracting the mean and dividing by the deviation are more than one product and one
-    sum, or come before the cast or after the transposition is done twice."""
+    """Fails if the division by 255, the mean and the deviation need more than one Mul and one Add, if these come before
+    the Cast, or if the graph has a second Transpose."""
     config = PreprocessConfig(mean=(0.25,), std=(0.5,), layout="NHWC", dtype="uint8")
     made = accel.export(digits.path, preprocess=config, out=tmp_path / "p.onnx")
     assert first_nodes(made.path, 5) == ["Cast", "Transpose", "Mul", "Add", "Conv"]
@@ -55,9 +55,9 @@ def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
 def test_a_model_with_channels_last(
     channels_last: Artifact, tmp_path: Path, layout: str, resize: tuple[int, int] | None, before: list[str]
 ) -> None:
-    """Fails if a mean for each channel goes along another axis of a net with channels last, if bytes in either layout,
-    resized or not, don't give the scores that the prepared image gives, or if what has its channels first by then is
-    turned to last and back again before the first convolution."""
+    """Fails if a mean per channel is applied along another axis of a channels-last net, if bytes (in either layout,
+    resized or not) give other scores than the prepared image, or if a channels-first image is transposed to last and
+    back before the first convolution."""
     config = PreprocessConfig(mean=MEAN, std=STD, layout=layout, dtype="uint8", resize=resize)
     made = accel.export(channels_last.path, preprocess=config, out=tmp_path / "p.onnx")
     assert first_nodes(made.path, len(before)) == before
@@ -75,7 +75,8 @@ def test_a_model_with_channels_last(
 
 @pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
 def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
-    """Fails if the turn to channels last is spared where something else than the turn back to first reads it."""
+    """Fails if the transpose to channels last is removed although its output has a reader besides the
+    transpose back."""
     nodes = [
         helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
         helper.make_node("GlobalAveragePool", ["first"], ["pooled"]),
@@ -117,7 +118,7 @@ def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", ""])
 def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
-    """Fails if a net that takes float16 gets float32 of its preprocessing, or another number."""
+    """Fails if preprocessing feeds float32 to a net that takes float16, or gives other numbers."""
     kind = TensorProto.FLOAT16
     nodes = [helper.make_node("GlobalAveragePool", ["x"], ["a"]), helper.make_node("Flatten", ["a"], ["y"])]
     x = helper.make_tensor_value_info("x", kind, ["batch", 3, 6, 6])
@@ -139,8 +140,8 @@ def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
 
 
 def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if nobody can say how large the images are that are resized, if that isn't what the result is gated at, or
-    if the batch's range goes to the images as well."""
+    """Fails if --dim can't give the sizes of the images before resizing, if the gate doesn't compare at these sizes, or
+    if the images get the batch's range."""
     out = tmp_path / "p.onnx"
     dims = ["--dim", "height=16:32:48", "--dim", "width=12:24:40", "--dim", "batch=1:2:4"]
     ran = cli("export", digits.path, "--resize", "8x8", "--dtype", "uint8", *dims, "-o", out, "--json", "-q")
@@ -152,7 +153,8 @@ def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_sizes_of_what_is_not_resized(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a range of sizes is taken, and lost, where nothing is resized, or a name that is no dim where it is."""
+    """Fails if a range of image sizes is silently dropped without --resize, or if an unknown dim is accepted
+    with it."""
     words = ["export", digits.path, "--dtype", "uint8", "-o", tmp_path / "p.onnx", "-q"]
     ran = cli(*words, "--dim", "height=16:32:48")
     assert (ran.code, "no input has a dim called 'height'" in ran.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""A stage isn't believed about its own work: what it wrote is read, and compared with what went in."""
+"""The signature of a stage's result is read from its file and compared with the source, never taken from the stage."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 import accel
 from accel.artifact import Artifact
-from accel.converters import read_back
-from accel.converters.ncnn_from_onnx import NcnnFromOnnxConfig
+from accel.contract import check_contract
+from accel.converters.graph import read_back
 from accel.errors import SignatureDrift
 from accel.signature import Signature, TensorSpec
-from accel.stage import check_contract
-from accel.stage_table import get_stage
+from accel.tables.stage_table import get_stage
 
 
 class Net(torch.nn.Module):
-    """What a planted stage writes: y = 2x and z = x + 1, with one fault."""
+    """Computes y = 2x and z = x + 1 with one fault. A planted stage writes this module."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Net(torch.nn.Module):
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """y = 2x and z = x + 1 in ONNX, of any batch."""
+    """Returns an ONNX file that computes y = 2x and z = x + 1 for any batch."""
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xyz"]
     nodes = [helper.make_node("Mul", ["x", "two"], ["y"]), helper.make_node("Add", ["x", "one"], ["z"])]
     constants = [numpy_helper.from_array(np.float32(n), name) for n, name in ((2, "two"), (1, "one"))]
@@ -58,14 +57,14 @@ def source(tmp_path: Path) -> Path:
 def test_an_exported_program(
     source: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
 ) -> None:
-    """Fails if what the stage says of its file is believed: it claims the signature of its source each time."""
+    """Fails if the signature that a stage claims is believed. Each planted stage claims the signature of its source."""
 
     def planted(src: Artifact, config: Any, out: Path) -> Artifact:
         shapes = None if fault == "batch" else ({0: torch.export.Dim("batch", max=64)},)
         torch.export.save(torch.export.export(Net(fault), (torch.zeros(2, 4),), dynamic_shapes=shapes), out)
         return Artifact(path=out, kind="torch", signature=src.signature)
 
-    monkeypatch.setattr("accel.converters.torch_from_onnx.torch_from_onnx", planted)
+    monkeypatch.setattr("accel.converters.to_others.torch_from_onnx.torch_from_onnx", planted)
     folder = tmp_path / "out"
     if not fault:
         made = accel.export(source, to="torch", out=folder)
@@ -78,7 +77,7 @@ def test_an_exported_program(
 
 
 def test_a_program_that_ties_two_dims(tmp_path: Path) -> None:
-    """Fails if a program whose inputs have to be of one size is taken for one of two dims, or the other way round."""
+    """Fails if two dims that have to be equal are read as independent, or if two independent dims are read as equal."""
 
     class Sum(torch.nn.Module):
         def forward(self, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
@@ -116,7 +115,7 @@ def test_a_program_that_ties_two_dims(tmp_path: Path) -> None:
     ],
 )
 def test_an_ncnn_net(source: Path, tmp_path: Path, start: str, end: str, words: str) -> None:
-    """Fails if a net without one of the inputs or outputs, with one more, or of another size passes."""
+    """Fails if a net passes that lacks an input or an output, has an additional output, or has another size."""
     known = Signature((TensorSpec("x", "float32", ("batch", 4)),), (TensorSpec("y", "float32", ("batch", 4)),))
     src = Artifact(path=source, kind="onnx", signature=known)
     param = tmp_path / "model.ncnn.param"
@@ -124,10 +123,10 @@ def test_an_ncnn_net(source: Path, tmp_path: Path, start: str, end: str, words: 
     name, _, size = start.partition(" ")
     more = f"BinaryOp more {rest}\n" if rest else ""
     param.write_text(f"7767517\n2 2\nInput in 0 1 {name} {size}\nReLU r 1 1 {name} {last} 0=0\n{more}")
-    stage, config = get_stage("ncnn_from_onnx"), NcnnFromOnnxConfig()
+    stage = get_stage("ncnn_from_onnx")
     result = Artifact(path=param, kind="ncnn", signature=known)
     if not words:
-        assert check_contract(stage, src, config, result).signature == known
+        assert check_contract(stage, src, result).signature == known
         return
     with pytest.raises(SignatureDrift, match=words):
-        check_contract(stage, src, config, result)
+        check_contract(stage, src, result)

@@ -1,4 +1,4 @@
-"""onnxsim: what it may change, and what happens when it fails."""
+"""Simplification by onnxsim: which changes are allowed, and which model results if onnxsim fails."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import accel.converters.onnx_write as onnx_write
-import accel.converters.simplify as module
+import accel.converters.graph.simplify as module
+import accel.converters.graph.write as onnx_write
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.converters.simplify import SimplifyConfig, SimplifyFailed, simplify
+from accel.converters.graph.simplify import SimplifyConfig, SimplifyFailed, simplify
+from accel.proof.gates import OutputGate
 from accel.runtimes.base import open_session
-from accel.sources.onnx_file import open_onnx, read_proto
+from accel.sources.onnx.file import open_onnx, read_proto
 from accel.stage import run_stage
-from accel.verify.gates import OutputGate
 
 FLOAT = TensorProto.FLOAT
 
 
 def conv_net(path: Path, *, ir: int = 8, opset: int = 15) -> Artifact:
-    """Conv, BatchNorm, Relu, and a shape computed from constants; unusual opset and IR, a batch that is dynamic."""
+    """Makes a net of Conv, BatchNorm, Relu and a shape computed from constants, with an unusual opset and IR version
+    and a dynamic batch."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["c"], name="conv", pads=[1, 1, 1, 1]),
@@ -66,7 +67,7 @@ def outputs(made: Artifact, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def test_smaller_and_the_same(tmp_path: Path) -> None:
-    """Fails if nothing is simplified, or opset, IR, names, dtypes or the dynamic batch move."""
+    """Fails if nothing is simplified, or if the opset, the IR version, a name, a dtype or the dynamic batch changes."""
     src = conv_net(tmp_path / "m.onnx")
     made = run_stage(
         "simplify", src, SimplifyConfig(), gates=[OutputGate(limit=1e-5)], cache=StageCache(tmp_path / "c")
@@ -83,8 +84,8 @@ def test_smaller_and_the_same(tmp_path: Path) -> None:
 
 
 def test_linear_layers_stay_products(minilm: Artifact) -> None:
-    """Fails if onnxsim's rewriting of Linear layers into Reshape, Gemm, Reshape is let in: more nodes, and no runtime
-    sees the layer any more."""
+    """Fails if onnxsim may rewrite Linear layers into Reshape, Gemm, Reshape. This adds nodes and hides the layers from
+    every runtime."""
     ops = [node.op_type for node in read_proto(minilm.path).graph.node]
     assert ops.count("MatMul") == 6 * 8
     assert "Gemm" not in ops
@@ -96,8 +97,8 @@ def crash(path: Path, out: Path, skip: list[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["crash", "refusal", "drift", "invalid", "slow"])
 def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Fails if a crash of the native code takes this process along, if a hang is waited for, or if a model that onnxsim
-    broke (renamed, another opset, invalid) is taken."""
+    """Fails if a crash of the native code kills this process, if a hang isn't ended, or if a model that onnxsim broke
+    (other dims, invalid) is accepted."""
     src = conv_net(tmp_path / "m.onnx")
     before = outputs(src, src.signature.example_inputs(batch=2))
 
@@ -120,8 +121,8 @@ def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(module, "run_in_child", child)
     made = simplify(src, SimplifyConfig(), tmp_path / "o.onnx")
-    expected = {"crash": "SIGABRT", "refusal": "can't", "drift": "onnxsim made y", "invalid": "Conv2", "slow": "longer"}
-    assert expected[fault] in made.notes["kept"]
+    words = {"crash": "SIGABRT", "refusal": "can't", "drift": "onnxsim changed y", "invalid": "Conv2", "slow": "longer"}
+    assert words[fault] in made.notes["kept"]
     assert made.notes["nodes_after"] == made.notes["nodes_before"]
     after = outputs(made, src.signature.example_inputs(batch=2))
     assert np.array_equal(before["y"], after["y"])
@@ -156,7 +157,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_large_models_keep_their_weights_in_a_file_named_by_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the weights of a model over the limit are lost, named alike for other weights, or not recorded."""
+    """Fails if the weights of a model over the size limit are lost, if different weights share a file name, or if the
+    artifact doesn't record the files."""
     src = conv_net(tmp_path / "m.onnx")
     reads = onnx.load(str(src.path))
     made: list[Artifact] = []

@@ -1,4 +1,4 @@
-"""Weights alone in 8 or 4 bits for TensorRT: what is written, what it costs, which engines take it."""
+"""Weight-only quantization to 8 or 4 bits for TensorRT: the graph, its error, and the engines that accept it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_builder import FLOAT, artifact
 
 from accel.artifact import Artifact
-from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
-from accel.optimizer.recipes import Request, recipes
+from accel.converters.quantize.stage import QuantizeConfig, QuantizeFailed, quantize
+from accel.optimizer.recipes.candidates import recipes
+from accel.optimizer.recipes.recipe import RecipeRequest
 from accel.runtimes.base import open_session
-from accel.target import Target
+from accel.tables.target import Target
+from tests.support.onnx_builder import FLOAT, artifact
 
 
 def net(path: Path, opset: int = 21) -> Artifact:
-    """Two products that blocks fit, one of them turned around, and one between them whose depth they don't divide."""
+    """Makes a net of three products. Blocks divide the depth of the first and the last product, but not of the one
+    between them. The last product has a transposed weight."""
     rng = np.random.default_rng(0)
     shapes = {"w1": (256, 300), "w2": (300, 256), "w3": (128, 256)}
     constants = {n: (rng.standard_normal(shape) / 16).astype(np.float32) for n, shape in shapes.items()}
@@ -33,7 +35,7 @@ def net(path: Path, opset: int = 21) -> Artifact:
 
 
 def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
-    """``value`` rounded to blocks of ``size`` along ``axis``."""
+    """Returns ``value`` rounded in blocks of ``size`` along ``axis``."""
     moved = np.moveaxis(value, axis, -1)
     parts = moved.reshape(*moved.shape[:-1], -1, size)
     scales = np.abs(parts).max(axis=-1, keepdims=True) / np.float32(top)
@@ -42,13 +44,13 @@ def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("mode", "top"), [("int4-weights", 7), ("int8-weights", 127)])
 def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path) -> None:
-    """Fails if blocks lie along the other axis, a product that they don't fit is touched, or a weight is off."""
+    """Fails if blocks lie along the other axis, if a product that blocks don't fit changes, or if a weight is off."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(form="tensorrt", mode=mode, block_size=64, smallest=1), tmp_path / "q.onnx")
     w = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(src.path)).graph.initializer}
     x = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
     wanted = x @ blocks(w["w1"], 0, 64, top) @ w["w2"] @ blocks(w["w3"], 1, 64, top).T
-    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime rounds the activations too
+    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would round the activations too
         found = session.run({"x": x})["y"]
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
     kinds = {t.name: t.data_type for t in onnx.load(str(made.path)).graph.initializer}
@@ -62,11 +64,11 @@ def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path
 
 
 def test_the_candidate(tmp_path: Path) -> None:
-    """Fails if asking for it gives none, an older opset isn't raised, or its blocks aren't those that can be said."""
+    """Fails if --precision int4 gives no candidate, an older opset isn't raised, or the block size can't be chosen."""
     src = net(tmp_path / "m.onnx", opset=17)
     words: dict[str, Any] = {"precisions": ("int4",), "data": None, "samples": 0, "threads": 1}
     for options, size in (({}, 128), ({"block_size": 64}, 64)):
-        request = Request(targets=(Target.get("tensorrt-rtx"),), quantize=options, **words)
+        request = RecipeRequest(targets=(Target.get("tensorrt-rtx"),), quantize=options, **words)
         ((recipe,), _) = recipes(src, request)
         steps = {name: config for name, config, _ in recipe.stages}
         assert list(steps) == ["onnx_from_onnx", "simplify", "quantize", "cast", "engine_from_onnx"]
@@ -75,8 +77,8 @@ def test_the_candidate(tmp_path: Path) -> None:
 
 
 def test_the_engine_is_built(tmp_path: Path, cli: Any) -> None:
-    """Fails if TensorRT refuses what was written, or multiplies the weights out before the product: then they are read
-    at full size."""
+    """Fails if TensorRT refuses the model, or dequantizes the weights before the product, which then reads them at full
+    size."""
     pytest.importorskip("tensorrt_rtx_bindings")
     src = net(tmp_path / "m.onnx")
     words = ["--target", "tensorrt-rtx", "--precision", "int4", "--compute-capability", "8.9"]

@@ -1,4 +1,5 @@
-"""Calibration batch by batch: equal to having all values at once, in memory that doesn't grow, and resumable."""
+"""Calibration batch by batch: the result equals that of all values at once, memory doesn't grow, and runs
+can resume."""
 
 from __future__ import annotations
 
@@ -24,25 +25,26 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.converters import calibrate, quantize_ort
-from accel.converters.calibrate import Histograms, collect
-from accel.converters.histogram import BINS, Histogram, value_range
-from accel.converters.quantize import FORMS, QuantizeConfig, QuantizeFailed, Task, quantize
+from accel.converters.quantize import calibrate
+from accel.converters.quantize import ort as quantize_ort
+from accel.converters.quantize.calibrate import Histograms, collect
+from accel.converters.quantize.histogram import BINS, Histogram, value_range
+from accel.converters.quantize.stage import FORMS, QuantizeConfig, QuantizeFailed, Task, quantize
 from accel.errors import BadData
 from accel.progress import watched_by
+from accel.proof.data import Dataset
+from accel.proof.gates import OutputGate
+from accel.proof.stream import SampleStream
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
-from accel.verify.data import Dataset
-from accel.verify.gates import OutputGate
-from accel.verify.stream import SampleStream
 
 FLOAT = TensorProto.FLOAT
 METHODS = ("minmax", "percentile", "entropy", "mse")
 
 
 def conv_net(path: Path, size: int | str = "height") -> Artifact:
-    """Convolution, Relu, convolution over images of any size."""
+    """Makes a net of a convolution, a Relu and a convolution over images of any size."""
     rng = np.random.default_rng(0)
     constants = {
         "w1": (rng.standard_normal((8, 3, 3, 3)) / 5).astype(np.float32),
@@ -78,10 +80,11 @@ def at_once(values: np.ndarray) -> Histogram:
     return found
 
 
+@pytest.mark.proof
 @given(st.integers(0, 2**31), st.integers(2, 12))
 @settings(max_examples=60, deadline=None)
 def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> None:
-    """Fails if widening a histogram loses or moves a single count, or depends on the order of the batches."""
+    """Fails if widening a histogram loses or moves a count, or if the result depends on the order of the batches."""
     parts = [heavy_tailed(seed + i, 300) * 10.0 ** (i % 5 - 2) for i in range(pieces)]
     parts = [part.astype(np.float32) for part in parts]
     streamed = Histogram()
@@ -90,7 +93,7 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
     whole = at_once(np.concatenate(parts))
     assert np.array_equal(streamed.counts, whole.counts)
     assert np.array_equal(streamed.to_row(), whole.to_row())
-    # The counts are those of the plain library function over the same edges.
+    # NumPy's histogram over the same edges gives the same counts.
     wanted, _ = np.histogram(np.concatenate(parts).astype(np.float64), whole.edges)
     assert np.array_equal(whole.counts, wanted)
     for method in METHODS:
@@ -98,7 +101,7 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
 
 
 def test_ranges_are_those_of_the_values_themselves() -> None:
-    """Fails if a method returns another range than its definition on the values in memory, by more than one bin."""
+    """Fails if a method's range differs by more than one bin from its definition on the values in memory."""
     values = np.concatenate([np.random.default_rng(1).standard_normal(200_000), [40.0, -55.0]]).astype(np.float32)
     found = at_once(values)
     bin_width = float(found.edges[1] - found.edges[0])
@@ -121,7 +124,7 @@ def test_ranges_are_those_of_the_values_themselves() -> None:
 
 
 def test_infinities_and_nan_are_counted_apart() -> None:
-    """Fails if a mask of -inf becomes the range, or NaN spoils it."""
+    """Fails if -inf of a mask becomes the range, or if NaN spoils the range."""
     found = at_once(np.array([1, 2, -np.inf, np.nan, 3], np.float32))
     assert value_range(found, "minmax") == (1.0, 3.0)
     assert (found.nonfinite, int(found.counts.sum())) == (2, 3)
@@ -129,7 +132,8 @@ def test_infinities_and_nan_are_counted_apart() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_entropy_agrees_with_the_library(scale: float) -> None:
-    """Fails if the divergence is another than that of ONNX Runtime's collector, which takes much longer for it."""
+    """Fails if the entropy range differs from that of ONNX Runtime's collector, which takes much longer to
+    compute it."""
     values = (np.random.default_rng(2).laplace(size=100_000) * scale).astype(np.float32)
     collector = HistogramCollector(
         method="entropy", symmetric=True, num_bins=1024, num_quantized_bins=128, percentile=99.99, scenario="same"
@@ -141,7 +145,7 @@ def test_entropy_agrees_with_the_library(scale: float) -> None:
 
 
 def stacked(path: Path, sizes: list[int], per_file: int) -> Path:
-    """A folder of files of different image sizes."""
+    """Makes a folder of files with different image sizes."""
     path.mkdir()
     rng = np.random.default_rng(3)
     for index, size in enumerate(sizes):
@@ -151,7 +155,7 @@ def stacked(path: Path, sizes: list[int], per_file: int) -> Path:
 
 
 def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
-    """Fails if a batch is lost, repeated or cut elsewhere than ``Dataset`` cuts it, or skipping skips another one."""
+    """Fails if a batch is lost, repeated or cut elsewhere than in ``Dataset``, or if ``skip`` drops another batch."""
     src = conv_net(tmp_path / "m.onnx")
     data = stacked(tmp_path / "data", [12, 16, 9], 5)
     (tmp_path / "data" / "003.npz").write_bytes(b"")
@@ -172,7 +176,7 @@ def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
 
 
 def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
-    """Fails if a model that takes two samples is given three, or the odd one alone."""
+    """Fails if a model with a fixed batch of two gets three samples, or the odd last sample alone."""
     signature = Signature((TensorSpec("x", "float32", (2, 3)),))
     np.savez(tmp_path / "d.npz", x=np.zeros((5, 3)))
     assert [len(feeds["x"]) for feeds in SampleStream(tmp_path / "d.npz", signature).batches(4)] == [2, 2]
@@ -180,8 +184,8 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan", "flipped", "too many", "number"])
 def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
-    """Fails if a bad file ends in a traceback of numpy or zipfile, a pickle is opened, a sum isn't compared, or a
-    header is believed that says more than there can be."""
+    """Fails if a bad file ends in a traceback of numpy or zipfile, if a pickle is loaded, if a checksum isn't compared,
+    or if a header that claims more samples than the file can hold is believed."""
     src = conv_net(tmp_path / "m.onnx")
     path = tmp_path / "d.npz"
     images = np.zeros((4, 3, 9, 9), np.float32)
@@ -207,7 +211,7 @@ def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:500])
     elif what == "flipped":
         content = bytearray(path.read_bytes())
-        content[600] ^= 1  # a number of the first sample: still a number
+        content[600] ^= 1  # changes the first sample to another valid number
         path.write_bytes(content)
     with pytest.raises(BadData, match="sample 2" if what == "nan" else "d.npz"):
         list(SampleStream(path, src.signature).batches(1))
@@ -218,7 +222,7 @@ def tensors(src: Artifact) -> Histograms:
 
 
 def test_variable_shapes(tmp_path: Path) -> None:
-    """Fails if batches of other sizes are left out, or shapes have to agree."""
+    """Fails if batches of other sizes are left out, or if all batches need the same shape."""
     src = conv_net(tmp_path / "m.onnx")
     stream = SampleStream(stacked(tmp_path / "data", [8, 20, 11], 4), src.signature)
     found = tensors(src)
@@ -233,10 +237,10 @@ SCRIPT = """
     from functools import partial
     from pathlib import Path
     import numpy as np, onnx
-    from accel.converters import calibrate
-    from accel.converters.calibrate import Histograms, collect
-    from accel.sources.onnx_file import open_onnx
-    from accel.verify.stream import SampleStream
+    from accel.converters.quantize import calibrate
+    from accel.converters.quantize.calibrate import Histograms, collect
+    from accel.sources.onnx.file import open_onnx
+    from accel.proof.stream import SampleStream
     src = open_onnx(Path(sys.argv[1]), probe=False)
     stream = SampleStream(Path(sys.argv[2]), src.signature)
     found = Histograms(onnx.load(sys.argv[1]), ["x", "c", "r", "d"])
@@ -257,12 +261,12 @@ SCRIPT = """
 
 
 def script(*arguments: object, waits_at: int = -1) -> list[str]:
-    """The script's command line; the collection waits in batch ``waits_at`` for ever."""
+    """Returns the script's command line. The collection waits in batch ``waits_at`` forever."""
     return [sys.executable, "-c", textwrap.dedent(SCRIPT), *(str(a) for a in (*arguments, waits_at))]
 
 
 def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations are collected: ten times as many are 70 MB more of images alone."""
+    """Fails if samples or activations pile up in memory: ten times as many images take 70 MB more by themselves."""
     src = conv_net(tmp_path / "m.onnx", 64)
     peaks = []
     for count in (160, 1600):
@@ -277,7 +281,7 @@ def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
 
 
 def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
-    """Fails if a run after SIGKILL starts again, counts a batch twice or leaves one out."""
+    """Fails if a run after SIGKILL starts from the beginning, counts a batch twice, or leaves out a batch."""
     src = conv_net(tmp_path / "m.onnx", 64)
     data, state = tmp_path / "d.npz", tmp_path / "state.npz"
     np.savez(data, x=np.random.default_rng(5).standard_normal((80, 3, 64, 64)).astype(np.float32))
@@ -300,7 +304,7 @@ def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
 
 
 def killed_in_the_fifth_batch(task: Task) -> Any:
-    """``run_static`` in its child process, killed the first time it comes to its fifth batch."""
+    """Runs ``run_static`` in its child process, which kills itself the first time it reaches its fifth batch."""
     calibrate._SAVE_SECONDS = 0.0
     plain = quantize_ort.calibration_feeds
 
@@ -315,13 +319,13 @@ def killed_in_the_fifth_batch(task: Task) -> Any:
 
 
 def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the stage doesn't hand calibration the folder in which it keeps what it has seen, if that is gone when
-    the stage is run again, or if the ranges differ from those of a run that nobody killed."""
+    """Fails if the stage gives calibration no folder for its state, if the state is gone when the stage runs again, or
+    if the ranges differ from those of an uninterrupted run."""
     src = conv_net(tmp_path / "m.onnx", 16)
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(6).standard_normal((32, 3, 16, 16)).astype(np.float32))
     config = QuantizeConfig(data=tmp_path / "d.npz")
     whole = run_stage("quantize", src, config, cache=StageCache(tmp_path / "other"))
-    form = replace(FORMS["ort-cpu"], runs={"static": "test_calibrate:killed_in_the_fifth_batch"})
+    form = replace(FORMS["ort-cpu"], runs={"static": f"{__name__}:killed_in_the_fifth_batch"})
     monkeypatch.setitem(FORMS, "ort-cpu", form)
     cache = StageCache(tmp_path / "cache")
     with pytest.raises(QuantizeFailed, match="SIGKILL"):
@@ -337,7 +341,7 @@ def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "of another model"])
 def test_a_damaged_state_is_not_believed(damage: str, tmp_path: Path) -> None:
-    """Fails if ranges come from a file that was half written, changed, or belongs to another model."""
+    """Fails if ranges come from a state file that is truncated, changed, or of another model."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(batch=2)
     state = tmp_path / "state.npz"
@@ -357,7 +361,7 @@ def test_a_damaged_state_is_not_believed(damage: str, tmp_path: Path) -> None:
 
 
 def test_a_planted_wrong_range_fails_the_gate(tmp_path: Path) -> None:
-    """Fails if a model whose activation scale belongs to a range a thousand times too small passes for quantized."""
+    """Fails if the gate passes a model whose activation scale is a thousand times too small."""
     src = conv_net(tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", **src.signature.example_inputs(batch=8))  # type: ignore[arg-type]
     made = quantize(src, QuantizeConfig(data=tmp_path / "d.npz"), tmp_path / "q.onnx")

@@ -1,4 +1,4 @@
-"""Quantizing a model that gives NaN on the data that calibrate it."""
+"""Quantizing a model that gives NaN on its calibration data."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx_builder import FLOAT, artifact, node, save_data
 
-from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
+from accel.converters.quantize.stage import QuantizeConfig, QuantizeFailed, quantize
+from tests.support.onnx_builder import FLOAT, artifact, node, save_data
 
 
 def test_a_tensor_without_a_range_is_named(tmp_path: Path) -> None:
-    """Fails if the openvino form of a model with NaN inside is refused in NNCF's words instead of the cause."""
+    """Fails if the error for a model with NaN inside repeats NNCF's message instead of naming the cause."""
     pytest.importorskip("nncf")
     rng = np.random.default_rng(0)
     weights = {f"w{i}": rng.standard_normal((8, 8)).astype(np.float32) for i in (0, 1)}
@@ -20,6 +20,6 @@ def test_a_tensor_without_a_range_is_named(tmp_path: Path) -> None:
     shape = ["batch", 8]
     src = artifact(tmp_path / "m.onnx", nodes, {"x": (FLOAT, shape)}, {"y": (FLOAT, shape)}, weights)
     data = save_data(tmp_path / "x.npz", x=rng.standard_normal((8, 8)).astype(np.float32))
-    with pytest.raises(QuantizeFailed, match="a tensor inside the model is NaN on the data") as caught:
+    with pytest.raises(QuantizeFailed, match="a tensor inside the model is NaN on the calibration data") as caught:
         quantize(src, QuantizeConfig(form="openvino", data=data), tmp_path / "q.onnx")
     assert "input_high" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""int8 for OpenVINO: what its kernels make of the graph that NNCF writes."""
+"""int8 for OpenVINO: OpenVINO's kernels have to compute the graph that NNCF wrote."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from cpu_features import needs_vnni
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig, Task, make_task, run_task
+from accel.converters.quantize.stage import QuantizeConfig, Task, make_task, run_task
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.runtimes.base import open_session
-from accel.sources.onnx_file import open_onnx
-from accel.sources.onnx_weights import read_detached
+from accel.sources.onnx.file import open_onnx
+from accel.sources.onnx.weights import read_detached
 from accel.stage import run_stage
+from tests.support.cpu_features import needs_vnni
 
 CHANNELS = 8
 
 
 def small_unet(path: Path, size: int = 32) -> Artifact:
-    """One level: a skip connection that is pooled on the way down and, on the way up, meets what has no ReLU."""
+    """Makes a U-Net of one level. The skip connection of the U-Net is pooled on the way down and, on the way up,
+    concatenated with a tensor that has no ReLU."""
     rng = np.random.default_rng(1)
     weights: list[TensorProto] = []
 
@@ -54,9 +56,11 @@ def small_unet(path: Path, size: int = 32) -> Artifact:
     return open_onnx(path)
 
 
+@pytest.mark.proof
 def test_a_skip_connection_that_is_pooled(tmp_path: Path) -> None:
-    """Fails if OpenVINO computes something else than the int8 model says: of a signed tensor that is pooled and read
-    elsewhere too, as NNCF quantizes a skip connection, it loses a part (a relative error of 0.2 or more)."""
+    """Fails if OpenVINO's outputs differ from those of the int8 model. NNCF quantizes a skip connection to a signed
+    tensor. If such a tensor is pooled and has other readers too, OpenVINO computes it with a relative error of 0.2 or
+    more."""
     src = small_unet(tmp_path / "m.onnx")
     rng = np.random.default_rng(2)
     np.savez(tmp_path / "data.npz", x=rng.standard_normal((16, 3, 32, 32)).astype(np.float32))
@@ -75,15 +79,16 @@ def test_a_skip_connection_that_is_pooled(tmp_path: Path) -> None:
 
 
 def peak_of_nncf(task: Task) -> int:
-    """MiB that the child process which runs NNCF has held at most."""
-    from accel.converters.quantize_nncf import run_nncf
+    """Returns the peak memory in MiB of the child process that runs NNCF."""
+    from accel.converters.quantize.nncf import run_nncf
 
     run_nncf(task)
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
 
 
+@pytest.mark.proof
 def test_ten_times_the_samples_take_nncf_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations are collected: ten times as many are 83 MB more of images alone."""
+    """Fails if samples or activations pile up in memory: ten times as many images take 83 MB more by themselves."""
     src = small_unet(tmp_path / "m.onnx", 160)
     peaks = []
     for count in (30, 300):
@@ -93,5 +98,5 @@ def test_ten_times_the_samples_take_nncf_the_same_memory(tmp_path: Path) -> None
         folder.mkdir()
         model = read_detached(src.path)
         task = make_task(src, QuantizeConfig(form="openvino", data=data, samples=count), model, folder)
-        peaks.append(run_task("test_quantize_nncf:peak_of_nncf", task, model))
+        peaks.append(run_task(f"{__name__}:peak_of_nncf", task, model))
     assert peaks[1] - peaks[0] < 20, peaks

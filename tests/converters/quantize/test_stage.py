@@ -1,4 +1,4 @@
-"""int8 in the form each target wants: where the QDQ lies, what is left alone, and how far off the result is."""
+"""int8 in the form of each target: where the QDQ pairs are, which tensors stay float, and how large the error is."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from cpu_features import needs_vnni
 from onnx import TensorProto, helper, numpy_helper
 
-import accel.converters.quantize as module
-from accel import cpu
+import accel.converters.quantize.stage as module
+from accel import machine as machine_module
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import Child
-from accel.converters.cast import CastConfig, cast
-from accel.converters.histogram import Histogram, value_range
-from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
+from accel.converters.cast.stage import CastConfig, cast
+from accel.converters.quantize.histogram import Histogram, value_range
+from accel.converters.quantize.stage import QuantizeConfig, QuantizeFailed, quantize
 from accel.errors import BadData, ChildCrashed, UnknownName, UnsupportedHere
 from accel.runtimes.base import open_session
-from accel.sources.onnx_file import open_onnx, read_proto
+from accel.sources.onnx.file import open_onnx, read_proto
 from accel.stage import run_stage
+from tests.support.cpu_features import needs_vnni
 
 FLOAT = TensorProto.FLOAT
 CHANNELS = 32
@@ -52,7 +52,8 @@ def save(
 
 
 def conv_net(path: Path, opset: int = 17) -> Artifact:
-    """Two convolutions (one depthwise, its channels of very different size), a residual, pooling, a Gemm."""
+    """Makes a net of two convolutions, a residual, pooling and a Gemm. The second convolution is depthwise, and its
+    channels differ widely in size."""
     rng = np.random.default_rng(0)
     depthwise = rng.standard_normal((16, 1, 3, 3)) * np.logspace(-2, 1, 16)[:, None, None, None]
     constants = {
@@ -75,7 +76,7 @@ def conv_net(path: Path, opset: int = 17) -> Artifact:
 
 
 def attention_net(path: Path) -> Artifact:
-    """One attention layer with a residual; a few channels of its input are thirty times larger than the others."""
+    """Makes an attention layer with a residual. A few channels of its input are thirty times as large as the others."""
     rng = np.random.default_rng(0)
     scale = np.ones(CHANNELS, np.float32)
     scale[:2] = 30
@@ -109,7 +110,7 @@ def calibration(src: Artifact, path: Path, count: int = 16) -> Path:
 
 
 def error(src: Artifact, made: Artifact) -> float:
-    """Relative l2 on inputs that calibration has not seen. On some CPUs the test ends here, skipped."""
+    """Returns the relative l2 error on inputs that calibration hasn't seen. Skips the test on a CPU without VNNI."""
     needs_vnni()
     feeds = src.signature.example_inputs(seed=5, batch=4)
     with open_session(src, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:
@@ -118,7 +119,7 @@ def error(src: Artifact, made: Artifact) -> float:
 
 
 def quantized_inputs(made: Artifact) -> set[str]:
-    """The nodes whose first input comes out of a DequantizeLinear."""
+    """Returns the nodes whose first input comes from a DequantizeLinear."""
     graph = read_proto(made.path).graph
     dequantized = {n.output[0] for n in graph.node if n.op_type == "DequantizeLinear"}
     return {n.name for n in graph.node if n.input and n.input[0] in dequantized and n.op_type != "QuantizeLinear"}
@@ -135,8 +136,8 @@ def zero_points(made: Artifact) -> list[np.ndarray]:
 
 
 def test_ort_cpu_form(tmp_path: Path) -> None:
-    """Fails if activations are not uint8, weights not int8 with a scale a channel, if the residual breaks the chain of
-    int8, or the opset, IR, names or the dynamic batch move."""
+    """Fails if activations aren't uint8, if weights aren't int8 with a scale per channel, if the residual is computed
+    in float, or if the opset, the IR version, a name or the dynamic batch changes."""
     src = conv_net(tmp_path / "m.onnx")
     config = QuantizeConfig(form="ort-cpu", data=calibration(src, tmp_path / "d.npz"))
     made = run_stage("quantize", src, config, cache=StageCache(tmp_path / "cache"))
@@ -148,12 +149,12 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
     values = constants(made)
     assert values["w2_quantized"].dtype == np.int8
     assert values["w2_scale"].shape == (16,)
-    assert "Relu" not in Counter(n.op_type for n in read_proto(made.path).graph.node)  # inside the uint8 range
+    assert "Relu" not in Counter(n.op_type for n in read_proto(made.path).graph.node)  # no Relu: uint8 clips at 0
     assert error(src, made) < 0.03
 
 
 def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
-    """Fails if per_channel is not passed on: the small channels of the depthwise convolution would be zero."""
+    """Fails if per_channel isn't passed on: the small channels of the depthwise convolution would become zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     fine = quantize(src, QuantizeConfig(data=data, reduce_range=False), tmp_path / "a.onnx")
@@ -166,8 +167,8 @@ def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Fails if weights keep 8 bits on a CPU without VNNI or lose one on any other, if the manifest doesn't say which,
-    or if one CPU is given what the cache holds for the other."""
+    """Fails if weights keep 8 bits on a CPU without VNNI, if they lose a bit on another CPU, if the manifest doesn't
+    record reduce_range, or if one CPU gets the model that the cache holds for the other."""
     src = (conv_net if mode == "static" else attention_net)(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz") if mode == "static" else None
     for saturates, most in ((True, 64), (False, 127)):
@@ -188,24 +189,25 @@ def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.Monk
         ("x86_64", "fpu avx2 avx512_vnni", False),
         ("x86_64", "fpu avx2 avx_vnni", False),
         ("x86_64", "fpu avx2 avx512f", True),
-        ("AMD64", None, True),  # a system that doesn't say
+        ("AMD64", None, True),  # a system that doesn't report its CPU's instructions
         ("aarch64", None, False),
     ],
 )
 def test_which_cpus_saturate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str | None, saturates: bool
 ) -> None:
-    """Fails if the instructions of the CPU aren't what decides."""
+    """Fails if ``int8_saturates`` doesn't follow from the CPU's instructions."""
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor\t: 0\nvmx flags\t: vnmi\nflags\t\t: {flags}\nbugs\t\t: none\n\n")
-    monkeypatch.setattr(cpu, "_INFO", info)
-    monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
-    assert cpu.int8_saturates() is saturates
+    monkeypatch.setattr(machine_module, "_CPU_INFO", info)
+    monkeypatch.setattr(machine_module.platform, "machine", lambda: machine)
+    assert machine_module.int8_saturates() is saturates
 
 
 def test_dynamic_form(tmp_path: Path) -> None:
-    """Fails if attention's products or a residual are quantized, or data is asked for."""
+    """Fails if attention's products of activations or a residual are quantized, or if dynamic quantization
+    needs data."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
     ops = Counter(n.op_type for n in read_proto(made.path).graph.node)
@@ -218,7 +220,7 @@ def test_dynamic_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("form", "smooth"), [("ort-cpu", 0.85), ("tensorrt", 0.85), ("tensorrt", 0.0)])
 def test_attention_stays_whole(tmp_path: Path, form: str, smooth: float) -> None:
-    """Fails if a product of two activations is quantized, or the residual reads the quantized tensor."""
+    """Fails if a product of two activations is quantized, or if the residual reads the quantized tensor."""
     src = attention_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     made = quantize(src, QuantizeConfig(form=form, data=data, smooth=smooth), tmp_path / "o.onnx")
@@ -229,7 +231,7 @@ def test_attention_stays_whole(tmp_path: Path, form: str, smooth: float) -> None
 
 
 def test_outliers_are_smoothed(tmp_path: Path) -> None:
-    """Fails if smoothing is left out, changes the float32 meaning, or scales the wrong axis."""
+    """Fails if smoothing is left out, changes the float32 outputs, or scales the wrong axis."""
     src = attention_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     smooth = quantize(src, QuantizeConfig(form="tensorrt", data=data), tmp_path / "a.onnx")
@@ -238,11 +240,12 @@ def test_outliers_are_smoothed(tmp_path: Path) -> None:
     assert error(src, smooth) < 0.05
 
 
+@pytest.mark.proof
 def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
-    """Fails if a zero point, an int32 bias or a scale of another dtype is left that TensorRT-RTX refuses, or its int8
-    kernels are not used: quantize first, then cast."""
+    """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses, or if the engine
+    uses no int8 kernels. The model is quantized first and cast to fp16 after that."""
     pytest.importorskip("tensorrt_rtx_bindings")
-    from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
+    from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 
     for make in (conv_net, attention_net):
         src = make(tmp_path / f"{make.__name__}.onnx", **({"opset": 20} if make is conv_net else {}))
@@ -262,7 +265,7 @@ def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
 
 
 def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
-    """Fails if a cast is made around float32 scales: the engine would compute everything in float32."""
+    """Fails if a cast to fp16 keeps float32 scales: the engine would compute everything in float32."""
     src = conv_net(tmp_path / "m.onnx", opset=17)
     made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
     with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*--opset 19"):
@@ -270,7 +273,7 @@ def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
 
 
 def test_openvino_form(tmp_path: Path) -> None:
-    """Fails if NNCF's graph drifts from the contract, or prints, warns or phones home in this process."""
+    """Fails if NNCF's graph breaks the signature, or if NNCF prints, warns or sends telemetry in this process."""
     pytest.importorskip("nncf")
     for make, limit in ((conv_net, 0.05), (attention_net, 0.15)):
         src = make(tmp_path / f"{make.__name__}.onnx")
@@ -283,7 +286,7 @@ def test_openvino_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["ort-cpu", "openvino", "tensorrt"])
 def test_kept_nodes_stay_float32(tmp_path: Path, form: str) -> None:
-    """Fails if a pattern is ignored by one of the libraries."""
+    """Fails if one of the libraries ignores ``keep``."""
     if form == "openvino":
         pytest.importorskip("nncf")
     src = conv_net(tmp_path / "m.onnx")
@@ -296,7 +299,7 @@ def test_kept_nodes_stay_float32(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("method", ["entropy", "percentile"])
 def test_calibration_methods(tmp_path: Path, method: str) -> None:
-    """Fails if a method is unknown to the library, or one outlier in the data sets the whole range."""
+    """Fails if the library doesn't know a method, or if one outlier in the data sets the whole range."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=16)
     feeds["x"][0, 0, 0, 0] = 1000
@@ -308,8 +311,10 @@ def test_calibration_methods(tmp_path: Path, method: str) -> None:
     assert error(src, made) < error(src, plain)
 
 
+@pytest.mark.proof
 def test_the_least_squared_error(tmp_path: Path) -> None:
-    """Fails if the range that mse finds doesn't get into the file: it cuts off a little of what is spread widely."""
+    """Fails if the scale in the file isn't that of the method mse, whose range is smaller than that of minmax on
+    heavy-tailed inputs."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=64)
     feeds["x"] = np.random.default_rng(3).standard_t(3, feeds["x"].shape).astype(np.float32)
@@ -327,13 +332,13 @@ def test_the_least_squared_error(tmp_path: Path) -> None:
 
 
 def test_without_data_it_says_so(tmp_path: Path) -> None:
-    """Fails if random calibration passes for the real thing."""
+    """Fails if a model that was calibrated on random inputs carries no warning."""
     made = quantize(attention_net(tmp_path / "m.onnx"), QuantizeConfig(), tmp_path / "o.onnx")
     assert "random inputs" in made.notes["warning"]
 
 
 def test_data_that_does_not_fit_stops_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if NaN reaches the calibrator, or a child is started first."""
+    """Fails if NaN reaches the calibrator, or if a child process starts before the data is checked."""
     src = conv_net(tmp_path / "m.onnx")
     np.savez(tmp_path / "d.npz", x=np.full((4, 3, 16, 16), np.nan, np.float32))
     monkeypatch.setattr(module, "run_task", lambda *_: pytest.fail("started"))
@@ -342,14 +347,14 @@ def test_data_that_does_not_fit_stops_before_any_work(tmp_path: Path, monkeypatc
 
 
 def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
-    """Fails if a wrong word or a wrong source gives a traceback from inside a library."""
+    """Fails if an unknown option or an unsuitable source ends in a traceback from inside a library."""
     src = conv_net(tmp_path / "m.onnx")
     out = tmp_path / "o.onnx"
     for config, message in (
         (QuantizeConfig(form="gpu"), "ort-cpu or openvino or tensorrt"),
         (QuantizeConfig(form="tensorrt", mode="dynamic"), "mode"),
         (QuantizeConfig(calibration="best"), "minmax or entropy or percentile"),
-        (QuantizeConfig(keep=("Nothing*",)), "no node is called"),
+        (QuantizeConfig(keep=("Nothing*",)), "no node and no operator is called"),
     ):
         with pytest.raises(UnknownName, match=message):
             quantize(src, config, out)
@@ -366,7 +371,7 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
 
 
 def environment_of(pid: int) -> list[str]:
-    """Of a process that was just started: for a moment the kernel shows none."""
+    """Returns the environment of a process that was just started. Waits for it, because the kernel first shows none."""
     deadline = time.monotonic() + 20
     while "TMPDIR=" not in (found := Path(f"/proc/{pid}/environ").read_text()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -374,8 +379,8 @@ def environment_of(pid: int) -> list[str]:
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the libraries' temporary files outlive a run, an interrupt or a crash: they leave some where they were
-    started, some beside their input, and in the system's temporary folder when they are killed."""
+    """Fails if a library's temporary files outlive a run, an interrupt or a crash. The libraries write files to the
+    working directory and beside their input. If they are killed, they leave files in the system's temporary folder."""
     src = conv_net(tmp_path / "m.onnx")
     monkeypatch.chdir(tmp_path)
     quantize(src, QuantizeConfig(), tmp_path / "o.onnx")
@@ -394,8 +399,9 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(seen) == 2
 
 
+@pytest.mark.proof
 def test_real_model(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if real weights come out much further off than measured when the forms were chosen (0.06 to 0.08)."""
+    """Fails if a real net's error is much larger than measured when the forms were chosen (0.06 to 0.08)."""
     made = quantize(minilm, QuantizeConfig(form="ort-cpu", data=minilm_data, samples=16), tmp_path / "o.onnx")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
     with open_session(minilm, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:

@@ -1,4 +1,5 @@
-"""Weights alone in 8 or 4 bits: what becomes small, what stays, and that both CPU runtimes compute it."""
+"""Weight-only quantization to 8 or 4 bits: which weights shrink, which stay, and that both CPU runtimes run
+the model."""
 
 from __future__ import annotations
 
@@ -8,27 +9,28 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx_builder import FLOAT, artifact
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig
-from accel.converters.quantize import QuantizeConfig, QuantizeFailed, quantize
+from accel.converters.quantize.stage import QuantizeConfig, QuantizeFailed, quantize
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.errors import UnknownName, UnsupportedHere
-from accel.optimizer import recipes as module
-from accel.optimizer.recipes import Request, recipes
+from accel.optimizer.recipes import steps as module
+from accel.optimizer.recipes.candidates import recipes
+from accel.optimizer.recipes.recipe import RecipeRequest
+from accel.proof.gates import OutputGate
 from accel.runtimes.base import open_session
-from accel.sources.onnx_file import read_proto
+from accel.sources.onnx.file import read_proto
 from accel.stage import run_stage
-from accel.target import Target
-from accel.verify.gates import OutputGate
+from accel.tables.target import Target
+from tests.support.onnx_builder import FLOAT, artifact
 
 MODES = ("int8-weights", "int4-weights")
-LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # what rounding blocks of 32 normal weights to 15 steps costs
+LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # the error of rounding blocks of 32 normal weights to 15 steps
 
 
 def linear_net(path: Path, opset: int) -> Artifact:
-    """Two large layers and a small one."""
+    """Makes a net of two large layers and a small one."""
     rng = np.random.default_rng(0)
     constants = {
         "w1": rng.standard_normal((256, 512)) / 16,
@@ -55,7 +57,7 @@ def linear_net(path: Path, opset: int) -> Artifact:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Fails if a large product keeps its float32 weights, the small one loses them, or the numbers are off."""
+    """Fails if a large product keeps its float32 weights, the small product loses them, or the outputs are off."""
     src = linear_net(tmp_path / "m.onnx", opset)
     gates = [OutputGate(limit=LIMITS[mode])]
     made = run_stage("quantize", src, QuantizeConfig(mode=mode), gates=gates, cache=StageCache(tmp_path / "cache"))
@@ -72,10 +74,12 @@ def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
     assert made.path.stat().st_size < {"int8": 0.31, "int4": 0.19}[mode[:4]] * src.path.stat().st_size
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Fails if NNCF's form of an opset can't be converted, is widened again in the IR, or the small layer changes."""
+    """Fails if NNCF's model can't be converted to IR, if the IR holds the weights in more bits, or if the small layer
+    is quantized."""
     pytest.importorskip("nncf")
     src = linear_net(tmp_path / "m.onnx", opset)
     cache = StageCache(tmp_path / "cache")
@@ -90,7 +94,8 @@ def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:
-    """Fails if ``keep`` or ``smallest`` is ignored, or nothing to do passes for done."""
+    """Fails if ``keep`` or ``smallest`` is ignored, if a model without weights to quantize passes for quantized, or if
+    an unsupported request isn't refused."""
     src = linear_net(tmp_path / "m.onnx", 17)
     for form in ("ort-cpu", "openvino"):
         made = quantize(src, QuantizeConfig(form=form, mode="int4-weights", keep=("first",)), tmp_path / "k.onnx")
@@ -108,12 +113,13 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
 
 
 def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if every small model is tried in four bits, a large one isn't, or asking for it doesn't help."""
+    """Fails if every small model is tried in four bits, a large model isn't, or --precision int4 can't force the
+    attempt."""
     src = linear_net(tmp_path / "m.onnx", 17)
 
     def names(*precisions: str) -> list[str]:
         targets = (Target.get("ort-cpu"), Target.get("openvino"))
-        request = Request(targets=targets, precisions=precisions or None, data=None, samples=0, threads=1)
+        request = RecipeRequest(targets=targets, precisions=precisions or None, data=None, samples=0, threads=1)
         return [recipe.name for recipe in recipes(src, request)[0]]
 
     assert not [name for name in names() if "int4" in name or "weights" in name]
@@ -122,8 +128,9 @@ def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monk
     assert {"ort-cpu int8 weights", "ort-cpu int4", "openvino int4"} <= set(names())
 
 
+@pytest.mark.proof
 def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
-    """Fails if --precision int4 is no word of the command, or its result isn't judged."""
+    """Fails if the command rejects --precision int4, or if the result isn't judged."""
     src = linear_net(tmp_path / "m.onnx", 17)
     done = cli(  # type: ignore[operator]
         "optimize", src.path, "-o", tmp_path / "out", "--target", "ort-cpu", "--precision", "int4",
@@ -138,9 +145,10 @@ def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
         assert session.run(src.signature.example_inputs())["y"].shape[1] == 8
 
 
+@pytest.mark.proof
 def test_verify_and_bisect_know_int4(tmp_path: Path, cli: object) -> None:
-    """Fails if either command has no limit for what --precision int4 makes, calls the rounding of its weights a
-    difference, or lets weights pass that are others."""
+    """Fails if `verify` or `bisect` has no limit for int4 models, reports the rounding of their weights as a
+    difference, or accepts a model with other weights."""
     import json
 
     pytest.importorskip("nncf")

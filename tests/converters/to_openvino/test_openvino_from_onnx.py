@@ -14,18 +14,18 @@ from onnx import TensorProto, helper, numpy_helper
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import run_in_child
-from accel.converters import openvino_from_onnx as stage_module
-from accel.converters.openvino_from_onnx import (
+from accel.converters.graph.read_ir import describe
+from accel.converters.to_openvino import openvino_from_onnx as stage_module
+from accel.converters.to_openvino.openvino_from_onnx import (
     IrNotBuilt,
     OpenVinoFromOnnxConfig,
-    describe,
     openvino_from_onnx,
 )
 from accel.errors import InvalidModel
+from accel.proof.gates import OutputGate
 from accel.signature import DimRange
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
-from accel.verify.gates import OutputGate
 
 ov = pytest.importorskip("openvino")
 
@@ -51,7 +51,7 @@ def save(
 
 
 def net(path: Path, dtype: int = FLOAT) -> Path:
-    """A convolution over images of any size, with a second output that is the input itself under another name."""
+    """Makes a convolution over images of any size. A second output returns the input under another name."""
     rng = np.random.default_rng(0)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     nodes = [
@@ -83,7 +83,8 @@ def ir(source: Artifact, tmp_path: Path) -> Artifact:
 
 
 def test_the_stage_keeps_the_contract_and_the_outputs(source: Artifact, tmp_path: Path) -> None:
-    """Fails if a name, a dynamic dim or a range is lost, or if the IR computes something else (weights in 16 bits)."""
+    """Fails if a name, a dynamic dim or a range is lost, or if the outputs change, as they do with weights
+    in 16 bits."""
     made = run_stage(
         "openvino_from_onnx",
         source,
@@ -100,7 +101,7 @@ def test_the_stage_keeps_the_contract_and_the_outputs(source: Artifact, tmp_path
 
 
 def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> None:
-    """Fails if names of dynamic dims live only in the manifest: the two files alone have to tell them."""
+    """Fails if only the manifest names the dynamic dims: the .xml and .bin files alone have to name them."""
     moved = tmp_path / "elsewhere.xml"
     moved.write_bytes(ir.path.read_bytes())
     moved.with_suffix(".bin").write_bytes(ir.path.with_suffix(".bin").read_bytes())
@@ -114,7 +115,7 @@ def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> No
 
 
 def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an IR without our record can't be read, or if its dims get names that clash between tensors."""
+    """Fails if an IR without accel's record can't be read, or if the names of its dims clash between tensors."""
     path = tmp_path / "foreign.xml"
     ov.save_model(ov.Core().read_model(str(source.path)), str(path), compress_to_fp16=False)
     signature, _ = describe(path)
@@ -123,8 +124,8 @@ def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> No
 
 
 def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path) -> None:
-    """Fails if describe repeats what the stage wrote down where the model itself says otherwise: a baked-in batch and
-    a lost name have to show."""
+    """Fails if describe repeats the stage's record although the model contradicts it: a fixed batch and a lost name
+    have to show."""
     model = ov.Core().read_model(str(source.path))
     model.reshape({"image": [2, 3, -1, -1]})
     record = (
@@ -142,7 +143,7 @@ def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path
     "record", ["not json", "[]", '{"inputs": 3, "outputs": []}', '{"inputs": [{}], "outputs": []}']
 )
 def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None:
-    """Fails if what stands in the record is believed without a look."""
+    """Fails if a damaged record is used without validation."""
     model = ov.Core().read_model(str(source.path))
     model.set_rt_info(record, ["accel", "signature"])
     path = tmp_path / "planted.xml"
@@ -152,7 +153,7 @@ def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None
 
 
 def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: Path) -> None:
-    """Fails if time, paths or order reach the IR: then the manifest's hashes would mean nothing."""
+    """Fails if the IR depends on time, paths or order: the manifest's hashes would then mean nothing."""
     again = openvino_from_onnx(source, OpenVinoFromOnnxConfig(), tmp_path / "net.xml")
     assert [file.read_bytes() for file in again.files] == [file.read_bytes() for file in ir.files]
     assert sorted(p.name for p in ir.path.parent.iterdir()) == ["net.bin", "net.xml"]
@@ -162,7 +163,7 @@ def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: 
     ("dtype", "precision"), [(TensorProto.FLOAT16, "fp16"), (TensorProto.BFLOAT16, "bf16")], ids=["fp16", "bf16"]
 )
 def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
-    """Fails if inputs, outputs or weights of a cast model change their type on the way."""
+    """Fails if inputs, outputs or weights of a cast model change their dtype."""
     src = open_onnx(net(tmp_path / "half.onnx", dtype), probe=False)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "half.xml")
     assert {s.dtype for s in (*made.signature.inputs, *made.signature.outputs)} == {src.signature.inputs[0].dtype}
@@ -171,7 +172,7 @@ def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["weights", "activations"])
 def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
-    """Fails if the precision of a QDQ model is taken for that of its scales or of what is left in float."""
+    """Fails if the precision of a QDQ model is read from its scales or from its remaining float tensors."""
     qdq = ["scale", "zero"]
     if what == "weights":
         nodes = [
@@ -196,7 +197,7 @@ def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
-    """Fails if OpenVINO's refusal comes without the operator or the fix, or leaves files behind."""
+    """Fails if the error for OpenVINO's refusal doesn't name the operator and the fix, or if files stay behind."""
     node = helper.make_node("NoSuchOperator", ["x"], ["y"])
     out = tmp_path / "out"
     out.mkdir()
@@ -208,8 +209,8 @@ def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the refusal of a loop advises another opset, which can't help, is cut within a word, or names neither
-    the operator nor what runs it."""
+    """Fails if the error for a refused loop advises another opset, which can't help, is cut within a word, or doesn't
+    name the operator and a target that can run it."""
     step = helper.make_node("Add", ["carried", "carried"], ["next"])
     go, still = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "still"))
     body = helper.make_graph(
@@ -232,7 +233,7 @@ def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
 def test_a_crash_of_the_converter_is_a_failed_build(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a converter that dies takes the caller along or leaves files behind."""
+    """Fails if a crash of the converter kills the caller or leaves files behind."""
     out = tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(stage_module, "run_in_child", lambda _target, **_arguments: run_in_child("os:abort"))
@@ -243,7 +244,7 @@ def test_a_crash_of_the_converter_is_a_failed_build(
 
 @pytest.mark.parametrize("content", [b"", b"this is a text file, not a model\n" * 9], ids=["empty", "text"])
 def test_files_that_are_no_onnx(content: bytes, source: Artifact, tmp_path: Path) -> None:
-    """Fails if such a file gets as far as the converter."""
+    """Fails if a file that is no ONNX model reaches the converter."""
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
     with pytest.raises(InvalidModel, match="export it again"):
@@ -265,9 +266,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_ir(damage: str, ir: Artifact) -> None:
-    """Fails if a damaged IR is described as if it were whole, or ends in OpenVINO's own error."""
+    """Fails if a damaged IR is described as if it were intact, or if the error is OpenVINO's own."""
     DAMAGES[damage](ir.path)
     with pytest.raises(InvalidModel, match=r"convert it again|put both in one folder") as caught:
         describe(ir.path)
     assert "\n" not in str(caught.value)
-    assert "src/" not in str(caught.value)  # OpenVINO's own source lines are no help
+    assert "src/" not in str(caught.value)  # a message without OpenVINO's source lines, which don't help the user

@@ -1,4 +1,4 @@
-"""What a quantized model averages over is what OpenVINO computes."""
+"""OpenVINO computes a quantized model's reductions as the model defines them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx_builder import FLOAT, artifact, node
 
 from accel.artifact import Artifact
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig, openvino_from_onnx
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig, openvino_from_onnx
 from accel.runtimes.base import open_session
+from tests.support.onnx_builder import FLOAT, artifact, node
 
 pytest.importorskip("openvino")
 
 
 def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True, also: bool = False) -> Artifact:
-    """Tokens put together, each channel scaled by its own factor, quantized, a product: SmoothQuant before a head.
-    ``also``: what is put together is an output too."""
+    """Makes a model that reduces tokens, scales each channel, quantizes and multiplies, like SmoothQuant before a head.
+    ``also`` makes the reduced tensor an output too."""
     rng = np.random.default_rng(0)
     nodes = [node(operator, "x axes", "pooled", keepdims=0), node("Mul", "pooled factors", "smooth")]
     if quantized:
@@ -41,8 +41,8 @@ def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True
 @pytest.mark.parametrize("operator", ["ReduceMean", "ReduceMax", "ReduceSum", "ReduceL2"])
 @pytest.mark.parametrize(("axes", "also"), [([1], False), ([-2], True)])
 def test_what_is_reduced_before_it_is_quantized(tmp_path: Path, operator: str, axes: list[int], also: bool) -> None:
-    """Fails if OpenVINO takes the factors of the channels for those of another axis (errors of 40% to 75% in 2026.4),
-    or if the outputs are called or shaped otherwise."""
+    """Fails if OpenVINO applies the channels' factors along another axis (errors of 40% to 75% in 2026.4), or if the
+    names or shapes of the outputs change."""
     src = pooled(tmp_path / "m.onnx", operator, axes, also=also)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "m.xml")
     assert made.notes["reductions_rewritten"] == 1
@@ -51,12 +51,12 @@ def test_what_is_reduced_before_it_is_quantized(tmp_path: Path, operator: str, a
     with open_session(src) as one, open_session(made) as two:
         wanted, found = one.run({"x": x}), two.run({"x": x})
     for name, value in wanted.items():
-        # A value on the edge of two int8 steps may take either.
+        # A value on the edge between two int8 steps may be rounded to either.
         assert np.linalg.norm(found[name] - value) < 2e-3 * np.linalg.norm(value), name
 
 
 def test_what_is_not_quantized_stays_as_it_is(tmp_path: Path) -> None:
-    """Fails if a model of floats, which OpenVINO computes rightly, is rewritten."""
+    """Fails if a float model, which OpenVINO computes correctly, is rewritten."""
     src = pooled(tmp_path / "m.onnx", "ReduceMean", [1], quantized=False)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "m.xml")
     assert made.notes["reductions_rewritten"] == 0

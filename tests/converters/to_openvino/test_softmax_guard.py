@@ -1,4 +1,4 @@
-"""torch's guard behind softmax: taken out where it can't act, left where it can, and the outputs are the same."""
+"""torch's NaN guard after softmax: removed if it can't act, kept if it can, with the same outputs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from cpu_features import has_bf16
-from onnx_builder import FLOAT, artifact, node
 
 from accel.artifact import Artifact
-from accel.converters.openvino_from_onnx import OpenVinoFromOnnxConfig, openvino_from_onnx
+from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig, openvino_from_onnx
 from accel.runtimes.base import SessionOptions, open_session
+from tests.support.cpu_features import has_bf16
+from tests.support.onnx_builder import FLOAT, artifact, node
 
 pytest.importorskip("openvino")
 
@@ -21,7 +21,8 @@ BOOL = onnx.TensorProto.BOOL
 
 
 def attention(path: Path, mask: str, scores: str = "MatMul") -> Artifact:
-    """softmax(q @ k + mask), guarded. ``mask``: ``lowest`` or ``-inf`` where ``seen`` is false, or an input."""
+    """Makes a guarded softmax(q @ k + mask). If ``mask`` is "input", the mask is an input. Otherwise it is the lowest
+    number or -inf wherever ``seen`` is false."""
     nodes = [
         node("MatMul", "q k", "product"),
         node("Identity" if scores == "MatMul" else scores, "product", "scores"),
@@ -51,7 +52,8 @@ def convert(src: Artifact, folder: Path) -> tuple[Artifact, int]:
 def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same(
     precision: str, tmp_path: Path
 ) -> None:
-    """Would fail if the guard stayed (attention isn't fused), or if the lowest number became -inf in bfloat16 (NaN)."""
+    """Fails if the guard stays, which prevents fused attention, or if the lowest number becomes -inf in bfloat16, which
+    gives NaN."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     src = attention(tmp_path / "a.onnx", "lowest")
@@ -70,7 +72,7 @@ def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same
 
 @pytest.mark.parametrize(("mask", "scores"), [("-inf", "MatMul"), ("input", "MatMul"), ("lowest", "Log")])
 def test_a_guard_that_can_act_stays(mask: str, scores: str, tmp_path: Path) -> None:
-    """Would fail if a mask that holds or may hold -inf, or scores that may, counted as finite: rows would be NaN."""
+    """Fails if the guard is removed although the mask or the scores may be -inf: fully masked rows would be NaN."""
     src = attention(tmp_path / "a.onnx", mask, scores)
     made, removed = convert(src, tmp_path)
     assert removed == 0

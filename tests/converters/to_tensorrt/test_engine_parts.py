@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from accel.converters.build_progress import BuildProgress
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig, build_options
-from accel.converters.kernel_table import parse_layers, summary
-from accel.converters.tensorrt_build import _make_compatible
+from accel.converters.to_tensorrt.build import _make_compatible
+from accel.converters.to_tensorrt.build_progress import BuildProgress
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, build_options
+from accel.converters.to_tensorrt.kernel_table import parse_layers, summary
 from accel.errors import BadInputSpec, UnknownName, UnsupportedHere
 from accel.runtimes.engine_options import engine_option_words, parse_engine_options
 from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabilities
@@ -18,7 +18,7 @@ from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabil
 
 @pytest.mark.parametrize("bad", ["sm_86", "8", "8.6.1", "", "eight.six"])
 def test_unreadable_compute_capability(bad: str) -> None:
-    """Fails if a capability is taken as written."""
+    """Fails if a compute capability that isn't of the form major.minor is accepted."""
     with pytest.raises(BadInputSpec, match=r"write major\.minor, e\.g\. 8\.6"):
         EngineFromOnnxConfig(compute_capabilities=(bad,))
 
@@ -29,19 +29,20 @@ def test_unreadable_compute_capability(bad: str) -> None:
     ids=str,
 )
 def test_options_out_of_range(wrong: dict[str, int]) -> None:
-    """Fails if a value that TensorRT would silently replace by its default goes through."""
+    """Fails if a value is accepted that TensorRT would silently replace with its default."""
     with pytest.raises(BadInputSpec, match="can't be"):
         EngineFromOnnxConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_unknown_toolkit() -> None:
-    """Fails if a toolkit that doesn't exist is only found out when the build starts."""
+    """Fails if an unknown toolkit is only detected when the build starts."""
     with pytest.raises(UnknownName, match="use one of tensorrt-rtx, tensorrt"):
         EngineFromOnnxConfig(toolkit="tensor-rt")
 
 
 def test_capabilities_are_probed_on_the_toolkit() -> None:
-    """Fails if the names are a table of ours, or if a toolkit without the choice takes one."""
+    """Fails if the compute capabilities come from a table in accel instead of the toolkit, or if a toolkit that builds
+    only for its own GPU accepts one."""
     members = {"NONE": 0, "CURRENT": 1, "SM120": 120, "SM75": 75, "SM86": 86}
     rtx = SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))
     assert offered_capabilities(rtx) == {"7.5": 75, "8.6": 86, "12.0": 120}
@@ -70,8 +71,8 @@ LISTING = "\n".join(
 
 
 def test_kernel_listing_is_read_as_it_stands() -> None:
-    """Fails if brackets, commas or separators in names shift the fields, constants count as inputs, or lines after the
-    kernels count as kernels."""
+    """Fails if brackets, commas or separators in names shift the fields, if constants count as inputs, or if lines
+    after the kernels count as kernels."""
     rows = parse_layers(LISTING)
     assert rows[0] == {
         "name": "a+b, [c]_myl0_0",
@@ -91,7 +92,7 @@ def test_kernel_listing_is_read_as_it_stands() -> None:
 
 
 def test_progress_of_nested_phases() -> None:
-    """Fails if an inner phase isn't counted as part of its parent's step, or if the bar goes back."""
+    """Fails if an inner phase isn't counted as part of its parent's step, or if the progress goes back."""
     progress = BuildProgress()
     assert progress.fraction == 0
     progress.start("build", None, 4)
@@ -110,7 +111,8 @@ def test_progress_of_nested_phases() -> None:
 
 
 def test_engine_options_come_back_in_the_rebuild_command() -> None:
-    """Fails if an option is read as another, a unit is wrong, or a rebuild would ask for another build."""
+    """Fails if an option is parsed as another option or with the wrong unit, or if the rebuild command asks for another
+    build."""
     texts = ["builder-level=0", "workspace=2GiB", "version-compatible=yes", "hardware=ampere-plus"]
     found = parse_engine_options(texts)
     assert found == {
@@ -136,20 +138,21 @@ def test_engine_options_come_back_in_the_rebuild_command() -> None:
     ],
 )  # fmt: skip
 def test_engine_options_that_are_none(text: str) -> None:
-    """Fails if an option that can't be read is left out without a word."""
+    """Fails if an unreadable option is silently ignored."""
     with pytest.raises(BadInputSpec, match=r"can't read --engine .*; write"):
         parse_engine_options([text])
 
 
 @pytest.mark.parametrize("options", [{"version_compatible": True}, {"hardware": "ampere-plus"}])
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
-    """Fails if it is asked for all the same: one of them breaks the build, the other is ignored without a word."""
+    """Fails if TensorRT-RTX accepts one of these options. The first breaks the build, and TensorRT-RTX silently ignores
+    the second."""
     with pytest.raises(UnsupportedHere, match="--compute-capability for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 
 
 def test_compatibility_is_asked_of_the_builder() -> None:
-    """Fails if it isn't, or where this TensorRT has none."""
+    """Fails if the builder isn't given these options, or if a level that this TensorRT doesn't have isn't refused."""
     flags: list[str] = []
     toolkit = SimpleNamespace(
         BuilderFlag=SimpleNamespace(VERSION_COMPATIBLE="compatible"),

@@ -1,4 +1,5 @@
-"""What an engine can't be built from, and engines that are damaged: each is named, nothing is left behind."""
+"""Sources that no engine can be built from, and damaged engines: the error names the cause, and no file is
+left behind."""
 
 from __future__ import annotations
 
@@ -12,16 +13,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from engine_models import opened, relu, save, two_inputs, value
 from onnx import TensorProto, helper
 
 import accel
 from accel.artifact import Artifact, Manifest, file_sha256, manifest_path
 from accel.cache import StageCache
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBuilt, check_engine, engine_from_onnx
+from accel.converters.to_tensorrt.engine_from_onnx import (
+    EngineFromOnnxConfig,
+    EngineNotBuilt,
+    check_engine,
+    engine_from_onnx,
+)
 from accel.errors import AccelError, InvalidModel, MissingExtra, SignatureDrift, UnsupportedHere
 from accel.runtimes.base import RUNTIMES
 from accel.stage import run_stage
+from tests.support.engine_models import opened, relu, save, two_inputs, value
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -46,7 +52,8 @@ def truncated(path: Path) -> Path:
 def test_files_that_are_no_model(
     broken: Callable[[Path], Path], source: Artifact, tmp_path: Path, folder: Path
 ) -> None:
-    """Fails if such a file reaches TensorRT's parser, which takes an empty or text file for an empty network."""
+    """Fails if a file that is no model reaches TensorRT's parser, which takes an empty file or a text for an empty
+    network."""
     src = replace(source, path=broken(folder / f"{broken.__name__}.onnx"))
     with pytest.raises(InvalidModel, match="export it again"):
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
@@ -54,7 +61,8 @@ def test_files_that_are_no_model(
 
 
 def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the checker isn't asked: TensorRT builds this one and gives another shape than the file declares."""
+    """Fails if the build skips the ONNX checker. TensorRT builds this model and returns another shape than
+    it declares."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     path = save(tmp_path / "model.onnx", [node], [value("x", [4, 8])], [value("y", [4, 9])])
     with pytest.raises(InvalidModel, match=r"fails the ONNX checker .*; export it again"):
@@ -63,7 +71,8 @@ def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_never_take_the_caller_down(seed: int, source: Artifact, tmp_path: Path) -> None:
-    """Fails if a corrupt model ends in anything but an engine or an error of ours with nothing left behind."""
+    """Fails if a corrupt model leads to anything but an engine or an AccelError, or if an error leaves a
+    file behind."""
     rng = np.random.default_rng(seed)
     content = bytearray(source.path.read_bytes())
     for position in rng.integers(0, len(content), 8):
@@ -85,7 +94,7 @@ def one_node(path: Path, op: str, domain: str = "", **attributes: Any) -> Path:
 
 
 def quantized(path: Path, dtype: str | None, zero: int) -> Path:
-    """QuantizeLinear and DequantizeLinear with this zero point; None leaves it out."""
+    """Makes a model of QuantizeLinear and DequantizeLinear with this zero point, or without one if `dtype` is None."""
     tail = [] if dtype is None else ["zero"]
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "scale", *tail], ["q"], name="culprit"),
@@ -115,7 +124,7 @@ def mixed_types(path: Path) -> Path:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an unknown operator": (lambda p: one_node(p, "NoSuchOperator"), r"culprit.*NoSuchOperator.*; rewrite it"),
     "an operator of another domain": (lambda p: one_node(p, "Own", "my.domain"), r"culprit.*Own.*; rewrite it"),
-    # TensorRT takes this one without a word and reads 0..255 as -128..127.
+    # TensorRT silently accepts this graph and reads 0..255 as -128..127.
     "unsigned QDQ": (lambda p: quantized(p, "uint8", 0), r"culprit.*no uint8.*; quantize it symmetrically"),
     "asymmetric unsigned QDQ": (lambda p: quantized(p, "uint8", 128), r"culprit.*no uint8.*; quantize it symmetr"),
     "QDQ without a zero point": (lambda p: quantized(p, None, 0), r"culprit.*no uint8.*; quantize it symmetrically"),
@@ -126,7 +135,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_graphs_name_the_node_and_the_fix(what: str, tmp_path: Path) -> None:
-    """Fails if TensorRT's refusal comes without the node, the reason or what to do, or if it is silently built."""
+    """Fails if TensorRT's refusal doesn't name the node, the cause and the fix, or if the graph is silently built."""
     make, message = REFUSED[what]
     src = replace(opened(relu(tmp_path / "relu.onnx", [4, 8])), path=make(tmp_path / "model.onnx"))
     with pytest.raises(EngineNotBuilt, match=message) as caught:
@@ -137,14 +146,14 @@ def test_refused_graphs_name_the_node_and_the_fix(what: str, tmp_path: Path) -> 
 
 
 def test_symmetric_int8_builds(tmp_path: Path) -> None:
-    """Fails if the refusal of unsigned QDQ also hits the form that TensorRT wants."""
+    """Fails if the refusal of unsigned QDQ also hits symmetric int8, which TensorRT requires."""
     src = opened(quantized(tmp_path / "int8.onnx", "int8", 0))
     made = engine_from_onnx(src, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
     assert made.properties["precision"] == "int8"
 
 
 def test_types_that_dont_match_are_refused(tmp_path: Path) -> None:
-    """Fails if float32 weights under bfloat16 inputs come back as a checker or parser message without the fix."""
+    """Fails if the error for float32 weights with bfloat16 inputs doesn't name the fix."""
     path = mixed_types(tmp_path / "mixed.onnx")
     src = replace(opened(relu(tmp_path / "relu.onnx", [4, 8])), path=path)
     with pytest.raises((EngineNotBuilt, InvalidModel), match=r"cast the model again|export it again"):
@@ -152,15 +161,15 @@ def test_types_that_dont_match_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
-    """Fails if TensorRT, which makes float64 float32 without a word, is given such a model, or if the signature of an
-    engine is copied from its source instead of read from what was built."""
+    """Fails if a float64 model reaches TensorRT, which silently reads it as float32, or if an engine's signature is
+    copied from its source instead of read from the engine."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
 
     def saved(kind: int) -> Artifact:
         return opened(save(tmp_path / f"{kind}.onnx", [node], [value("x", [4, 8], kind)], [value("y", [4, 8], kind)]))
 
     double = saved(TensorProto.DOUBLE)
-    with pytest.raises(EngineNotBuilt, match=r"nodes 'x' .*'y' .*: TensorRT takes float64 for float32"):
+    with pytest.raises(EngineNotBuilt, match=r"nodes 'x' .*'y' .*: TensorRT reads float64 as float32"):
         engine_from_onnx(double, EngineFromOnnxConfig(), tmp_path / "m.engine")
     claimed = replace(saved(TensorProto.FLOAT), signature=double.signature)
     with pytest.raises(SignatureDrift, match="float64"):
@@ -168,7 +177,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if a model that takes a shape as a value is built without a range for it."""
+    """Fails if a model with a shape as an input is built without a range for this input."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))
@@ -177,7 +186,8 @@ def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_compute_capability_lists_what_there_is(source: Artifact, tmp_path: Path) -> None:
-    """Fails if 9.0, which TensorRT-RTX has no code for, isn't refused with the list."""
+    """Fails if TensorRT-RTX accepts 9.0, which it has no code for, or if the error doesn't list the capabilities it
+    has."""
     with pytest.raises(UnsupportedHere, match=r"9\.0; it offers .*8\.6.*12\.0"):
         engine_from_onnx(source, EngineFromOnnxConfig(compute_capabilities=("9.0",)), tmp_path / "m.engine")
     assert list(tmp_path.iterdir()) == []
@@ -187,7 +197,7 @@ def test_unknown_compute_capability_lists_what_there_is(source: Artifact, tmp_pa
 def test_missing_extra_is_named(
     toolkit: str, source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a toolkit that isn't installed ends in an ImportError."""
+    """Fails if a missing toolkit ends in an ImportError."""
     monkeypatch.setitem(RUNTIMES, toolkit, replace(RUNTIMES[toolkit], module="not_installed_anywhere"))
     with pytest.raises(MissingExtra, match=rf'pip install "accel-toolchain\[{toolkit}\]"'):
         engine_from_onnx(source, EngineFromOnnxConfig(toolkit=toolkit), tmp_path / "m.engine")
@@ -207,7 +217,7 @@ def test_weights_outside_the_folder_are_refused(source: Artifact, tmp_path: Path
 
 
 def test_a_good_engine_passes_the_check(engine: Artifact) -> None:
-    """Fails if the check can't tell a machine without a GPU from a damaged engine."""
+    """Fails if the check reports a good engine as damaged on a machine without a GPU."""
     assert check_engine(engine.path) is None
 
 
@@ -232,7 +242,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_engines_are_found(damage: str, engine: Artifact, tmp_path: Path) -> None:
-    """Fails if a file that is no whole engine passes where there is neither a GPU nor a sidecar."""
+    """Fails if a damaged engine passes on a machine without a GPU and without the engine's manifest."""
     path = tmp_path / "copy.engine"
     path.write_bytes(DAMAGES[damage](engine.path.read_bytes()))
     problem = check_engine(path)
@@ -242,7 +252,7 @@ def test_damaged_engines_are_found(damage: str, engine: Artifact, tmp_path: Path
 
 
 def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Path) -> None:
-    """Fails if the check trusts the header alone: nothing else in the file tells that a weight changed."""
+    """Fails if the check only reads the header. Only the hash in the manifest shows that a weight changed."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     assert check_engine(copy.path) is None
     content = bytearray(copy.path.read_bytes())
@@ -252,8 +262,8 @@ def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Pat
 
 
 def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Path, cli: Any) -> None:
-    """Fails if `accel inspect --check` passes an engine that its toolkit refuses because the hashes hold, or refuses a
-    good one."""
+    """Fails if `accel inspect --check` passes an engine whose hashes match but that its toolkit refuses, or refuses a
+    good engine."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     found = accel.inspect(copy.path, check=True)
     assert (found.intact, found.problem) == (True, "")
@@ -270,5 +280,5 @@ def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Pat
 
 
 def test_missing_engine(tmp_path: Path) -> None:
-    """Fails if a path that isn't there ends in an OSError."""
+    """Fails if the check of a missing file raises an OSError."""
     assert "does not exist" in str(check_engine(tmp_path / "none.engine"))

@@ -1,8 +1,8 @@
 """accel's operators as plugins in the stage ``engine_from_onnx`` and in the session, with a stand-in for TensorRT.
 
-These fail where a node that a plugin can take is built from its body (or the other way round) under any of the rules
-that TensorRT's parser had, where the manifest says something else than what was built, where an operator without a
-plugin isn't named, or where an engine is loaded before its plugins, or plugins from a path that a manifest names.
+The stand-in follows each set of rules that TensorRT's parser has had. The tests fail if the engine runs a function body
+although a plugin exists, or a plugin that doesn't exist; if the manifest contradicts the engine; if an operator without
+a plugin isn't named; if an engine is loaded before its plugins; or if plugins are loaded from a path in a manifest.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from fake_tensorrt import BODY, LIBRARY_PLUGIN, QUICK, RULES, FakeTensorRT, built, kernel, library
 from onnx import numpy_helper
 
 import accel
-from accel.api.optimize import _notes
 from accel.artifact import Artifact
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig, check_engine, engine_from_onnx
-from accel.converters.tensorrt_plugins import PluginChoice, with_plugins
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, check_engine, engine_from_onnx
+from accel.converters.to_tensorrt.plugins import PluginChoice, with_plugins
 from accel.errors import BadConfig, MissingExtra, UnsupportedHere
-from accel.kernels import bridges, tensorrt_plugin
-from accel.kernels.bridges import TENSORRT_LIBRARY, find_tensorrt_plugins
-from accel.kernels.build import LIBRARY, RECORD, digest_of, sources_digest
-from accel.kernels.onnx_patterns import fuse_products
-from accel.kernels.tensorrt_plugin import PluginKernel
-from accel.kernels.units import UNITS
+from accel.kernels.catalogue.units import UNITS
+from accel.kernels.native import bridges
+from accel.kernels.native.bridges import PLUGINS, TENSORRT_LIBRARY, find_tensorrt_plugins
+from accel.kernels.native.build import LIBRARY, RECORD, digest_of, sources_digest
+from accel.kernels.onnx.patterns import fuse_products
+from accel.kernels.tensorrt import quick_plugins as tensorrt_plugin
+from accel.kernels.tensorrt.quick_plugins import PluginKernel
 from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.recipes import Request, recipes
+from accel.optimizer.notes import notes_on_making
+from accel.optimizer.recipes.candidates import recipes
+from accel.optimizer.recipes.recipe import RecipeRequest
 from accel.runtimes.tensorrt import load_plugins, rebuild
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
-from accel.target import TARGETS
+from accel.tables.target import TARGETS
+from tests.support.fake_tensorrt import BODY, LIBRARY_PLUGIN, QUICK, RULES, FakeTensorRT, built, kernel, library
 
 MODEL = """<ir_version: 10, opset_import: ["" : 20]>
 g (float16[batch, 16] x, float16[batch, 4, 8, 8] image) => (float16[batch, 24] y, float16[batch, 5, 8, 8] z) {
@@ -82,9 +84,9 @@ def test_a_plugin_library_comes_first(
 ) -> None:
     layers, _ = built(fused, tmp_path)
     assert layers[LAYER] == QUICK
-    trt.registry.creators.clear()  # the next build has a process of its own
+    trt.registry.creators.clear()  # outside of tests, each build has a process of its own
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
-    layers, made = built(fused, tmp_path)  # not the one in the cache, which was made without the library
+    layers, made = built(fused, tmp_path)  # the cached engine has no library, so a new one is built
     assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
     wanted = {LAYER: "plugin library", PRODUCT: "plugin library", CONV: "quick plugin"}
     assert made.properties["plugins"] == wanted
@@ -95,7 +97,7 @@ def test_a_plugin_library_comes_first(
 def test_rows_that_the_library_has_no_kernel_for_are_not_its(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K of 15: the tensor-core kernels load 16 bytes at a time."""
+    """Fails if the library gets a product with K = 15: its tensor-core kernels load 16 bytes at a time."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:, :15].copy(), "w"))
@@ -109,7 +111,8 @@ def test_rows_that_the_library_has_no_kernel_for_are_not_its(
 def test_what_has_no_plugin_is_named_and_built_from_its_body(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without Triton nothing has one; where one kernel doesn't compile, that one."""
+    """Fails if an operator without a plugin isn't named and built from its function body. Without Triton, no operator
+    has a plugin; if a single kernel doesn't compile, only its operator lacks one."""
 
     def refuses(function: Any, arch: int) -> PluginKernel:
         if function.name == CONV:
@@ -124,7 +127,7 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
     assert note.startswith("1 of 3 fused operators run as TensorRT's own kernels")
     assert note.endswith("RuntimeError: out of registers")
     row = CandidateResult(name="tensorrt fp16", artifact=made)
-    assert _notes([row, row, CandidateResult(name="left out")], 1, None) == [f"tensorrt fp16: {note}"]
+    assert notes_on_making([row, row, CandidateResult(name="left out")], 1, None) == [f"tensorrt fp16: {note}"]
 
     def missing(*_: Any) -> PluginKernel:
         raise MissingExtra("Triton", "kernels")
@@ -142,8 +145,8 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
 def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build, the check of an engine and the session: of one that the environment names and of one that was built.
-    Fails where one of them goes on without it, or says something else than the others."""
+    """Fails if the build, the check of an engine or the session goes on without a damaged library, or if their errors
+    differ. The library is once named by the environment and once found in the cache."""
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     _, made = built(fused, tmp_path)
     monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))
@@ -168,12 +171,13 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
 def test_the_model_is_read_once_in_each_process(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For its precision in the one, for everything before the parser in the other."""
+    """Fails if a process reads the model more than once. The parent reads it for its precision, the child for
+    everything before the parser."""
     reads: list[str] = []
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # not those of the stand-in's parser
+        reads.extend([path] if options else [])  # doesn't count the reads of the stand-in's parser
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)
@@ -184,7 +188,8 @@ def test_the_model_is_read_once_in_each_process(
 def test_a_convolution_is_the_librarys_where_triton_has_none(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of channels in eights; its sizes are attributes then. With Triton it is a quick plugin all the same."""
+    """Fails if, without Triton, the library doesn't get a convolution whose channels are a multiple of eight, or if its
+    sizes aren't attributes of the node. With Triton, the convolution has to stay a quick plugin."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "k")
     weight.CopyFrom(numpy_helper.from_array(np.zeros((8, 8, 3, 3), np.float16), "k"))
@@ -226,12 +231,12 @@ def test_without_kernels_nothing_is_registered(fused: Artifact, trt: FakeTensorR
     assert trt.registry.creators == set()
     assert set(dict(json.loads(made.path.read_bytes())).values()) == {BODY}
     assert "plugins" not in made.properties
-    with pytest.raises(UnsupportedHere, match="tensorrt-rtx has no plugins"):
+    with pytest.raises(UnsupportedHere, match="tensorrt-rtx can't use accel's plugins"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", kernels=True)
 
 
 def test_only_tensorrt_is_asked_for_plugins(fused: Artifact) -> None:
-    request = Request(
+    request = RecipeRequest(
         targets=(TARGETS["tensorrt"], TARGETS["tensorrt-rtx"]),
         precisions=("fp16",),
         data=None,
@@ -267,7 +272,7 @@ def test_an_engine_is_loaded_after_its_plugins(
     with pytest.raises(BadConfig, match="it is no such file"):
         load_plugins(trt, mixed, "9.0")
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
-    for _ in range(2):  # a second engine in the same process
+    for _ in range(2):  # the second time stands for a second engine in the same process
         load_plugins(trt, mixed, "9.0")
     assert trt.registry.loaded == [str(path)]
 
@@ -276,7 +281,7 @@ def test_an_engine_is_loaded_after_its_plugins(
 def test_the_check_of_an_engine_knows_its_plugins(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole engine is not called corrupt because its plugins aren't loaded, or aren't here."""
+    """Fails if the check calls a good engine corrupt because its plugins aren't loaded or aren't installed."""
     path = library(tmp_path, LAYER)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
     _, made = built(fused, tmp_path)
@@ -295,7 +300,8 @@ def test_the_check_of_an_engine_knows_its_plugins(
 
 @pytest.mark.gpu
 def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
-    """The engine's outputs beside those of the bodies in ONNX Runtime: four roundings of fp16 of the largest."""
+    """Fails if the engine's outputs differ from those of the function bodies in ONNX Runtime by more than four fp16
+    roundings of the largest value."""
     pytest.importorskip("tensorrt", reason="needs the extra [tensorrt]")
     config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True)
     made = run_stage("engine_from_onnx", fused, config, out=tmp_path / "made.engine")
@@ -310,10 +316,11 @@ def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_library_is_that_for_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the plugins in the cache the newest on kernels with tensor-core GEMMs for the GPU; none of other sources."""
+    """Fails if another library is chosen than the newest in the cache that was built from these sources on kernels with
+    tensor-core GEMMs for this GPU."""
     monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
     assert find_tensorrt_plugins((9, 0), tmp_path) is None
-    plugins = digest_of(Path(tensorrt_plugin.__file__).with_name("plugins"))
+    plugins = digest_of(PLUGINS)
 
     def put(name: str, arch: str, units: list[str], **changed: str) -> Path:
         for folder, file in ((f"{name}_kernels", LIBRARY), (name, TENSORRT_LIBRARY)):

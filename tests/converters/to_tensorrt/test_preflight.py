@@ -1,4 +1,4 @@
-"""accel preflight: every node that an engine build refuses, with cause and fix; what is safe to mend is mended."""
+"""`accel preflight`: lists every node that an engine build refuses, with cause and fix, and rewrites the safe ones."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from onnx_builder import FLOAT, artifact, node, run
 
 from accel.api.preflight import preflight
 from accel.artifact import Artifact
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig, EngineNotBuilt, engine_from_onnx
-from accel.converters.onnx_for_tensorrt import check_onnx
-from accel.converters.preflight import preflight as look
-from accel.converters.quantize import QuantizeConfig
+from accel.converters.quantize.stage import QuantizeConfig
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, EngineNotBuilt, engine_from_onnx
+from accel.converters.to_tensorrt.preflight import preflight as look
+from accel.converters.to_tensorrt.requirements import check_onnx
 from accel.errors import GateFailed, NothingPassed, UnknownName, UnsupportedHere
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
+from tests.support.onnx_builder import FLOAT, artifact, node, run
 
 RNG = np.random.default_rng(0)
 
 
 def foreign(path: Path, zero: int = 128) -> Artifact:
-    """What another toolkit makes: uint8 activations, uint8 weights, a quantized bias."""
+    """Makes a model as another toolkit quantizes it: uint8 activations, uint8 weights, a quantized bias."""
     weight = RNG.integers(0, 256, (8, 8)).astype(np.uint8)
     return artifact(
         path,
@@ -48,13 +48,14 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
             "ws": np.float32(0.002),
             "wz": np.uint8(zero),
             "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
-            "bs": np.float32(0.02 * 0.002),  # what runtimes take for granted
+            "bs": np.float32(0.02 * 0.002),  # runtimes assume this scale
         },
     )
 
 
 def test_every_refused_node_is_listed(cli: Any, tmp_path: Path) -> None:
-    """Fails if one of the four nodes is missed, or named without cause, fix, or whether it can be mended."""
+    """Fails if one of the four nodes isn't listed, or is listed without its cause, its fix, or whether accel can
+    rewrite it safely."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "--json")
     assert ran.code == 1, ran.stderr
@@ -68,7 +69,7 @@ def test_every_refused_node_is_listed(cli: Any, tmp_path: Path) -> None:
 
 
 def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
-    """Fails if the build stops at the first refused node and leaves the others to be found one by one."""
+    """Fails if the build's error names only the first refused node."""
     src = foreign(tmp_path / "m.onnx")
     with pytest.raises(EngineNotBuilt) as caught:
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
@@ -78,8 +79,8 @@ def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [128, 113, 0])
 def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, zero: int) -> None:
-    """Fails if the rewritten model is refused, can't be built, or computes something else: with zero point 128 to the
-    last bit, with another one within a step of the coarser scale."""
+    """Fails if the rewritten model is refused, doesn't build, or changes its outputs. With zero point 128 the outputs
+    have to be bit-identical. With another zero point they may differ by a step of the coarser scale."""
     src = foreign(tmp_path / "m.onnx", zero)
     ran = cli("preflight", src.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
     assert ran.code == 0, ran.stderr
@@ -98,7 +99,8 @@ def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, z
 
 
 def test_a_model_quantized_for_the_cpu(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if ONNX Runtime's own QDQ of a real net isn't listed, or isn't mended to something that builds."""
+    """Fails if preflight doesn't list the QDQ nodes that ONNX Runtime wrote into a real net, or if the rewritten net
+    doesn't build."""
     made = run_stage("quantize", digits, QuantizeConfig(form="ort-cpu", data=digits_data[0]))
     found = preflight(made, fix=True, out=tmp_path / "fixed.onnx", data=digits_data[0])
     assert any("uint8" in r.cause for r in found.refusals)
@@ -108,7 +110,7 @@ def test_a_model_quantized_for_the_cpu(digits: Artifact, digits_data: tuple[Path
 
 
 def test_optimize_mends_it_too(tmp_path: Path) -> None:
-    """Fails if a model that another toolkit quantized can only be built by hand."""
+    """Fails if `accel.optimize` can't build a model that another toolkit quantized."""
     import accel
 
     src = foreign(tmp_path / "m.onnx")
@@ -120,8 +122,8 @@ def test_optimize_mends_it_too(tmp_path: Path) -> None:
 def test_a_fix_that_changes_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    """Fails if the rewritten model isn't gated: here its scales come out ten times too large."""
-    from accel.converters import fit_tensorrt
+    """Fails if the rewritten model is written without a gate. Here the rewrite makes its scales ten times too large."""
+    from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
     monkeypatch.setattr(fit_tensorrt._Scale, "symmetric", lambda self: right(self) * np.float32(10))
@@ -131,19 +133,20 @@ def test_a_fix_that_changes_the_model_is_not_published(
 
 
 def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Fails if a requantized graph that its gate refuses doesn't say which nodes it was and how to quantize instead."""
-    from accel.converters import fit_tensorrt
+    """Fails if the error for a requantized graph outside the gate's limit doesn't name the rewritten nodes and another
+    way to quantize."""
+    from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
     monkeypatch.setattr(fit_tensorrt._Scale, "symmetric", lambda self: right(self) * np.float32(10))
-    with pytest.raises(GateFailed, match=r"rewritten were .*n_xq.*: quantize the float model anew") as caught:
+    with pytest.raises(GateFailed, match=r"rewritten nodes are .*n_xq.*: quantize the float model again") as caught:
         preflight(foreign(tmp_path / "m.onnx", 100), fix=True, out=tmp_path / "fixed.onnx")
     assert caught.value.value is not None
     assert caught.value.value > 0.1
 
 
 def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
-    """Fails if a right model is called broken because ONNX Runtime has no CPU kernel for its types."""
+    """Fails if a valid model is called broken because ONNX Runtime has no CPU kernel for its types."""
     cast = node("Cast", "x", "b", to=TensorProto.BFLOAT16)
     nodes = [cast, node("MatMul", "b b", "p"), node("Cast", "p", "y", to=FLOAT)]
     artifact(tmp_path / "b.onnx", nodes, {"x": (FLOAT, [3, 3])}, {"y": (FLOAT, [3, 3])})
@@ -156,7 +159,7 @@ def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
 
 
 def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
-    """Fails if bfloat16 for 7.5 or float8 for 8.6 passes, or if it is refused where the GPU has it."""
+    """Fails if bfloat16 passes for 7.5 or float8 for 8.6, or if either is refused for a GPU that supports it."""
     low = artifact(
         tmp_path / "b.onnx",
         [node("Relu", "x", "y")],
@@ -176,8 +179,8 @@ def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
 
 
 def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
-    """Fails if a type is passed that TensorRT's parser refuses, or takes for another, or one refused that it takes:
-    both as it says itself (TensorRT-RTX 1.7). uint8 may come in to be cast and go no further."""
+    """Fails if a type passes that TensorRT's parser refuses or reads as another type, or if a type that it supports is
+    refused. The parser of TensorRT-RTX 1.7 is the reference for both. A uint8 input may only be cast."""
     refused = {"INT16", "UINT16", "UINT32", "UINT64", "DOUBLE"}
     for kind in (*refused, "UINT8", "INT8", "INT32", "INT64", "BOOL", "FLOAT16"):
         for cast_first in (True, False):
@@ -192,15 +195,15 @@ def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
             found = look(src.path)
             assert bool(found) == (kind in refused or (kind == "UINT8" and not cast_first)), (kind, found)
     (double,) = look(tmp_path / "DOUBLETrue.onnx")
-    assert (double.node, double.operator, double.cause) == ("x", "input", "TensorRT takes float64 for float32")
+    assert (double.node, double.operator, double.cause) == ("x", "input", "TensorRT reads float64 as float32")
     with pytest.raises(EngineNotBuilt, match=r"'n_t' \(Cast\): TensorRT has no int16; cast"):
         engine_from_onnx(open_onnx(tmp_path / "INT16True.onnx"), EngineFromOnnxConfig(), tmp_path / "m.engine")
 
 
 def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain that is too long for the parser, which would die of it, reaches it, or the last node of it isn't
-    named with cause and fix; or if a graph of as many nodes that lie side by side is refused."""
-    monkeypatch.setattr("accel.converters.preflight.LONGEST_CHAIN", 4)
+    """Fails if a chain too long for the parser's stack reaches the parser and kills it, if the error doesn't name the
+    chain's last node with cause and fix, or if a graph of as many parallel nodes is refused."""
+    monkeypatch.setattr("accel.converters.to_tensorrt.preflight.LONGEST_CHAIN", 4)
 
     def chained(sources: list[str]) -> Path:
         nodes = [node("Sigmoid", source, f"t{i}") for i, source in enumerate(sources)]
@@ -215,11 +218,11 @@ def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monk
     assert "chain of 5 nodes, too long for the parser's stack" in found.cause
     assert cli("preflight", path).code == 1
     with pytest.raises(EngineNotBuilt, match=r"'n_t4' \(Sigmoid\): it ends a chain of 5 nodes, .* stack; split it"):
-        check_onnx(path, onnx.load(str(path)))  # what the build does before the parser
+        check_onnx(path, onnx.load(str(path)))  # the build calls this before the parser
 
 
 def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
-    """Fails if an operator that the toolkit has no importer for is only found by the build."""
+    """Fails if an operator without an importer in the toolkit is only detected by the build."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Det", "x", "d"), node("Relu", "d", "y")],
@@ -232,24 +235,25 @@ def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
 
 
 def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a wrong request is a traceback, a right model is refused, or a GPU passes that the build will refuse."""
+    """Fails if a wrong request ends in a traceback, a valid model is refused, or a GPU passes that the
+    build refuses."""
     assert cli("preflight", digits.path).code == 0
-    assert "give it a name with -o" in cli("preflight", digits.path, "--fix").stderr
+    assert "name the file with -o" in cli("preflight", digits.path, "--fix").stderr
     assert "has to end in .onnx" in cli("preflight", digits.path, "--fix", "-o", tmp_path / "x.engine").stderr
     assert "major.minor" in cli("preflight", digits.path, "--compute-capability", "86").stderr
-    hopper = cli("preflight", digits.path, "--compute-capability", "9.0")  # a data-centre GPU, for the other toolkit
+    hopper = cli("preflight", digits.path, "--compute-capability", "9.0")  # a GPU that TensorRT-RTX doesn't build for
     assert (hopper.code, hopper.stdout) == (2, "")
     assert "tensorrt-rtx can't build for compute capability 9.0; it offers 7.5" in hopper.stderr
-    assert "--target tensorrt where that GPU is" in hopper.stderr
+    assert "--target tensorrt on a machine with that GPU" in hopper.stderr
     with pytest.raises(UnknownName, match="unknown toolkit"):
         preflight(digits, target="openvino")
-    onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # one without a manifest
+    onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # a model without a manifest
     assert cli("preflight", tmp_path / "plain.onnx").code == 0
 
 
 def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if an ONNX node of the engine is in no row, or the counts don't add up."""
-    from accel.converters.kernel_table import fusions
+    """Fails if an ONNX node of the engine is in no row, or if the counts don't add up."""
+    from accel.converters.to_tensorrt.kernel_table import fusions
 
     made = run_stage("engine_from_onnx", digits, EngineFromOnnxConfig(compute_capabilities=("8.6",)))
     body = json.loads(cli("inspect", made.path, "--json").stdout)
@@ -264,7 +268,8 @@ def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path
 
 
 def in_float64(path: Path, shift: float) -> Artifact:
-    """(x + shift) - shift in float64, which float32 can only do where the shift is small."""
+    """Makes a model that computes (x + shift) - shift in float64. Float32 gives the same result only if
+    shift is small."""
     return artifact(
         path,
         [
@@ -281,8 +286,8 @@ def in_float64(path: Path, shift: float) -> Artifact:
 
 
 def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp_path: Path) -> None:
-    """Fails if a node in float64 isn't listed, if what float32 can do isn't rewritten and built, or if an engine that
-    computes float64 in float32 is judged on a graph that computes it in float64."""
+    """Fails if a float64 node isn't listed, if a graph that float32 can compute isn't rewritten and built, or if an
+    engine that computes in float32 passes although the float64 graph gives other results."""
     import accel
 
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
@@ -302,7 +307,7 @@ def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp
 
 
 def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Path) -> None:
-    """Fails if float64 that only a local function has stays in the file that an engine is built from."""
+    """Fails if float64 in a local function stays in the file that an engine is built from."""
     path = tmp_path / "function.onnx"
     model = onnx.load(in_float64(path, 2.0).path)
     inside = list(model.graph.node)[:-1]
@@ -314,7 +319,7 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
     del model.graph.node[:], model.graph.initializer[0]
     model.graph.node.extend([helper.make_node("There", ["x"], ["f"], domain="here"), product])
     onnx.save(model, str(path))
-    assert {r.cause for r in look(path)} == {"TensorRT computes float64 in float32 without a word"}
+    assert {r.cause for r in look(path)} == {"TensorRT silently computes float64 in float32"}
     ran = cli("preflight", path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
     assert ran.code == 0, ran.stderr
     assert not look(tmp_path / "fixed.onnx")
@@ -323,17 +328,21 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
 
 
 def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) -> None:
-    """Fails if --fix takes a float32 form that ``accel.optimize`` refuses (here off by 2%), or if either refusal has no
-    way on: a larger --max-drop, say, which no gate knows of."""
+    """Fails if --fix accepts a float32 form that ``accel.optimize`` refuses (here off by 2%), if either refusal names
+    no fix, or if the fix is a larger --max-drop, which no gate reads."""
     import accel
 
     lossy = in_float64(tmp_path / "lossy.onnx", 1e6)
-    with pytest.raises(GateFailed, match=r"rewritten were n_d, n_a, n_b: write what needs float64") as caught:
+    with pytest.raises(
+        GateFailed, match=r"rewritten nodes are n_d, n_a, n_b: change the model so that float32 is enough"
+    ) as caught:
         preflight(lossy, fix=True, out=tmp_path / "fixed.onnx")
     assert caught.value.value is not None
     assert 1e-3 < caught.value.value < 0.1
     assert not (tmp_path / "fixed.onnx").exists()
-    with pytest.raises(NothingPassed, match=r"could be made.*write what needs float64.*which has float64") as refused:
+    with pytest.raises(
+        NothingPassed, match=r"could be made.*change the model so that float32 is enough.*which computes in float64"
+    ) as refused:
         accel.optimize(
             lossy.path, out=tmp_path / "o", target="tensorrt-rtx", compute_capabilities=["8.6"], precision="fp32"
         )
@@ -341,7 +350,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 
 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
-    """Fails if a count of one is a plural, or if float64 is counted as True."""
+    """Fails if a count of one is followed by a plural, or if the rewrite of float64 is shown as True."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
     said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said
@@ -352,22 +361,22 @@ def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
 
 
 def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
-    """Fails if -o without --fix passes for a file that was written, or if a factory is told of options that preflight
-    doesn't have."""
+    """Fails if -o without --fix passes for a file that was written, or if the error for a factory names options that
+    preflight doesn't have."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "-o", tmp_path / "x.onnx")
     assert (ran.code, ran.stdout) == (2, "")
-    assert "nothing is written without --fix" in ran.stderr
+    assert "is only written with --fix" in ran.stderr
     (tmp_path / "net.py").write_text("import torch\n\n\ndef make():\n    return torch.nn.Linear(3, 2)\n")
     ran = cli("preflight", f"{tmp_path / 'net.py'}:make")
     assert ran.code == 2
-    assert "make one of it with accel export" in ran.stderr
+    assert "export it with accel export" in ran.stderr
 
 
 def test_float8_of_another_toolkit(tmp_path: Path) -> None:
-    """Fails if a right float8 file is called invalid, since ONNX Runtime fuses its QDQ into an int8 product that takes
-    no float8; or if it gives other numbers than float8 has, if no engine comes of it, or if for a GPU without float8
-    the file itself passes for an engine."""
+    """Fails if a valid float8 file is called invalid because ONNX Runtime fuses its QDQ into an int8 product that takes
+    no float8; if the outputs aren't those of float8; if the file doesn't become an engine; or if optimize returns the
+    file itself for a GPU without float8."""
     import ml_dtypes
 
     import accel

@@ -1,4 +1,4 @@
-"""Optimization profiles: whatever is accepted is consistent, because TensorRT doesn't look."""
+"""Optimization profiles: an accepted profile is consistent, because TensorRT doesn't check it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.converters.optimization_profile import InputShapes, default_profile, merged_dims, parse_profiles
+from accel.converters.to_tensorrt.profiles import InputShapes, default_profile, merged_dims, parse_profiles
 from accel.errors import BadInputSpec
 from accel.signature import DimRange, Signature, TensorSpec
 
@@ -25,7 +25,8 @@ SIGNATURE = Signature(
 
 @st.composite
 def profile_texts(draw: st.DrawFn) -> list[str]:
-    """Texts that are right, and then wrong in at most a few places: most contradictions are one number off."""
+    """Draws the texts of a consistent profile, then changes a few sizes by one, because most contradictory
+    profiles are one size away from a consistent profile."""
     sizes = st.integers(0, 4)
     ranges = {dim: sorted(draw(st.tuples(sizes, sizes, sizes))) for dim in ("batch", "sequence")}
     texts = []
@@ -41,8 +42,8 @@ def profile_texts(draw: st.DrawFn) -> list[str]:
 
 @given(profile_texts())
 def test_an_accepted_profile_is_consistent(texts: list[str]) -> None:
-    """Fails if any profile goes through in which a shared dim has two ranges, an order is wrong, a fixed dim moves or a
-    dynamic input is missing."""
+    """Fails if a profile is accepted in which a shared dim has two ranges, min, opt and max are out of order, a fixed
+    dim changes, or a dynamic input is missing."""
     try:
         profiles = parse_profiles(texts, SIGNATURE)
     except BadInputSpec:
@@ -75,7 +76,7 @@ WRONG = {
     "rank": (["ids=1,2,4", GOOD[1]], "rank 1"),
     "ranks that differ": (["ids=1x4,2,4x16", GOOD[1]], "same rank"),
     "a fixed dim": ([GOOD[0], "pairs=4x4x3,8x8x4,16x16x4"], "fixed to 3"),
-    "an unknown input": ([*GOOD, "tokens=1,2,3"], "names no input of the model; the inputs are ids, pairs, scale"),
+    "an unknown input": ([*GOOD, "tokens=1,2,3"], "names an unknown input; the inputs are ids, pairs, scale"),
     "a dynamic input left out": ([GOOD[0]], "dynamic input 'pairs'; add --profile pairs=4x4x3,8x8x3,16x16x3"),
     "two shapes": (["ids=1x4,2x8"], "write NAME=MIN,OPT,MAX"),
     "no name": (["=1x4,2x8,4x16"], "write NAME=MIN,OPT,MAX"),
@@ -87,7 +88,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_profiles_name_the_fix(case: str) -> None:
-    """Fails if this contradiction is accepted, or refused for another reason than its own."""
+    """Fails if this contradiction is accepted, or if the error names another cause."""
     texts, message = WRONG[case]
     with pytest.raises(BadInputSpec) as caught:
         parse_profiles(texts, SIGNATURE)
@@ -95,8 +96,8 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Fails if what is printed for inputs that were left out isn't a profile that fits the others, with the signature's
-    ranges for dims that no other input gives."""
+    """Fails if the lines printed for missing inputs don't form a profile that fits the given inputs. A dim that no
+    given input has takes its range from the signature."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)
@@ -110,7 +111,7 @@ def test_the_missing_line_can_be_copied() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
 def test_text_form_reads_back(steps: list[tuple[int, int, int]]) -> None:
-    """Fails if the text of a profile means another one when it is read again."""
+    """Fails if the text of a profile doesn't parse to the same profile."""
     low = tuple(a for a, _, _ in steps)
     opt = tuple(a + b for a, b, _ in steps)
     high = tuple(a + b + c for a, b, c in steps)
@@ -140,7 +141,7 @@ def test_default_profile_is_the_signatures_ranges() -> None:
 
 
 def test_profiles_of_dims_that_go_in_steps() -> None:
-    """Fails if an engine is built for a size that the model doesn't take, or forgets which ones it does."""
+    """Fails if an engine is built for a size that the model rejects, or if the ranges lose their step."""
     signature = Signature((TensorSpec("x", "float32", ("batch", "height")),), (), {"height": DimRange(16, 32, 64, 4)})
     with pytest.raises(BadInputSpec, match=r"profile x=1x16,1x30,2x64, dim 1: .*30 is no multiple .* write 16:28:64:4"):
         parse_profiles(["x=1x16,1x30,2x64"], signature)

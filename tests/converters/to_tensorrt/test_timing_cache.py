@@ -1,4 +1,4 @@
-"""TensorRT's timing cache: kept from one build to the next, whatever happens to its file."""
+"""TensorRT's timing cache: kept between builds, also if its file is damaged or can't be written."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
 from accel.cache import StageCache, kept_folder
-from accel.converters import engine_from_onnx as module
-from accel.converters import tensorrt_build
-from accel.converters.timing_cache import keep_timing_cache, timing_file, use_timing_cache
-from accel.sources.onnx_file import open_onnx
+from accel.converters.to_tensorrt import build as tensorrt_build
+from accel.converters.to_tensorrt import engine_from_onnx as module
+from accel.converters.to_tensorrt.timing_cache import keep_timing_cache, timing_file, use_timing_cache
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
 
 
 class FakeConfig:
-    """A builder's config as far as timing caches go: ``gpu`` is in the bytes, and a cache of another GPU is refused."""
+    """A builder's config, reduced to timing caches. A cache begins with ``gpu``, and a cache of another GPU
+    is refused."""
 
     def __init__(self, gpu: bytes = b"this gpu") -> None:
         self.gpu = gpu
@@ -41,13 +42,13 @@ class FakeConfig:
         return None if self.known is None else self.create_timing_cache(self.known)
 
     def measure(self) -> None:
-        """One kernel more."""
+        """Adds the timing of one more kernel."""
         assert self.known is not None
         self.known += b"+"
 
 
 def test_what_is_measured_once_is_known(tmp_path: Path) -> None:
-    """Fails if nothing is kept, another GPU's times are taken for this one's, or another version's file is read."""
+    """Fails if no timing is kept, if another GPU's timings are used, or if two versions or GPUs share a file."""
     file = timing_file(tmp_path / "kept", "11.0.0", "9.0")
     first = FakeConfig()
     use_timing_cache(first, file)
@@ -65,7 +66,7 @@ def test_what_is_measured_once_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"y" * 100])
 def test_a_damaged_file_is_left_out(damage: bytes, tmp_path: Path) -> None:
-    """Fails if native code is given bytes that nobody wrote, or the build ends for it."""
+    """Fails if native code gets the bytes of a damaged file, or if a damaged file fails the build."""
     file = timing_file(tmp_path, "11.0.0", "9.0")
     kept = FakeConfig()
     use_timing_cache(kept, file)
@@ -77,7 +78,7 @@ def test_a_damaged_file_is_left_out(damage: bytes, tmp_path: Path) -> None:
 
 
 def test_no_room_for_it(tmp_path: Path) -> None:
-    """Fails if an engine that was built is lost because its times can't be written."""
+    """Fails if a finished engine is lost because its timings can't be written."""
     (tmp_path / "kept").write_text("no folder")
     config = FakeConfig()
     use_timing_cache(config, timing_file(tmp_path / "kept", "11.0.0", "9.0"))
@@ -94,8 +95,8 @@ def small(path: Path) -> Artifact:
 
 @pytest.mark.parametrize("toolkit", ["tensorrt", "tensorrt-rtx"])
 def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a build of ``tensorrt`` doesn't get the folder in the cache, if one of ``tensorrt-rtx``, whose timing
-    cache crashes when it is written down, gets it, or if the folder is part of what a stage's key is made of."""
+    """Fails if a build of ``tensorrt`` doesn't get the folder in the cache, if the folder changes the stage's key, or
+    if a build of ``tensorrt-rtx`` gets the folder: its timing cache crashes when it is serialized."""
     asked: list[Any] = []
 
     def build(_: str, **words: Any) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_builder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache isn't set before the build, or isn't written after it."""
+    """Fails if the timing cache isn't set before the build, or isn't written after it."""
     config = FakeConfig()
     known_at_build: list[bytes | None] = []
 

@@ -1,8 +1,8 @@
-"""Products whose weight is (K, N) in the stage ``engine_from_onnx``: transposed, they are the plugin library's.
+"""Products with a (K, N) weight in the stage ``engine_from_onnx``: the plugin library computes them after a transpose.
 
-These fail where a transformer's products, of rows in two dimensions, aren't the library's, where a weight isn't
-transposed or is so for another user too, where the source's file or folder is changed, where what the library has no
-kernel for is its, or where the fields of a node say something else than the name that it had.
+The tests fail if the library doesn't get the products of a transformer, whose rows have two dimensions; if a weight
+isn't transposed, or is transposed for a node that needs the original; if the source's file or folder changes; if the
+library gets a product that it has no kernel for; or if a node's attributes contradict its operator's name.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from fake_tensorrt import BODY, LIBRARY_PLUGIN, QUICK, RULES, FakeTensorRT, built, library, with_weights
 from onnx import TensorProto, numpy_helper
 
 from accel.artifact import Artifact
-from accel.converters.tensorrt_plugins import PluginChoice, with_plugins
+from accel.converters.to_tensorrt.plugins import PluginChoice, with_plugins
 from accel.errors import MissingExtra
-from accel.kernels import tensorrt_plugin
-from accel.kernels.onnx_export import add_functions
-from accel.kernels.onnx_function import FusedGemm
-from accel.kernels.onnx_patterns import fuse_products
-from accel.kernels.spec import ACTS
-from accel.kernels.tensorrt_plugin import PluginKernel
-from accel.sources.onnx_file import open_onnx
+from accel.kernels.catalogue.spec import ACTS
+from accel.kernels.onnx.export import add_functions
+from accel.kernels.onnx.function import FusedGemm
+from accel.kernels.onnx.patterns import fuse_products
+from accel.kernels.tensorrt import quick_plugins as tensorrt_plugin
+from accel.kernels.tensorrt.quick_plugins import PluginKernel
+from accel.sources.onnx.file import open_onnx
+from tests.support.fake_tensorrt import BODY, LIBRARY_PLUGIN, QUICK, RULES, FakeTensorRT, built, library, with_weights
 
-# A feed-forward block, and a product that isn't fused of one of its weights.
+# A feed-forward block. A second product, which isn't fused, uses one of the block's weights.
 BLOCK = """<ir_version: 10, opset_import: ["" : 20]>
 g (float16[batch, length, 16] x) => (float16[batch, length, 16] y, float16[batch, length, 16] z) {
   p = MatMul(x, u)
@@ -59,7 +59,8 @@ def block(path: Path, *, shared: bool = False, external: bool = False) -> Artifa
 
 
 def multiplied(model: onnx.ModelProto) -> list[Any]:
-    """What ``model`` computes of some rows, the library's products in it as the operators that they stand for."""
+    """Returns the outputs of ``model`` for some rows. Each plugin of the library is replaced by the operator it stands
+    for."""
     own = onnx.ModelProto()
     own.CopyFrom(model)
     nodes = []
@@ -85,7 +86,8 @@ def multiplied(model: onnx.ModelProto) -> list[Any]:
 def test_a_transformers_products_are_the_librarys(
     external: bool, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in two dimensions, weights (K, N). The file of the source and its folder stay as they are."""
+    """Fails if the library doesn't get products of rows in two dimensions with (K, N) weights, or if the source's file
+    or folder changes."""
     source = block(tmp_path / "block.onnx", external=external)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path)))
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -107,7 +109,7 @@ def test_a_transformers_products_are_the_librarys(
 def test_a_weight_that_another_node_uses_stays_for_that(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that two products share is transposed once."""
+    """Fails if a weight is transposed for a node that needs the original, or is transposed twice for two products."""
     source = block(tmp_path / "block.onnx", shared=True)
     model = onnx.load(source.path)
     again = onnx.helper.make_node(DOWN, ["r", "w", "c", "y"], ["again"], domain="accel")
@@ -127,7 +129,8 @@ def test_a_weight_that_another_node_uses_stays_for_that(
 def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight that is computed, and one of twelve columns beside one of sixteen; without Triton their bodies run."""
+    """Fails if the library gets a product with a computed weight or with twelve columns, if it loses the product with
+    sixteen, or if the first two don't run as function bodies without Triton."""
     source = block(tmp_path / "block.onnx")
     model = onnx.load(source.path)
     model.graph.node.insert(0, onnx.helper.make_node("Identity", ["u"], ["computed"]))
@@ -173,7 +176,8 @@ def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
 )
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_weight_of_every_dtype_is_transposed(raw: bool, dtype: int, tmp_path: Path) -> None:
-    """Also one whose numbers lie in the file's field for integers; scales and dtypes are in the fields of the node."""
+    """Fails if a weight isn't transposed, in raw_data or in the field for integers, or if the attributes don't name its
+    scales and dtypes."""
     values = np.random.default_rng(0).integers(-100, 100, (32, 16)).astype(np.float32)
     tensor = onnx.helper.make_tensor("w", dtype, values.shape, values.reshape(-1).tolist())
     exact = numpy_helper.to_array(tensor)

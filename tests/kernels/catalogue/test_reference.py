@@ -1,8 +1,8 @@
-"""The reference: written twice, it has to agree with itself; the CPU implementation has to keep to the proven bound.
+"""The reference exists twice, in numpy and in torch, and both must agree. The CPU path must keep to the proven bound.
 
-These fail where the numpy or the torch formula is wrong (another order of scale, bias, activation and residual, another
-GELU), where the CPU path rounds more than once or sums in less than fp32, or where the bound is too loose to catch a
-planted wrong index, a planted missing scale or a planted wrong activation.
+These tests fail if the numpy or the torch formula is wrong (another order of scale, bias, activation and residual, or
+another GELU), or if the CPU path rounds more than once or sums in less than fp32. The tests fail if the bound is too
+loose to catch a planted wrong index, a planted missing scale or a planted wrong activation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import BadFeeds, UnknownName, UnsupportedHere
-from accel.kernels import reference
-from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ACTS, IN_DTYPES, MAX_INT8_K, OUT_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.reference import TORCH_DTYPES
+from accel.kernels.catalogue.spec import ACTS, IN_DTYPES, MAX_INT8_K, OUT_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.torch.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 
 SIZES = st.integers(1, 40)
 
@@ -59,7 +59,8 @@ def run(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, to
 @given(spec=gemm_specs(), seed=st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
 def test_numpy_and_torch_agree_and_the_cpu_is_within_the_bound(spec: GemmSpec, seed: int) -> None:
-    """Tolerance between the two float64 versions: 1e-12 relative (K <= 40 roundings of 1e-16, and two erf's)."""
+    """Fails if the two float64 references differ, or if the CPU's error exceeds the bound. Tolerance between the
+    references: 1e-12 relative (K <= 40 roundings of 1e-16, and two erf's)."""
     a, b, operands, _ = operands_of(spec, seed)
     exact = reference.gemm_torch(spec, a, b, operands)
     wide = {name: tensor.double().numpy() for name, tensor in operands.items()}
@@ -85,7 +86,8 @@ PLANTED: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_outside_the_bound(mistake: str) -> None:
-    """fp16 operands and output, fp32 would be easier: even GELU's tanh form is told from its erf form."""
+    """Fails if the bound accepts a planted mistake. Operands and output are fp16, which is harder than fp32. The bound
+    still tells GELU's tanh form from its erf form."""
     epilogue = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True, out_dtype="fp16")
     spec = GemmSpec(m=33, n=47, k=29, epilogue=epilogue)
     a, b, operands, _ = operands_of(spec)
@@ -116,7 +118,8 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
     act: str,
     dtype: str,
 ) -> None:
-    """fp32 out: 1e-4 of the largest element (K <= 45 fp32 roundings, cancellation included); float64: 1e-12."""
+    """Fails if a convolution differs from the sum over its taps. fp32 output: 1e-4 of the largest element (K <= 45 fp32
+    roundings, cancellation included). float64: 1e-12."""
     fits = [s + 2 * p - d * (k - 1) >= 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)]
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
@@ -148,8 +151,9 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, source: torch.dtype) -> None:
-    """int8: half a step of the scale; e4m3: 1/16 relative or half its smallest step, 2**-10. Both 4e-5 wider: the fp32
-    quotient that is rounded is itself off by up to 127 * 2**-24 of a step."""
+    """Fails if a quantized row is off by more than rounding. int8: half a step of the scale. e4m3: 1/16 relative or
+    half its smallest step, 2**-10. Both bounds are widened by 4e-5, because the fp32 quotient that is rounded is itself
+    off by up to 127 * 2**-24 of a step."""
     x = (torch.randn(17, 33, generator=torch.Generator().manual_seed(2)) * 100).to(source)
     x[3] = 0
     x[4] *= 1e-6
@@ -170,7 +174,8 @@ def test_a_nan_row_keeps_a_nan_scale() -> None:
 
 
 def test_w8a8_equals_the_integer_product() -> None:
-    """Exact: the int8 path may not lose a single unit of the int32 sum (fp32 out, scales of powers of two)."""
+    """Fails if the int8 path loses a single unit of the int32 sum. Exact: fp32 output, scales that are powers of
+    two."""
     a = torch.randint(-128, 128, (5, 1000), dtype=torch.int8)
     b = torch.randint(-128, 128, (1000, 7), dtype=torch.int8)
     half = torch.tensor(0.5)
@@ -181,7 +186,7 @@ def test_w8a8_equals_the_integer_product() -> None:
 @pytest.mark.parametrize("wrong", [(1, 2, 3), (), "same", 1.5, [1, "2"]])
 @pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
 def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
-    """Fails where three numbers are taken for the first and the last of them, or where torch's own words come out."""
+    """Fails if three numbers are accepted for a pair, or if the error is torch's own message."""
     x, w = torch.ones(1, 5, 6, 3), torch.ones(2, 2, 2, 3)
     with pytest.raises(BadFeeds, match=f"{name} is .*; pass a whole number, or two"):
         fused_conv2d(x, w, **{name: wrong})  # type: ignore[arg-type]
@@ -189,21 +194,21 @@ def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
 
 
 def test_a_number_is_no_matrix() -> None:
-    """Fails with an IndexError where a shape is looked at before it is checked."""
+    """Fails if a shape is read before it is checked, which raises IndexError."""
     for a, b in ((torch.tensor(1.0), torch.ones(3, 5)), (torch.ones(3, 5), torch.tensor(1.0))):
-        with pytest.raises(BadFeeds, match="both have to be matrices"):
+        with pytest.raises(BadFeeds, match="reshape both to matrices"):
             fused_gemm(a, b)
 
 
 def test_wrong_problems_are_refused_with_the_fix() -> None:
     a, b = torch.ones(2, 3, dtype=torch.float16), torch.ones(3, 4, dtype=torch.float16)
-    with pytest.raises(BadFeeds, match="columns of a have to be the rows of b"):
+    with pytest.raises(BadFeeds, match="give b as many rows as a has columns"):
         fused_gemm(a, b.t())
-    with pytest.raises(BadFeeds, match="never does so in silence"):
+    with pytest.raises(BadFeeds, match="a kernel never casts silently"):
         fused_gemm(a, b.float())
     with pytest.raises(BadFeeds, match="pass out_dtype"):
         fused_gemm(a.to(torch.int8), b.to(torch.int8))
-    with pytest.raises(BadFeeds, match="bias is \\[3\\], it has to be \\[4\\]"):
+    with pytest.raises(BadFeeds, match="bias is \\[3\\], but has to be \\[4\\]"):
         fused_gemm(a, b, bias=torch.ones(3))
     with pytest.raises(BadFeeds, match="at least 1"):
         fused_gemm(a[:0], b)
@@ -214,7 +219,7 @@ def test_wrong_problems_are_refused_with_the_fix() -> None:
             call(a, torch.float16)
         with pytest.raises(BadFeeds, match="a float matrix"):
             call(a[0], torch.int8)
-    with pytest.raises(UnknownName, match="there are none, relu"):
+    with pytest.raises(UnknownName, match="use one of none, relu"):
         fused_gemm(a, b, act="gelu")
     with pytest.raises(UnsupportedHere, match="split K"):
         GemmSpec(m=1, n=1, k=MAX_INT8_K + 1, in_dtype="int8")

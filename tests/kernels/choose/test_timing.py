@@ -1,6 +1,6 @@
-"""How the tuner times a kernel, on the CPU: the GPU's clock and graphs are injected.
+"""How the tuner times a kernel, tested on the CPU with a stand-in for the GPU's clock and graphs.
 
-These fail where the time of a call is what Python takes to launch it, or where its operands lie in a cache.
+These tests fail if the time of a call includes the launch from Python, or if its operands lie in a cache.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import contextlib
 import pytest
 import torch
 
-from accel.kernels import tune
-from accel.kernels.spec import GemmSpec
+from accel.kernels.catalogue.spec import GemmSpec
+from accel.kernels.choose import tune
 
 
 class FakeGpu:
-    """A clock that only what the GPU does moves on, and the calls that record and time it."""
+    """A GPU whose clock advances only while the GPU works. Counts the calls that record and time a kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, records: bool) -> None:
         self.now, self.launched, self.recording = 0.0, 0, False
@@ -52,23 +52,23 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def run(self) -> None:
-        """A kernel of 5 microseconds that Python takes 80 to launch."""
+        """Runs a kernel of 5 microseconds that Python takes 80 microseconds to launch."""
         self.launched += 1
         if not self.recording:
             self.now += 80.0
 
 
 def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where the time of a small kernel is that of its launch, which makes every candidate as fast as the next; or
-    where a small kernel is recorded so few times that not every set of operands has its turn."""
+    """Fails if the measured time of a small kernel is the duration of the launch, because all candidates would then
+    look equally fast. Also fails if a small kernel is recorded too few times to use every set of operands."""
     gpu = FakeGpu(monkeypatch, records=True)
     assert tune.microseconds(gpu.run) == pytest.approx(5.0)
     assert gpu.launched >= tune.MOST_SETS, "as many as there can be sets of operands"
 
 
 def test_the_sets_of_the_smallest_layers_are_more_than_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where the operands of few rows of BERT-base's smallest layer, which are what is to be read from memory, lie
-    in a GPU's L2 (60 MB of an H200, 126 MB of a B200), and so are read from there."""
+    """Fails if the operands of a few-row product in BERT-base's smallest layer fit into a GPU's L2 cache (60 MB on an
+    H200, 126 MB on a B200). The timing would then read them from the cache instead of from memory."""
 
     def made(spec: GemmSpec, _device: torch.device, _seed: int = 0, *, seed: int = 0) -> tune.Operands:
         a, b = (torch.empty(size, spec.k, dtype=torch.bfloat16, device="meta") for size in (spec.m, spec.n))

@@ -1,8 +1,8 @@
-"""The tuner's decisions, on the CPU: timer and candidates are injected.
+"""The tuner's decisions, tested on the CPU with a stand-in for the timer and the candidates.
 
-These fail where a fast wrong candidate wins, where a problem of another bucket, epilogue, GPU, driver or library gets
-an entry that isn't its own, where a damaged file stops anything or half a file is left, or where dispatch takes a tuned
-name that can't run the problem.
+These tests fail if a fast wrong candidate wins, or if a problem gets an entry of another bucket, epilogue, GPU, driver
+or library. The tests fail if a damaged file raises an error, if half a file is left, or if dispatch takes a tuned name
+that can't run the problem.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_gpu_kernels
 import torch
 from click.testing import CliRunner
 from hypothesis import given
@@ -25,10 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.cli.kernels import command
 from accel.errors import CannotWrite, UnknownName, UnsupportedHere
-from accel.kernels import build, choices, dispatch, native_launch, problem, reference, tune, tuned
-from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
-from accel.kernels.tune import Candidate, choose_fastest
-from accel.kernels.tuned import Device, Entry, Key, Table, bucket, key_of
+from accel.kernels.catalogue import problem, reference
+from accel.kernels.catalogue.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.choose import choices, dispatch, tune, tuned
+from accel.kernels.choose.tune import Candidate, choose_fastest
+from accel.kernels.choose.tuned import Device, Entry, Key, Table, bucket, key_of
+from accel.kernels.native import build
+from accel.kernels.native import launch as native_launch
+from tests.kernels.torch import test_gpu_kernels
 
 DEVICE = Device(gpu="NVIDIA H100", capability=(9, 0), driver="580.65.06", library="abc")
 SPEC = tune.specs(["fp16"], ["gelu_erf"], [(48, 40, 56)])[0]
@@ -86,8 +89,8 @@ def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
-    """The CPU's result passes; the same with one element off by four units of its dtype, a scale, the bias or the
-    residual left out, or the next activation, does not."""
+    """Fails if the CPU's result is refused. Also fails if a result passes with one element off by four units of its
+    dtype, without a scale, the bias or the residual, or with another activation."""
     for spec in tune.specs([dtype], [act], [(300, 40, 56)], added=("bias", "none", "bias+residual")):
         verified(spec, act)
 
@@ -110,7 +113,7 @@ def verified(spec: GemmSpec, act: str) -> None:
 
 
 class NoFloat8Index(TorchDispatchMode):
-    """As a torch whose indexing by a tensor has no float8."""
+    """Imitates a torch that can't index float8 by a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor and args[0].dtype == torch.float8_e4m3fn:
@@ -164,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # another process, which read the file before the first wrote it
+    other.put(second, entry)  # another process, which read the file before the first process wrote it
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 
@@ -231,7 +234,7 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
 
 
 def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU of 9.0 that was tuned: the same words as the decision that ``choose_for`` takes there."""
+    """Fails if ``why`` explains the choice for a tuned GPU (9.0) in other words than ``choose_for``."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)
@@ -247,7 +250,8 @@ def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_layer_asks_for_is_among_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dispatch looks exact keys up: no bias, a residual, or int8 in and bf16 out each need an entry of their own."""
+    """Fails if the tuner makes no entry for a key that a layer looks up. Dispatch looks up exact keys: no bias, a
+    residual, or int8 in and bf16 out each need an entry of their own."""
     seen: list[GemmSpec] = []
 
     def tuned_one(spec: GemmSpec, _table: Table) -> tune.Tuned:
@@ -277,8 +281,8 @@ GEOMETRY = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
-    """More than 256 output pixels, so that only some are looked at. The CPU's result passes; another padding, an
-    operand left out, an element of the last pixel that is no number, and a wrong shape don't."""
+    """Fails if the CPU's result is refused, or if a result passes with another padding, a missing operand, a NaN in the
+    last pixel or a wrong shape. There are more than 256 output pixels, so that only some are checked."""
     shape = ConvSpec(images=3, height=17, width=12, c_in=5, c_out=7, **GEOMETRY)
     for spec in tune.conv_specs([dtype], ["silu"], [shape], added=("bias+residual",)):
         operands = tune.operands_for(spec, torch.device("cpu"))
@@ -296,10 +300,11 @@ def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
         assert tune.largest_error(spec, operands, right.permute(0, 3, 1, 2)) == float("inf")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", test_gpu_kernels.DTYPES)
 def test_a_right_kernel_passes_what_the_gpu_is_tested_on(dtype: str) -> None:
-    """Fails where the operands of a test for a GPU overflow its output, or its bound is too tight: the reference in the
-    GPU's arithmetic is as right as a kernel can be."""
+    """Fails if the operands of a test for a GPU overflow its output, or if its bound is too tight. The reference in the
+    GPU's arithmetic is as accurate as a kernel can be."""
     for sizes in (*test_gpu_kernels.RAGGED, *test_gpu_kernels.ALIGNED):
         for full in (False, True):
             spec = test_gpu_kernels.spec_of(dtype, "silu", sizes, full)
@@ -311,7 +316,8 @@ def test_a_right_kernel_passes_what_the_gpu_is_tested_on(dtype: str) -> None:
 
 
 def test_what_a_library_has_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where each launch reads the record of the build: files and JSON, longer than a small kernel runs."""
+    """Fails if each launch reads the record of the build. The files and the JSON of the record take longer than a small
+    kernel runs."""
     library = SimpleNamespace(path=tmp_path / "library.so", gemms={"sm90_fp16_pingpong_64x128": 0})
     (tmp_path / build.RECORD).write_text(json.dumps({"archs": ["sm_90a"], "files": ["sm90_fp16"]}))
     monkeypatch.setattr(native_launch, "installed", lambda _capability: library)
@@ -327,8 +333,8 @@ OPEN = (
 
 
 def test_another_driver_of_the_same_cuda_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where what was tuned is taken for a driver that it wasn't measured with: the CUDA that drivers offer stays
-    the same from one to the next. Where the system says no more, that is what there is."""
+    """Fails if a result tuned with one driver is used with another. The driver's own version is needed, because several
+    drivers offer the same CUDA version. If the system doesn't name the driver's version, the CUDA version is used."""
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     file = tmp_path / "version"
     for text, version in ((PROPRIETARY, "535.104.05"), (OPEN, "580.65.06"), ("", "13000"), ("NVRM\n", "13000")):
@@ -345,7 +351,7 @@ def test_another_driver_of_the_same_cuda_is_another(tmp_path: Path, monkeypatch:
 
 
 def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where tuning on a PyTorch that brings Triton under another name ends in PackageNotFoundError."""
+    """Fails if tuning raises PackageNotFoundError on a PyTorch that brings Triton under another name."""
     triton = pytest.importorskip("triton")
 
     def version(name: str) -> str:
@@ -361,7 +367,8 @@ def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_reference_on_a_gpu_has_no_tf32() -> None:
-    """Fails where fp32 that no kernel takes is multiplied with ten bits, as cuDNN does unless it is told otherwise."""
+    """Fails if the reference multiplies fp32 with ten bits (TF32), which cuDNN does by default. No kernel takes
+    fp32."""
     spec = replace(SPEC, in_dtype="fp32")
     assert dispatch._sums(spec, torch.device("cuda")) == torch.float64
     assert dispatch._sums(spec, torch.device("cpu")) == torch.float32
@@ -389,7 +396,8 @@ def test_every_way_to_a_convolution_is_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_convolution_that_was_tuned_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--conv`` and what a layer asks for have one key; a product's --shape alone tunes no convolution."""
+    """Fails if ``--conv`` and a layer make different keys for the same convolution, or if a product's --shape alone
+    tunes a convolution."""
     seen: list[GemmSpec | ConvSpec] = []
 
     def tuned_one(spec: GemmSpec | ConvSpec, _table: Table) -> tune.Tuned:
@@ -412,7 +420,8 @@ def test_a_convolution_that_was_tuned_is_found_again(monkeypatch: pytest.MonkeyP
         spec = problem.conv_spec(x.to(torch.int8), w.to(torch.int8), scaled, geometry, "relu", torch.bfloat16)
         assert key_of(spec, DEVICE).text in made
     seen.clear()
-    assert CliRunner().invoke(command, ["tune", "--add", "bias"]).exit_code == 0  # the table is drawn, too
+    # the command also prints the table here
+    assert CliRunner().invoke(command, ["tune", "--add", "bias"]).exit_code == 0
     kinds = [type(spec) for spec in seen]
     assert (kinds.count(GemmSpec), kinds.count(ConvSpec)) == (30, 8)
     for wrong in ("8x56x56,64,3", "8x56x56x64,64", "8x56x56x64,64,3x3x3", "8x56x56x64,64,3,1,1,1,1", "x"):

@@ -1,4 +1,4 @@
-"""Run in a process with a sanitizer loaded: call the hand-written kernels on buffers of exactly their size.
+"""Calls the hand-written kernels on buffers of exact size, in a process with a sanitizer loaded.
 
 ``python host_kernels.py library calls.npz results.npz``: each call is an array of JSON and its operands by name.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.kernels.native import Library
+from accel.kernels.native.library import Library
 
 LIBC = ctypes.CDLL(None)
 LIBC.malloc.restype = ctypes.c_void_p
@@ -21,7 +21,8 @@ LIBC.malloc.argtypes = [ctypes.c_size_t]
 
 
 def buffer(array: np.ndarray[Any, Any]) -> int:
-    """The bytes of ``array`` in memory from malloc, where the sanitizer sees its ends."""
+    """Copies the bytes of ``array`` into memory from malloc, where the sanitizer knows both ends of the buffer, and
+    returns the address."""
     address = LIBC.malloc(array.nbytes)
     ctypes.memmove(address, array.ctypes.data, array.nbytes)
     return int(address)

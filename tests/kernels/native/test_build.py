@@ -1,7 +1,7 @@
-"""What a build leaves behind when it is interrupted, killed, or runs beside another, with a stand-in for nvcc.
+"""Builds that are interrupted, killed, or run side by side, with a stand-in for nvcc.
 
-These fail where Ctrl-C or SIGTERM leaves a scratch folder or a compiler that runs on, where the folder of a killed
-build stays for good, or where a build removes that of another one that is at work.
+These tests fail if Ctrl-C or SIGTERM leaves a scratch folder or a running compiler behind, if the folder of a killed
+build is never removed, or if a build removes the folder of another build that is still running.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from click.testing import CliRunner
 
 from accel.cli.kernels import command
 from accel.errors import UnsupportedHere
-from accel.kernels import build, check
+from accel.kernels.native import build
+from accel.kernels.proof import check
 
 pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
 
-# Writes what it is asked for and something aside, says which processes it is, and takes as long as it is told.
+# Writes the requested output and a scratch file. If $SLOW is set, appends two process ids to $STARTED and takes $SLOW
+# seconds.
 NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "a stand-in, 1.0"; exit 0;; esac
 for word; do [ "$last" = -o ] && out=$word; last=$word; done
@@ -54,7 +56,7 @@ def until(true: Callable[[], object], seconds: float = 60) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the libraries go, with the stand-in first on PATH."""
+    """Returns the folder of the libraries, with the stand-in for nvcc first on PATH."""
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text(NVCC)
@@ -67,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
-    """The processes of the slow compilers; none outlives the test."""
+    """Returns a function that gives the process ids of the slow compilers. Kills them all after the test."""
 
     def found() -> list[int]:
         file = tmp_path / "started"
@@ -80,7 +82,8 @@ def started(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
 
 @pytest.fixture
 def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
-    """``start("sm_90a")``: the command in a process of its own, two slow compilers under way."""
+    """Returns ``start("sm_90a")``, which runs the command in a process of its own until two slow compilers are
+    running."""
     running: list[subprocess.Popen[str]] = []
 
     def begun(arch: str) -> subprocess.Popen[str]:
@@ -93,7 +96,8 @@ def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # A suite that runs in the background of a shell hands down a SIGINT that is ignored.
+                # A shell starts background jobs with SIGINT ignored. Children of a background test suite would ignore
+                # SIGINT too.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         )
@@ -133,7 +137,7 @@ def test_the_next_build_clears_up_after_a_killed_one(start: Start, cache: Path) 
 
 
 def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
-    """Fails where the library without a GEMM that check compiles becomes the one that dispatch runs."""
+    """Fails if dispatch uses the library that ``check`` compiles, which has no GEMM."""
     mine = build.build(["sm_90a"], units=["sm90_fp16"])
     proof = check._hand_written(lambda _message, _fraction: None)
     assert proof.passed is False, "what the stand-in writes is no library"
@@ -144,7 +148,7 @@ def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
 
 
 def test_other_headers_are_another_library(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails where the headers of CUTLASS are upgraded in their place and the library of the old ones is handed out."""
+    """Fails if the headers of CUTLASS are upgraded in place and the library of the old headers is still used."""
     (tmp_path / "cutlass").mkdir()
     version = tmp_path / "cutlass" / "version.h"
     monkeypatch.setattr(build, "cutlass_includes", lambda: [tmp_path])

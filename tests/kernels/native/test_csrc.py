@@ -1,8 +1,9 @@
-"""The hand-written CUDA kernels, compiled for the host and run under ASan and UBSan; and built with nvcc.
+"""The hand-written CUDA kernels, compiled for the host and run under ASan and UBSan, and built with nvcc.
 
-These fail where a kernel computes something else than the reference on ragged shapes, reads or writes past a buffer
-(planted: one element too far), overflows an integer, or where the C interface answers a wrong call with anything but
-its error code, the cache takes an old library for changed sources, or a machine without nvcc gets more than one line.
+These tests fail if a kernel differs from the reference on ragged shapes, reads or writes past a buffer (planted: one
+element too far), or overflows an integer. The tests fail if the C interface answers a wrong call with anything but its
+error code, if the cache returns an old library for changed sources, or if a machine without nvcc gets more than one
+line.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from click.testing import CliRunner
 
 from accel.cli.kernels import command
 from accel.errors import AccelError, BadFeeds, BuildFailed, UnknownName, UnsupportedHere
-from accel.kernels import build, reference
-from accel.kernels.native import ACTS, Library
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import EpilogueSpec, GemmSpec
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.reference import TORCH_DTYPES
+from accel.kernels.catalogue.spec import EpilogueSpec, GemmSpec
+from accel.kernels.native import build
+from accel.kernels.native.library import ACTS, Library
 
 SCRIPT = Path(__file__).with_name("host_kernels.py")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -35,7 +37,7 @@ Calls = dict[str, Any]
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of a tensor; numpy has no bfloat16."""
+    """Returns the bytes of a tensor, because numpy has no bfloat16."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.contiguous().view(bits[tensor.element_size()]).numpy()
 
@@ -75,7 +77,8 @@ def gemv_case(dtype: str, act: str, m: int, n: int, k: int, full: bool) -> tuple
 @pytest.mark.proof
 @needs_compiler
 def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
-    """gemv: the proven bound. quantize and im2col: exact. The sanitizers end the process at the first finding."""
+    """Fails if a kernel is wrong on the host. gemv: the proven bound. quantize and im2col: exact. The sanitizers end
+    the process at the first error."""
     calls: Calls = {}
     gemvs = {}
     for at, act in enumerate(ACTS):
@@ -125,7 +128,7 @@ def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
         for q_dtype in ("int8", "fp8_e4m3"):
             q, scale = reference.quantize_rowwise_torch(x, q_dtype)
             got = torch.from_numpy(results[f"quantize {dtype} {q_dtype}/q"]).view(q.dtype)
-            np.testing.assert_array_equal(got.float().numpy(), q.float().numpy())  # a NaN equals a NaN
+            np.testing.assert_array_equal(got.float().numpy(), q.float().numpy())  # NaNs count as equal
             np.testing.assert_array_equal(results[f"quantize {dtype} {q_dtype}/scales"], scale.numpy())
     np.testing.assert_array_equal(results["im2col/columns"], right.numpy())
 
@@ -166,7 +169,7 @@ def test_one_element_too_far_is_caught(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built by nvcc for one architecture, one file at a time."""
+    """Builds the library with nvcc for one architecture, one file at a time."""
     return build.build(["sm_90a"], units=(), jobs=1, cache=tmp_path_factory.mktemp("kernels")).path
 
 
@@ -213,12 +216,13 @@ def test_no_nvcc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(result.exception, AccelError)
     assert "nvcc is not installed here" in str(result.exception)
     assert "\n" not in str(result.exception)
-    with pytest.raises(UnknownName, match="there are sm_80"):
+    with pytest.raises(UnknownName, match="use one of sm_80"):
         build.build(["sm_70"])
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
-    """A truncated one would end the process in dlopen, one of another program lacks the interface."""
+    """Fails if a file that is not accel's library is loaded. A truncated library would end the process in dlopen, and a
+    library of another program lacks the interface."""
     file = tmp_path / "libaccel_kernels.so"
     other = Path(_ctypes.__file__).read_bytes()
     for content in (b"not a library", b"", other[:20000], other[:-1], other):

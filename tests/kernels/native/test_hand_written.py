@@ -1,8 +1,10 @@
-"""The hand-written kernels as dispatch takes them; they run here, compiled for the host, on tensors of the CPU.
+"""The hand-written kernels as dispatch chooses them. The kernels run here, compiled for the host, on tensors of the
+CPU.
 
-These fail where a problem that one of them takes goes to the reference, where one gets operands in another layout or
-dtype than it reads, or a result in the wrong shape, where a convolution's patches are multiplied in another order, and
-where ``why`` doesn't say what runs. The kernels alone, under ASan: test_csrc.py.
+These tests fail if the reference runs a problem that a hand-written kernel takes, or if a kernel gets operands in a
+layout or dtype that it doesn't read. The tests fail if a result has the wrong shape, if a convolution's patches are
+multiplied in another order, or if ``why`` names another implementation than the one that runs. test_csrc.py tests the
+kernels alone, under ASan.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from accel.kernels import build, choices, dispatch, native_launch, problem, reference
-from accel.kernels.configs import HAND_WRITTEN
-from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
-from accel.kernels.units import NATIVE
+from accel.kernels.catalogue import problem, reference
+from accel.kernels.catalogue.configs import HAND_WRITTEN
+from accel.kernels.catalogue.reference import TORCH_DTYPES
+from accel.kernels.catalogue.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.catalogue.units import NATIVE
+from accel.kernels.choose import choices, dispatch
+from accel.kernels.native import build
+from accel.kernels.native import launch as native_launch
+from accel.kernels.torch.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 
 FLOATS = ("fp32", "fp16", "bf16")
 SMALL = GemmSpec(m=3, n=40, k=57)
@@ -36,7 +41,7 @@ def chosen(spec: GemmSpec | ConvSpec, **given: Any) -> str:
 def test_gemv_takes_few_rows_that_no_vector_load_takes() -> None:
     assert chosen(SMALL).startswith("cuda gemv: M = 3 <= 16, rows that don't start at a multiple of 16 bytes")
     aligned = replace(SMALL, k=64)
-    assert chosen(aligned).startswith("cuda gemv: M = 3 <= 16, rows"), "at an address that is no multiple of 16"
+    assert chosen(aligned).startswith("cuda gemv: M = 3 <= 16, rows"), "at an address that is not a multiple of 16"
     assert chosen(aligned, tma_layout=True).startswith("triton gemm_16x64_split"), "tensor cores take it"
     assert chosen(aligned, tma_layout=True, triton_installed=False).startswith("cuda gemv: M = 3 <= 16, and Triton")
     assert chosen(aligned, tma_layout=True, triton_installed=False, native=EVERY).startswith("cutlass sm80_fp16")
@@ -56,19 +61,23 @@ def test_gemv_takes_few_rows_that_no_vector_load_takes() -> None:
     ],
 )
 def test_gemv_takes_nothing_that_it_would_compute_wrongly(spec: GemmSpec, given: dict[str, Any]) -> None:
-    """More rows than it sums, strides it doesn't read, a library without it, another dtype in, out or added."""
+    """Fails if gemv gets more rows than it sums, strides that it doesn't read, a library without gemv, or another dtype
+    of the operands, the output or the residual."""
     assert "gemv" not in chosen(spec, **given)
     assert chosen(spec, triton_installed=False, **given).startswith("reference: Triton is not installed")
 
 
 def test_a_convolution_without_triton_is_a_product_of_its_patches() -> None:
     whole = {"tma_layout": True, "triton_installed": False, "native": EVERY}
-    assert chosen(CONV, **whole).startswith("cuda im2col: Triton, which takes a convolution whole, is not installed; ")
-    assert "its patches by cutlass sm80_fp16_streamk_64x64" in chosen(CONV, **whole)
+    assert chosen(CONV, **whole).startswith(
+        "cuda im2col: Triton, which computes whole convolutions, is not installed; "
+    )
+    assert "patches multiplied by cutlass sm80_fp16_streamk_64x64" in chosen(CONV, **whole)
     assert chosen(CONV, tma_layout=True, native=EVERY).startswith("triton conv2d_64x64")
     small = replace(CONV, images=1)
-    assert "its patches by cuda gemv: M = 16" in chosen(small, triton_installed=False)
-    # 32 rows of an unaligned product have no compiled kernel: cuDNN is better than patches and the reference.
+    assert "patches multiplied by cuda gemv: M = 16" in chosen(small, triton_installed=False)
+    # An unaligned product of 32 rows has no compiled kernel. cuDNN is then better than patches and the reference
+    # product.
     odd = replace(CONV, c_in=7)
     assert chosen(odd, **whole).startswith("reference: Triton is not installed")
     assert chosen(replace(CONV, in_dtype="fp8_e4m3"), **whole).startswith("reference: sm_80 has no fp8")
@@ -92,7 +101,8 @@ def test_rows_are_quantized_by_what_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the host, with UBSan, which needs no process of its own; away from its record, as for any GPU."""
+    """Builds the library for the host with UBSan, which needs no separate process. Copies it away from its record, so
+    that it counts as a library for any GPU."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("host")
@@ -101,13 +111,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """As on a GPU of 8.0 without Triton; which entries of the library were called."""
+    """Imitates a GPU of capability 8.0 without Triton. Returns the list of the library functions that were called."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(compiled))
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(dispatch, "capability_of", lambda _tensor: (8, 0))
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     native_launch.installed.cache_clear()
-    library = native_launch.installed(None)  # the very one that tensors of the CPU get
+    library = native_launch.installed(None)  # tensors of the CPU use the same library object
     assert library is not None
     calls: list[str] = []
 
@@ -130,7 +140,8 @@ def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_operator_runs_gemv(dtype: str, act: str, ran: list[str]) -> None:
-    """Bound: ``gemm_bound``. The bias comes in the dtype of the operands, the residual as a view with other strides."""
+    """Fails if the operator's result differs from the reference by more than ``gemm_bound``. The bias has the dtype of
+    the operands, and the residual is a view with other strides."""
     g = torch.Generator().manual_seed(0)
     m, n, k = (1, 5, 9) if act == "none" else (7, 6, 33)
     a, b = (torch.randn(size, generator=g).to(TORCH_DTYPES[dtype]) for size in ((m, k), (n, k)))
@@ -155,7 +166,8 @@ def test_the_operator_runs_gemv(dtype: str, act: str, ran: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", FLOATS)
 def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str]) -> None:
-    """Exact, also for rows that lie apart, columns that do, one row that is repeated, and one row alone."""
+    """Fails if a quantized value differs at all, also for rows with gaps, columns with gaps, one repeated row, and a
+    single row."""
     whole = (torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 30).to(TORCH_DTYPES[source])
     whole[1] = 0
     for x in (whole, whole[:, :17], whole[::2], whole[:, ::3], whole[:1].expand(4, 40), whole[2:3, 5:9]):
@@ -172,7 +184,8 @@ def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str])
 def test_the_operator_runs_a_convolution_by_its_patches(
     dtype: str, at_once: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three images of 2 x 1 outputs, some at a time. Bound: four roundings of the largest element."""
+    """Fails if a convolution by patches differs by more than four roundings of the largest element. There are three
+    images of 2 x 1 outputs, ``at_once`` of them at a time."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, generator=g).to(TORCH_DTYPES[dtype]) for size in ((3, 5, 4, 3), (6, 3, 2, 3)))
     operands = {

@@ -1,11 +1,12 @@
-"""The operators for ONNX Runtime in C++: built against its headers, loaded by it, equal to the reference and the body.
+"""The C++ operators for ONNX Runtime: built against its headers, loaded by it, compared with the reference and the
+body.
 
-These fail where a name that ``accel.kernels.onnx_function`` gives has no operator, where one computes something else
-than the float64 reference, where ONNX Runtime inlines the body although the operator is there, where operands that
-don't fit give numbers instead of an error, where a wrong operator passes the gate of ``accel optimize``, or where
-missing headers get anything but one line.
+These tests fail if a name that ``accel.kernels.onnx.function`` gives has no operator, if an operator differs from the
+float64 reference, or if ONNX Runtime inlines the body although the operator is there. The tests fail if operands that
+don't fit give numbers instead of an error, if a wrong operator passes the gate of ``accel optimize``, or if missing
+headers give more than one line.
 
-The headers are in no wheel of ONNX Runtime: $ACCEL_ONNXRUNTIME_INCLUDE says where they are.
+No wheel of ONNX Runtime contains the headers: $ACCEL_ONNXRUNTIME_INCLUDE names their folder.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
 from accel.cli.kernels import command
-from accel.converters.fuse_kernels import FuseKernelsConfig
+from accel.converters.graph.fuse_kernels import FuseKernelsConfig
 from accel.errors import AccelError, BadConfig, GateFailed, UnsupportedHere
-from accel.kernels import bridges, reference
-from accel.kernels.bridges import build_for_onnxruntime
-from accel.kernels.onnx_function import DOMAIN, DTYPES, OPERANDS, PRODUCTS, FusedConv2d, FusedGemm, QuantizeRowwise
-from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
-from accel.optimizer.recipes import STAGE_LIMITS
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.native import bridges
+from accel.kernels.native.bridges import build_for_onnxruntime
+from accel.kernels.onnx.function import DOMAIN, DTYPES, OPERANDS, PRODUCTS, FusedConv2d, FusedGemm, QuantizeRowwise
+from accel.proof.gates import OutputGate
 from accel.runtimes.base import SessionOptions
 from accel.runtimes.onnxruntime import OnnxRuntimeSession
 from accel.signature import Signature, TensorSpec
-from accel.sources.onnx_file import open_onnx
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
-from accel.verify.gates import OutputGate
+from accel.tables.limits import STAGE_LIMITS
 
 INCLUDE = os.environ.get("ACCEL_ONNXRUNTIME_INCLUDE", "")
 M, N, K = 6, 5, 7
@@ -98,7 +100,7 @@ def spec_of(function: FusedConv2d) -> ConvSpec:
 
 
 def conv_inputs(function: FusedConv2d) -> dict[str, list[int]]:
-    """The inputs by name, and their shapes."""
+    """Returns the shapes of the inputs by name."""
     spec = spec_of(function)
     kernel, out = function.kernel, (spec.out_height, spec.out_width)
     found = {"image": SHAPES["image"], f"weight{kernel[0]}x{kernel[1]}": [FILTERS, CHANNELS, *kernel]}
@@ -142,7 +144,8 @@ def inputs_of(function: FusedGemm | FusedConv2d) -> list[str]:
 
 
 def model(functions: Sequence[FusedGemm | FusedConv2d], *, bodies: bool) -> onnx.ModelProto:
-    """Each function once on the same fp32 inputs, cast to the dtypes it takes; its output cast back to fp32."""
+    """Returns a model that calls each function once on the same fp32 inputs. The model casts the inputs to the dtypes
+    of the function, and the output back to fp32."""
     nodes = []
     taken = {function.name: list(zip(inputs_of(function), function.dtypes, strict=True)) for function in functions}
     for name, dtype in sorted(set(itertools.chain.from_iterable(taken.values()))):
@@ -169,8 +172,8 @@ def feeds() -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.mark.proof
 def test_every_operator_is_the_reference(library: Path) -> None:
-    """180 of them in one graph without bodies, against float64 from operands rounded to the dtype: half a unit in the
-    last place of the result, and 1e-5 of fp32 sums."""
+    """Fails if one of 180 operators, in one graph without bodies, differs from float64 on operands rounded to the
+    dtype. Bound: half a unit in the last place of the result, and 1e-5 of fp32 sums."""
     flags = itertools.product(PRODUCTS, ACTS, (False, True), (False, True), DTYPES)
     functions = [FusedGemm(product=p, act=act, bias=b, residual=r, dtype=d) for p, act, b, r, d in flags]
     made = model(functions, bodies=False)
@@ -183,7 +186,7 @@ def test_every_operator_is_the_reference(library: Path) -> None:
 
 
 def right(function: FusedGemm, got: np.ndarray[Any, Any]) -> None:
-    """Half a unit in the last place of the output's dtype, and 1e-5 of fp32 sums."""
+    """Checks a result: half a unit in the last place of the output's dtype, and 1e-5 of fp32 sums."""
     rounded = {
         name.rstrip("3"): torch.from_numpy(feeds()[name]).to(TORCH[dtype]).double().numpy()
         for name, dtype in zip(inputs_of(function), function.dtypes, strict=True)
@@ -207,7 +210,8 @@ def right(function: FusedGemm, got: np.ndarray[Any, Any]) -> None:
 
 @pytest.mark.proof
 def test_products_with_scales_and_of_small_types_are_the_reference(library: Path) -> None:
-    """660 of them, as torch's export writes W8A8 and fp8: row and column scales, int8 (exact sums) and fp8 operands."""
+    """Fails if one of 660 products differs from the reference. The products are those that torch's export writes for
+    W8A8 and fp8: row and column scales, int8 operands (exact sums) and fp8 operands."""
     pairs = [(None, row, col) for row, col in itertools.product((False, True), repeat=2) if row or col]
     pairs += itertools.product((TensorProto.INT8, TensorProto.FLOAT8E4M3FN), (False, True), (False, True))
     functions = [
@@ -226,7 +230,8 @@ def test_products_with_scales_and_of_small_types_are_the_reference(library: Path
 @pytest.mark.parametrize("dtype", [TensorProto.INT8, TensorProto.FLOAT8E4M3FN])
 @pytest.mark.parametrize("source", DTYPES)
 def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, library: Path) -> None:
-    """Exact, with a row of zeros, one that holds a NaN and one of subnormal numbers."""
+    """Fails if a quantized value differs at all, also in a row of zeros, a row with a NaN and a row of subnormal
+    numbers."""
     function = QuantizeRowwise(source=source, dtype=dtype)
     nodes = [
         helper.make_node("Cast", ["x"], ["narrow"], to=source),
@@ -242,13 +247,14 @@ def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, libra
     made = helper.make_model(graph, opset_imports=OPSETS, ir_version=10)
     values, scales = session(made, options(library)).run(None, {"x": x})
     q, scale = reference.quantize_rowwise_torch(torch.from_numpy(x).to(TORCH[source]), OPERANDS[dtype])
-    np.testing.assert_array_equal(values, q.float().numpy())  # a NaN equals a NaN
+    np.testing.assert_array_equal(values, q.float().numpy())  # NaNs count as equal
     np.testing.assert_array_equal(scales, scale.numpy())
 
 
 @pytest.mark.proof
 def test_the_operator_is_taken_and_equals_its_body(library: Path, tmp_path: Path) -> None:
-    """A product and a convolution. fp32: 1e-5 of the largest element, another order of the same few roundings."""
+    """Fails if ONNX Runtime doesn't run the operator, or if its result differs from the body's. Tests a product and a
+    convolution in fp32, within 1e-5 of the largest element, which covers the same few roundings in another order."""
     product = FusedGemm(product="matmul", act="gelu_erf", bias=True, residual=True, dtype=TensorProto.FLOAT)
     conv = convolution(residual=True)
     made = model([product, conv], bodies=True)
@@ -286,13 +292,13 @@ def test_operands_that_do_not_fit_are_an_error(library: Path, wrong: dict[str, l
 
 @pytest.mark.proof
 def test_every_convolution_is_the_reference(library: Path) -> None:
-    """240 of them, without bodies: strides, padding and dilation that differ by axis, every epilogue and dtype. Against
-    float64: half a unit in the last place of the result, and 1e-5 of fp32 sums."""
+    """Fails if one of 240 convolutions without bodies differs from float64: strides, padding and dilation that differ
+    by axis, every epilogue and dtype. Bound: half a unit in the last place of the result, and 1e-5 of fp32 sums."""
     flags = itertools.product(range(len(GEOMETRIES)), ACTS, (False, True), (False, True), DTYPES)
     functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
     made = model(functions, bodies=False)
     with pytest.raises(Exception, match=r"is not a registered function/op"):
-        session(made, options(library))  # nobody said which convolutions there are
+        session(made, options(library))  # the options don't name the convolutions of the model
     given = feeds()
     for function, got in zip(functions, session(made, options(library, *functions)).run(None, given), strict=True):
         right_convolution(function, got)
@@ -340,7 +346,8 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
     "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
 )
 def test_a_name_that_is_no_convolution_is_passed_over(library: Path, name: str) -> None:
-    """Its body runs, as of every operator that isn't accel's."""
+    """Fails if such a name raises an error. The body of such an operator runs, as for every operator that isn't
+    accel's."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name
@@ -364,12 +371,12 @@ def test_a_session_takes_the_convolutions_of_its_model(
 def test_a_wrong_operator_does_not_pass_the_gate(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stage and the gate of ``accel optimize --kernels``: the fused convolution is computed by the library, and
-    where that forgets the stride the gate says so."""
+    """Fails if the gate of ``accel optimize --kernels`` passes a wrong operator. The library computes the fused
+    convolution, once correctly and once without the stride."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
 
     def fuse(operators: Path, seed: int) -> Artifact:
-        # Other weights each time: what a model computed is remembered within a process.
+        # New weights each time, because the outputs of a model are cached within a process.
         weight = np.random.default_rng(seed).standard_normal((4, 3, 3, 3)).astype(np.float32)
         nodes = [
             helper.make_node("Conv", ["x", "w"], ["c"], strides=[2, 1], pads=[1, 1, 1, 1]),
@@ -411,7 +418,7 @@ def test_the_command_builds_it_once(library: Path, monkeypatch: pytest.MonkeyPat
 
 
 def opened(function: FusedGemm | FusedConv2d, folder: Path) -> OnnxRuntimeSession:
-    """accel's session of a model with one operator that has no body."""
+    """Opens accel's session of a model with one operator that has no body."""
     onnx.save(model([function], bodies=False), folder / "model.onnx")
     inputs = tuple(TensorSpec(name, "float32", tuple(shape)) for name, shape in SHAPES.items())
     out = (M, N)
@@ -458,7 +465,8 @@ def test_missing_headers_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_what_has_no_operator_is_still_inlined(library: Path) -> None:
-    """A product that has none beside one that has, both with bodies: registering the library must not hide a body."""
+    """Fails if registering the library hides the function body of a product that has no operator. The model also holds
+    a product that has an operator, and both products have bodies."""
     plain = FusedGemm(product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT)
     scaled = FusedGemm(
         product="gemm_nt", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT, col_scale=True

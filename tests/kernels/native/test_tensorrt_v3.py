@@ -1,12 +1,12 @@
-"""The plugins for TensorRT in C++ (IPluginV3), compiled against its headers and driven as TensorRT does.
+"""The C++ plugins for TensorRT (IPluginV3), compiled against its headers and driven as TensorRT drives them.
 
-The headers are a stub of the interface (``tensorrt_stub/``) and, where ``$ACCEL_TENSORRT_INCLUDE`` says where they are,
-the real ones too. The library of TensorRT is not here: what is shown is the plugins' own logic, on the host's kernels
-and, of products of 24 columns, a stand-in for the tensor-core GEMM.
+The headers are a stub of the interface (``tensorrt_stub/``) and, if ``$ACCEL_TENSORRT_INCLUDE`` names their folder,
+also the real headers. TensorRT's library itself is not used. So the tests cover the plugins' own logic, with the
+kernels compiled for the host and, for products of 24 columns, a stand-in for the tensor-core GEMM.
 
-These fail where a name of ``accel.kernels.onnx_function`` has no creator or another epilogue, where types, shapes, the
-fields that are kept or the order of the inputs are wrong, where a result isn't the reference's, where sizes that no
-kernel takes give numbers instead of an error, or where missing headers get anything but one line.
+These tests fail if a name of ``accel.kernels.onnx.function`` has no creator or gets another epilogue, if types, shapes,
+serialized fields or the order of the inputs are wrong, or if a result differs from the reference. The tests fail if
+sizes that no kernel takes give numbers instead of an error, or if missing headers give more than one line.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from onnx import TensorProto
 
 from accel.cli.kernels import command
 from accel.errors import BadFeeds, UnsupportedHere
-from accel.kernels import bridges, build, native, reference
-from accel.kernels.onnx_function import DTYPES, FusedGemm, parse
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.reference import TORCH_DTYPES
+from accel.kernels.catalogue.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.native import bridges, build
+from accel.kernels.native import library as native
+from accel.kernels.onnx.function import DTYPES, FusedGemm, parse
 
 STUB = Path(__file__).with_name("tensorrt_stub")
 INCLUDE = os.environ.get("ACCEL_TENSORRT_INCLUDE", "")
@@ -41,12 +43,12 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def nhwc(tensor: torch.Tensor) -> torch.Tensor:
-    """An image or a weight with its channels last in memory; another tensor as it is."""
+    """Returns an image or a weight with its channels last in memory, and any other tensor unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 class Plugins:
-    """The plugin library, and the driver that does with it what TensorRT does."""
+    """The plugin library, and a driver that calls it as TensorRT does."""
 
     def __init__(self, library: Path, driver: Path) -> None:
         self._library, self._driver = ctypes.CDLL(str(library)), ctypes.CDLL(str(driver))
@@ -68,7 +70,7 @@ class Plugins:
         largest_m: int = 16,
         tactic: int = -1,
     ) -> tuple[int, torch.Tensor, int]:
-        """What came of it (0: right), the output, and how many tactics there were."""
+        """Runs a plugin. Returns the status (0: success), the output, and the number of tactics."""
         given = fields or {}
         result = torch.full(out, float("nan"), dtype=TORCH_DTYPES[dtype])
         result = nhwc(result) if name == "FusedConv2d" else result
@@ -102,7 +104,8 @@ class Plugins:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the host: no GEMM of CUTLASS. Products of more than 16 rows have a kernel where they have 24 columns."""
+    """Builds the kernels for the host, without CUTLASS. A stand-in computes products of more than 16 rows if they have
+    24 columns."""
     folder = tmp_path_factory.mktemp("kernels")
     sources = shutil.copytree(build.SOURCES, folder / "csrc")
     shutil.copy(STUB / "host_gemm.cu", sources)
@@ -122,11 +125,11 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
     source = copied / "tensorrt_conv2d.h"
     text = source.read_text()
     assert PATCHES in text
-    source.write_text(text.replace(PATCHES, "kPatchBytes = 4 << 10"))  # two of the images below at a time
+    source.write_text(text.replace(PATCHES, "kPatchBytes = 4 << 10"))  # room for two images at a time
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bridges, "PLUGINS", copied)
         library = bridges.build_for_tensorrt(include, kernels=kernels, cache=folder).path
-    # The stub's folder, where the driver is, must not be in the way of the real headers.
+    # A copy of the driver, because the stub headers beside the original would hide the real headers.
     driver = shutil.copy(STUB / "driver.cpp", folder)
     folders = [f"-isystem{path}" for path in (include, *bridges.cuda_includes())]
     words = ["g++", "-std=c++20", "-fPIC", "-shared", *folders, driver, "-o", folder / "driver.so"]
@@ -135,7 +138,8 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
 
 
 def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> dict[str, torch.Tensor]:
-    """By name, in the dtypes and the order of the ONNX function's inputs. ``m``: rows, or their sizes by dimension."""
+    """Returns operands by name, in the dtypes and the order of the ONNX function's inputs. ``m``: the rows, or their
+    sizes by dimension."""
     rows = m if isinstance(m, tuple) else (m,)
     g = torch.Generator().manual_seed(math.prod(rows) * n + k)
     shapes: dict[str, tuple[int, ...]] = {"a": (*rows, k), "b": (n, k)}
@@ -153,7 +157,8 @@ def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> d
 @needs_compiler
 @pytest.mark.proof
 def test_every_name_has_a_creator(plugins: Plugins) -> None:
-    """All that b as (N, K) and an fp16 or bf16 output allow, each once; every one is a name that accel gives."""
+    """Fails if a name with b as (N, K) and an fp16 or bf16 output has no creator or several, or if accel never gives
+    the name."""
     assert plugins.names[:2] == ["FusedGemm", "FusedConv2d"]
     named = plugins.names[2:]
     assert len(named) == len(set(named)) == 2 * 3 * len(ACTS) * 16
@@ -169,8 +174,8 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
-    """Every combination of operands, by its name and by fields alone, and the same rows in more dimensions. Bound:
-    ``gemm_bound``."""
+    """Fails if a layer differs from the reference by more than ``gemm_bound``. Tests every combination of operands, by
+    the layer's name and by fields alone, and the same rows in more dimensions."""
     m, n, k = 6, 4, 9
     for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
@@ -199,8 +204,8 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @needs_compiler
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
-    """More than the kernel for few takes, or than it may ever take, in dimensions of which each has few. ``gemm_bound``
-    of the stand-in for a tensor-core GEMM."""
+    """Fails if the rows are counted in one dimension only. Each dimension is small, but all rows together, or at their
+    largest, are too many for the kernel for few rows. Bound: ``gemm_bound`` of the stand-in for a tensor-core GEMM."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):
@@ -251,12 +256,12 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
 
 
-# Kernel, stride, padding and dilation: what differs by axis, and an image that is its own patches.
+# Kernel, stride, padding and dilation: one geometry that differs by axis, and one whose image is its own patches.
 GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
 
 
 def convolution(spec: ConvSpec) -> tuple[dict[str, int], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Fields and inputs of the layer, its right result and how far from that it may be, all in ONNX's layout."""
+    """Returns the fields and inputs of the layer, its expected result and the allowed error, all in ONNX's layout."""
     e = spec.epilogue
     g = torch.Generator().manual_seed(spec.images * spec.c_out)
     x = torch.randn(spec.images, spec.c_in, spec.height, spec.width, generator=g)
@@ -281,7 +286,7 @@ def convolution(spec: ConvSpec) -> tuple[dict[str, int], list[torch.Tensor], tor
 
 
 def run_convolution(plugins: Plugins, spec: ConvSpec, **changed: int) -> tuple[int, float, int]:
-    """What came of it (0: right), how much of the bound the error takes, and how many tactics there were."""
+    """Returns the status (0: success), the largest error divided by the bound, and the number of tactics."""
     fields, inputs, exact, bound = convolution(spec)
     dtype = spec.epilogue.out_dtype
     status, got, tactics = plugins.run(
@@ -308,7 +313,8 @@ def conv_spec(geometry: int = 0, *, images: int = 1, c_in: int = 8, c_out: int =
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plugins) -> None:
-    """Every epilogue, of 16 and of 15 output pixels, whose products the kernel for few rows takes. ``gemm_bound``."""
+    """Fails if a convolution differs by more than ``gemm_bound``. Tests every epilogue with 16 and with 15 output
+    pixels, whose products the kernel for few rows takes."""
     for act in ACTS:
         for flags in range(4):
             epilogue = {"act": act, "bias": bool(flags & 1), "residual": bool(flags & 2), "out_dtype": dtype}
@@ -322,7 +328,8 @@ def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plug
 @pytest.mark.proof
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_of_more_images_than_fit_at_a_time(geometry: int, plugins: Plugins) -> None:
-    """Five images by two, two and one, with the stand-in for a tensor-core GEMM."""
+    """Fails if the convolution of five images, computed as two, two and one, differs from the reference. A stand-in for
+    a tensor-core GEMM computes the products."""
     status, error, tactics = run_convolution(plugins, conv_spec(geometry, images=5, c_out=24, act="silu"))
     assert (status, tactics) == (0, 1), plugins.said
     assert error <= 1
@@ -347,7 +354,8 @@ def test_what_is_no_convolution_is_an_error(plugins: Plugins) -> None:
 @needs_compiler
 @pytest.mark.proof
 def test_an_int8_sum_that_could_overflow_is_refused(kernels: Path) -> None:
-    """Where the largest K is taken, the next check finds that the configuration is for another dtype."""
+    """Fails if an int8 sum that could overflow is computed. With the largest allowed K, the next check refuses the
+    configuration because it is for another dtype."""
     library = native.Library(kernels)
     for k, message in ((131071 + 1, "int8 a K of 131071"), (131071 - 15, "no kernel for this dtype")):
         problem = native.Problem(

@@ -1,5 +1,5 @@
-"""Run in a process of its own: build an ONNX file with TensorRT-RTX for one compute capability (default: ``SM86``) and
-print what its kernels are."""
+"""Builds an ONNX file with TensorRT-RTX for one compute capability (default: ``SM86``), in a process of its own, and
+prints the kernels of the engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The PyTorch operators in ``torch.onnx.export``: a fused module becomes nodes with bodies, and stays the same model.
 
-These fail where an operator has no translation, where a body computes something else than the operator (a scale, a
-cast, the order of the operands), where a name doesn't lead back to its operator, and where ``accel export`` of a fused
-module gives a file that ONNX Runtime can't run.
+These tests fail if an operator has no translation, if a body differs from the operator (a scale, a cast, the order of
+the operands), if a name doesn't lead back to its operator, or if ONNX Runtime can't run a fused module from
+``accel export``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from onnx import TensorProto
 from torch import nn
 
 from accel.errors import UnknownName
-from accel.kernels import reference
-from accel.kernels.fuse import fuse
-from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
-from accel.kernels.onnx_export import add_functions, translation_table
-from accel.kernels.onnx_function import (
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.kernels.onnx.export import add_functions, translation_table
+from accel.kernels.onnx.function import (
     DOMAIN,
     DTYPES,
     OPERANDS,
@@ -37,12 +36,13 @@ from accel.kernels.onnx_function import (
     QuantizeRowwise,
     parse,
 )
-from accel.kernels.spec import ACTS, EpilogueSpec, GemmSpec
+from accel.kernels.torch.fuse import fuse
+from accel.kernels.torch.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 
 
 def exported(module: nn.Module, args: tuple[torch.Tensor, ...], dynamic: Any = None) -> onnx.ModelProto:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own
+        warnings.simplefilter("ignore")  # the exporter's own warnings
         program = torch.onnx.export(
             module,
             args,
@@ -69,7 +69,7 @@ def operators(model: onnx.ModelProto) -> list[str]:
 
 
 class Calls(nn.Module):
-    """A module that is nothing but one call of an operator."""
+    """A module that only calls one operator."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -90,7 +90,8 @@ class Net(nn.Module):
 
 
 def test_a_fused_module_exports_to_the_operators() -> None:
-    """At another batch than it was traced with; 1e-5 of the largest element, a handful of fp32 roundings."""
+    """Fails if the exported model differs at another batch size than it was traced with. Bound: 1e-5 of the largest
+    element, a handful of fp32 roundings."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -109,7 +110,8 @@ def test_a_fused_module_exports_to_the_operators() -> None:
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "fp8_e4m3"])
 def test_gemm_with_scales(dtype: str, act: str) -> None:
-    """Within the bound of the operator itself: the body computes in fp32 and rounds once, as a kernel does."""
+    """Fails if the body's error exceeds the bound of the operator. The body computes in fp32 and rounds once, as a
+    kernel does."""
     g = torch.Generator().manual_seed(0)
     kind, out = reference.TORCH_DTYPES[dtype], torch.float16
     draw = (
@@ -118,7 +120,7 @@ def test_gemm_with_scales(dtype: str, act: str) -> None:
         else (lambda *s: torch.randn(s, generator=g))
     )
     a, b = (draw(*shape).float() for shape in ((5, 7), (7, 3)))
-    a, b = a.to(kind).float(), b.to(kind).float()  # numpy has no float8: cast inside the graph
+    a, b = a.to(kind).float(), b.to(kind).float()  # numpy has no float8, so the graph casts
     size = 0.01 if dtype == "int8" else 1.0
     bias, residual = torch.randn(3, generator=g), torch.randn(5, 3, generator=g).half()
     row, col = (size * (0.5 + torch.rand(n, generator=g)) for n in (5, 3))
@@ -164,7 +166,7 @@ def test_conv_with_residual() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16])
 def test_quantize(source: torch.dtype, dtype: torch.dtype) -> None:
-    """Exact, with a row of zeros and one with a NaN."""
+    """Fails if a quantized value differs at all, also in a row of zeros and a row with a NaN."""
     x = (torch.randn(6, 37, generator=torch.Generator().manual_seed(0)) * 20).to(source)
     x[1], x[2, 7] = 0, float("nan")
 
@@ -228,7 +230,7 @@ def test_accel_export_takes_a_fused_module(cli: Any, tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import torch
-            from accel.kernels.fuse import fuse
+            from accel import fuse
 
             def make():
                 torch.manual_seed(0)

@@ -1,9 +1,8 @@
-"""``accel::FusedGemm`` and ``accel::FusedConv2d`` in ONNX: the body is the reference, the patterns are found,
-the fused model is the same model.
+"""``accel::FusedGemm`` and ``accel::FusedConv2d`` in ONNX: bodies, patterns and fused models.
 
-These fail where a function body computes something else than the float64 reference, where a pattern is missed, or taken
-although a value in it is used elsewhere or a sum broadcasts, where the checker, ONNX Runtime or TensorRT-RTX refuses
-the result, and where two matches claim the same node.
+These tests fail if a function body differs from the float64 reference, if a pattern is missed, or if a pattern is fused
+although a value in it is used elsewhere or a sum broadcasts. The tests fail if the checker, ONNX Runtime or
+TensorRT-RTX refuses the result, or if two matches use the same node.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.cache import StageCache
-from accel.converters.fuse_kernels import FuseKernelsConfig
-from accel.converters.kernel_table import parse_layers
+from accel.converters.graph.fuse_kernels import FuseKernelsConfig
+from accel.converters.to_tensorrt.kernel_table import parse_layers
 from accel.errors import UnsupportedHere
 from accel.graph.cost import graph_cost
-from accel.kernels import check, check_host, reference
-from accel.kernels.onnx_function import DOMAIN, FusedConv2d, FusedGemm
-from accel.kernels.onnx_patterns import fuse_products
-from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
-from accel.sources.onnx_file import describe_model, open_onnx
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.onnx.function import DOMAIN, FusedConv2d, FusedGemm
+from accel.kernels.onnx.patterns import fuse_products
+from accel.kernels.proof import check
+from accel.kernels.proof import host as check_host
+from accel.sources.onnx.file import describe_model, open_onnx
 from accel.stage import run_stage
 
 RANDOM = np.random.default_rng(0)
@@ -50,7 +51,8 @@ def model(
     shape: tuple[str | int, ...] = ("batch", 5, 8),
     conv: dict[str, Any] | None = None,
 ) -> onnx.ModelProto:
-    """``text``: lines ``out = Op(in, in)``; input x and output y have ``shape``; ``conv``: a Conv's options."""
+    """Returns a model. ``text``: lines ``out = Op(in, in)``. The input x and the output y have ``shape``. ``conv``: the
+    options of a Conv."""
     nodes = []
     for line in text.strip().splitlines():
         out, call = (part.strip() for part in line.split("="))
@@ -129,7 +131,8 @@ FOUND = {
 @pytest.mark.parametrize("case", FOUND)
 @pytest.mark.parametrize("opset", [17, 20])
 def test_patterns(case: str, opset: int) -> None:
-    """The output moves by at most 1e-5 of its largest element: fp32, another order of the same few roundings."""
+    """Fails if a pattern is not fused as expected, or if the output moves by more than 1e-5 of its largest element. The
+    bound covers the same few fp32 roundings in another order."""
     text, wanted = FOUND[case]
     if opset < 20 and "Gelu" in text:
         pytest.skip("Gelu begins with opset 20")
@@ -155,7 +158,8 @@ def test_patterns(case: str, opset: int) -> None:
 @pytest.mark.parametrize("product", ["matmul", "gemm_nn", "gemm_nt"])
 @pytest.mark.parametrize("opset", [17, 20])
 def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
-    """Against float64: 2e-6 of the largest element, K = 8 fp32 roundings of 6e-8 and those of one activation."""
+    """Fails if a body differs from float64 by more than 2e-6 of the largest element: K = 8 fp32 roundings of 6e-8, and
+    those of one activation."""
     function = FusedGemm(product=product, act=act, bias=True, residual=True, dtype=TensorProto.FLOAT)
     shapes = {"a": (3, 8), "b": (6, 8) if product == "gemm_nt" else (8, 6), "bias": (6,), "residual": (3, 6)}
     inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()]
@@ -175,15 +179,16 @@ def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
 
 
 def test_check_runs_the_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where ``accel kernels check`` says "proven" of a body that computes another activation."""
+    """Fails if ``accel kernels check`` calls a body proven that computes another activation."""
     found = check_host.body_errors()
     assert len(found) == 15
     assert max(found.values()) <= 1
     right = FusedGemm.function
-    monkeypatch.setattr(FusedGemm, "function", lambda self, opset: right(self, opset + 3))  # its Gelu isn't in 17
+    # opset 17 lacks the Gelu of later opsets
+    monkeypatch.setattr(FusedGemm, "function", lambda self, opset: right(self, opset + 3))
     assert check._within("bodies", check_host.body_errors).passed is False
     monkeypatch.setattr(FusedGemm, "function", right)
-    monkeypatch.setattr("accel.kernels.onnx_function._Body.activate", lambda _self, _act, x: x)
+    monkeypatch.setattr("accel.kernels.onnx.function._Body.activate", lambda _self, _act, x: x)
     assert check._within("bodies", check_host.body_errors).passed is False
 
 
@@ -209,7 +214,8 @@ CONVS = {
 @pytest.mark.parametrize("case", CONVS)
 @pytest.mark.parametrize("opset", [17, 20])
 def test_convolutions(case: str, opset: int) -> None:
-    """As above: 1e-5 of the largest element, 36 fp32 products a sum."""
+    """Fails if a convolution is not fused as expected, or if the output moves by more than 1e-5 of its largest element,
+    with 36 fp32 products in each sum."""
     text, attributes, wanted = CONVS[case]
     constants = [constant("k", 4, 4, 3, 3), constant("kd", 4, 1, 3, 3), constant("kb", 4)]
     before = model(text, constants, opset, shape=("batch", 4, 5, 8), conv={"pads": [1, 1, 1, 1], **attributes})
@@ -223,7 +229,8 @@ def test_convolutions(case: str, opset: int) -> None:
 
 
 def test_a_strided_convolution_keeps_its_geometry() -> None:
-    """Against the float64 reference, which takes NHWC and OHWI: 2e-6 of the largest element."""
+    """Fails if a strided convolution differs from the float64 reference, which takes NHWC and OHWI, by more than 2e-6
+    of the largest element."""
     function = FusedConv2d(
         kernel=(3, 2),
         stride=(2, 1),
@@ -280,7 +287,7 @@ def test_a_model_without_functions_is_refused() -> None:
 
 
 def kernels_of(made: onnx.ModelProto, file: Path) -> list[dict[str, Any]]:
-    """The kernels of the engine that TensorRT-RTX builds for sm_86, those that compute something."""
+    """Returns the computing kernels of the engine that TensorRT-RTX builds for sm_86."""
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     done = subprocess.run([sys.executable, script, file], capture_output=True, text=True, timeout=200, check=True)
@@ -293,8 +300,9 @@ def kernels_of(made: onnx.ModelProto, file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.proof
 def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
-    """The functions are inlined and cost nothing: the same kernels come out as of the plain model. The first layer is
-    one kernel with product, bias and GELU; TensorRT-RTX computes the residual of the second in a kernel of its own."""
+    """Fails if the fused model gets other kernels than the plain model. TensorRT-RTX inlines the functions, so they
+    cost nothing. The first layer is one kernel with product, bias and GELU. TensorRT-RTX computes the residual of the
+    second layer in a separate kernel."""
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")
     plain = model(TWO_LAYERS, W)
     made = onnx.ModelProto.FromString(plain.SerializeToString())

@@ -1,7 +1,8 @@
-"""``accel optimize --kernels``: the fused operators are in what comes out, and it is the same model.
+"""``accel optimize --kernels``: the result contains the fused operators and is the same model.
 
-These fail where the flag is ignored, where a candidate that can't have the operators is made in silence, where the
-fused model doesn't run in ONNX Runtime, or where its outputs are further off than the stage's gate allows.
+These tests fail if the flag is ignored, or if a candidate that can't have the operators is made without a warning. The
+tests fail if the fused model doesn't run in ONNX Runtime, or if its outputs differ by more than the stage's gate
+allows.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from onnx import TensorProto, helper
 import accel
 from accel.artifact import Artifact
 from accel.errors import UnsupportedHere
-from accel.kernels.onnx_function import DOMAIN
-from accel.optimizer.recipes import Request, recipes, targets_for
-from accel.target import TARGETS, Target
+from accel.kernels.onnx.function import DOMAIN
+from accel.optimizer.recipes.candidates import recipes, targets_for
+from accel.optimizer.recipes.recipe import RecipeRequest
+from accel.tables.target import TARGETS, Target
 
 
 @pytest.fixture
 def my_softmax(tmp_path: Path) -> Path:
-    """A model with nothing to fuse."""
+    """Returns a model without a pattern to fuse."""
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Softmax", ["x"], ["y"])], "g", value[:1], value[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
@@ -38,9 +40,11 @@ def fused_nodes(path: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node if node.domain == DOMAIN)
 
 
+@pytest.mark.proof
 def test_minilm_as_on_the_command_line(cli: Any, minilm: Artifact, tmp_path: Path) -> None:
-    """Six layers: query, key, value and the two products with a residual carry a bias, the sixth also a GELU. The
-    outputs may move by 1e-4 of their norm, the gate of the stage."""
+    """Fails if a pattern of MiniLM is not fused. In each of six layers, query, key, value and the two products with a
+    residual carry a bias, and the sixth product also a GELU. The outputs may move by 1e-4 of their norm, the gate of
+    the stage."""
     out = tmp_path / "fused"
     words = ["optimize", minilm.path, "--kernels", "--target", "ort-cpu", "--rounds", "5", "-o", out]
     ran = cli(*words)
@@ -74,8 +78,8 @@ def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Fails if the source comes out where the fused form was faster than it in the first measurement and, beside its
-    session options, no longer is. Times are scripted."""
+    """Fails if the source is chosen although the fused form was faster in the first measurement. Beside its session
+    options, in the second measurement, the fused form is no longer faster. Times are scripted."""
     ratios = iter([2.0])
 
     def measured(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
@@ -92,12 +96,12 @@ def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Pat
     assert len(result.candidates) > 2, "its session options were tried"
     assert result.chosen.startswith("ort-cpu fp32")
     assert "fuse_kernels" in [record["name"] for record in result.artifact.history]
-    assert "it was asked for" in " ".join(result.notes)
+    assert "--kernels asks for it" in " ".join(result.notes)
 
 
-def request(*targets: Target, **options: Any) -> Request:
+def request(*targets: Target, **options: Any) -> RecipeRequest:
     options = {"precisions": None, "data": None, "samples": 0, "threads": 1, "kernels": True, **options}
-    return Request(targets=targets, **options)
+    return RecipeRequest(targets=targets, **options)
 
 
 def test_openvino_has_no_kernels(digits: Artifact) -> None:
@@ -111,7 +115,8 @@ def test_openvino_has_no_kernels(digits: Artifact) -> None:
 
 
 def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
-    """After the cast: the functions then carry the dtype that the products really have."""
+    """Fails if fusing runs before the cast. After the cast, the functions carry the dtype that the products really
+    have."""
     made, _ = recipes(digits, request(*(TARGETS[name] for name in ("tensorrt-rtx", "tensorrt", "ort-cuda"))))
     steps = {recipe.name: [stage for stage, *_ in recipe.stages] for recipe in made}
     for name in ("tensorrt-rtx", "tensorrt"):
@@ -125,7 +130,8 @@ def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
 
 
 def test_a_model_without_products_is_not_called_fused(my_softmax: Path, tmp_path: Path) -> None:
-    """The candidate is made, its record says that nothing was fused, and the model is the same."""
+    """Fails if a model without products counts as fused. The candidate is made, its record says that nothing was fused,
+    and the model is the same."""
     result = accel.optimize(my_softmax, out=tmp_path / "out", target="ort-cpu", kernels=True, rounds=5)
     assert fused_nodes(result.artifact.path) == Counter()
     fused = next(record for record in result.artifact.history if record["name"] == "fuse_kernels")

@@ -1,7 +1,7 @@
-"""The function bodies in TensorRT-RTX: which kernels come out of them, for GPUs of three architectures, without one.
+"""The kernels that TensorRT-RTX makes of the function bodies, for GPUs of three architectures, tested without a GPU.
 
-These fail where a body doesn't build, where what follows a product is no longer in its kernel, or where int8 and fp8
-are multiplied in another type.
+These tests fail if a body doesn't build, if the epilogue of a product is no longer in the product's kernel, or if int8
+and fp8 are multiplied in another type.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.cache import StageCache
-from accel.converters.engine_from_onnx import EngineFromOnnxConfig
-from accel.converters.kernel_table import parse_layers
-from accel.converters.tensorrt_plugins import take_fp8_bodies
-from accel.kernels.onnx_function import DOMAIN, FusedConv2d, FusedGemm, QuantizeRowwise
-from accel.sources.onnx_file import open_onnx
+from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
+from accel.converters.to_tensorrt.kernel_table import parse_layers
+from accel.converters.to_tensorrt.plugins import take_fp8_bodies
+from accel.kernels.onnx.function import DOMAIN, FusedConv2d, FusedGemm, QuantizeRowwise
+from accel.sources.onnx.file import open_onnx
 from accel.stage import run_stage
 
 pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")
@@ -52,7 +52,8 @@ def model(
     out: tuple[int, Sequence[int | str]],
     weights: list[onnx.TensorProto],
 ) -> onnx.ModelProto:
-    """From ``x`` (dtype and shape: ``image``) to ``y``: the operators and what each reads and gives."""
+    """Returns a model from ``x`` (dtype and shape: ``image``) to ``y``. Each call is an operator with its inputs and
+    outputs."""
     nodes = [helper.make_node(f.name, inputs, outputs, domain=DOMAIN) for f, inputs, outputs in calls]
     ends = [helper.make_tensor_value_info(name, *end) for name, end in (("x", image), ("y", out))]
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
@@ -64,8 +65,8 @@ def model(
 
 
 def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[str, Any]]:
-    """The kernels of the engine, those that compute something; each with the bare names of its nodes as ``parts``."""
-    take_fp8_bodies(made)  # as an engine's build does
+    """Returns the computing kernels of the engine, each with the bare names of its nodes as ``parts``."""
+    take_fp8_bodies(made)  # as the build of an engine does
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     words = [sys.executable, str(script), str(file), capability]
@@ -83,7 +84,7 @@ def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", WORDS)
 def test_a_layer_is_one_kernel(dtype: int, capability: str, tmp_path: Path) -> None:
-    """Product, bias and GELU; product, bias and residual."""
+    """Fails if a layer becomes several kernels: product, bias and GELU, or product, bias and residual."""
     gelu = FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=dtype)
     added = FusedGemm(product="gemm_nt", act="none", bias=True, residual=True, dtype=dtype)
     calls: list[tuple[Function, list[str], list[str]]] = [
@@ -100,7 +101,7 @@ def test_a_layer_is_one_kernel(dtype: int, capability: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_convolution_is_one_kernel(capability: str, tmp_path: Path) -> None:
-    """In fp16: ONNX's Conv has no bf16 before opset 22."""
+    """Fails if a convolution becomes several kernels. Tests fp16, because ONNX's Conv has no bf16 before opset 22."""
     dtype = TensorProto.FLOAT16
     geometry = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
     relu = FusedConv2d(act="relu", bias=True, residual=False, dtype=dtype, **geometry)
@@ -131,7 +132,7 @@ def quantized_layer(operand: int) -> onnx.ModelProto:
 
 
 def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> None:
-    """Fails where TensorRT's parser gets the body that ONNX Runtime wants, which it refuses."""
+    """Fails if TensorRT's parser gets the body for ONNX Runtime, which the parser refuses."""
     made = quantized_layer(TensorProto.FLOAT8E4M3FN)
     onnx.save(made, tmp_path / "m.onnx")
     config = EngineFromOnnxConfig(compute_capabilities=("8.9",))
@@ -147,7 +148,8 @@ def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> Non
     + [(TensorProto.FLOAT8E4M3FN, capability, "fp8") for capability in ("SM89", "SM120")],
 )
 def test_small_types_are_multiplied_as_such(operand: int, capability: str, word: str, tmp_path: Path) -> None:
-    """Quantization of the rows, the product in the type itself, then scales, bias and activation in one kernel."""
+    """Fails if int8 or fp8 operands are multiplied in another type, or if a layer becomes other kernels than three: the
+    quantization of the rows, the product, and one for scales, bias and activation."""
     quantize, product, epilogue = kernels_of(quantized_layer(operand), tmp_path / "m.onnx", capability)
     assert word in quantize["outputs"]
     assert product["type"] == "gemm"

@@ -1,8 +1,8 @@
-"""The TensorRT quick plugin, as far as no TensorRT is needed: its kernels' PTX, their parameters, their launch.
+"""The TensorRT quick plugin, tested without TensorRT: the PTX of its kernels, their parameters and their launch.
 
-These fail where the PTX of a variant doesn't assemble, has no tensor-core product, takes its parameters in another
-order than TensorRT passes them (inputs, M, N, K, output) or more than it passes, where the kernels compute something
-else than the reference (in the interpreter), or where grid and scalars don't follow from the shapes.
+These tests fail if the PTX of a variant doesn't assemble, has no tensor-core product, takes its parameters in another
+order than TensorRT passes them (inputs, M, N, K, output), or takes more than TensorRT passes. The tests fail if the
+kernels differ from the reference (in the interpreter), or if grid and scalars don't match the shapes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fake_tensorrt import Descriptor, quick_plugins
 from onnx import TensorProto
+
+from tests.support.fake_tensorrt import Descriptor, quick_plugins
 
 pytest.importorskip("triton", reason="needs the extra [kernels]")
 
 import triton
 
 from accel.errors import BuildFailed, MissingExtra, UnsupportedHere
-from accel.kernels import interpret, tensorrt_plugin
-from accel.kernels.onnx_function import FusedConv2d, FusedGemm
-from accel.kernels.tensorrt_plugin import compile_kernel, register, without_scratch
+from accel.kernels.onnx.function import FusedConv2d, FusedGemm
+from accel.kernels.proof import interpret
+from accel.kernels.tensorrt import quick_plugins as tensorrt_plugin
+from accel.kernels.tensorrt.quick_plugins import compile_kernel, register, without_scratch
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -39,7 +41,7 @@ def function(product: str, bias: bool, residual: bool, dtype: int = TensorProto.
 
 
 def parameters(kernel: Any) -> list[str]:
-    """What the kernel of that name takes, by its PTX."""
+    """Returns the parameters of a kernel, read from its PTX."""
     entry = re.search(r"\.entry\s+(\w+)\(\s*(.*?)\s*\)", kernel.ptx, re.DOTALL)
     assert entry is not None
     assert entry[1] == kernel.name
@@ -75,7 +77,8 @@ def test_the_ptx_of_a_convolution(bias: bool, residual: bool, tmp_path: Path) ->
 
 
 def test_shapes_and_launch_of_a_convolution(registered: dict[str, Any]) -> None:
-    """Two images of 9x8: rows (9 + 2 - 3) // 2 + 1 = 5, columns 8 - 4 + 1 = 5; tiles of 64 pixels and channels."""
+    """Fails if shapes or grid are wrong for two images of 9x8: rows (9 + 2 - 3) // 2 + 1 = 5, columns 8 - 4 + 1 = 5;
+    tiles of 64 pixels and channels."""
     name = register(convolution(True, True))
     assert name == "accel::FusedConv2d_k3x2_s2x1_p1x0_d1x3_bias_silu_residual_fp16"
     inputs = (Descriptor(2, 6, 9, 8), Descriptor(70, 6, 3, 2), Descriptor(70), Descriptor(2, 70, 5, 5))
@@ -136,7 +139,7 @@ def test_products_with_scales_multiply_in_their_own_type(
 
 
 def test_fp8_has_no_plugin_where_it_has_no_products() -> None:
-    with pytest.raises(UnsupportedHere, match=r"pass arch=89 .*leave it unregistered"):
+    with pytest.raises(UnsupportedHere, match=r"pass arch=89 .*or don't register it"):
         compile_kernel(scaled(TensorProto.FLOAT8E4M3FN))
 
 
@@ -157,8 +160,8 @@ def test_without_tensorrt_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is registered with a stand-in for ``tensorrt.plugin``: the arithmetic of grid and shapes is tested with it,
-    not TensorRT."""
+    """Returns the functions that the plugin registers with a stand-in for ``tensorrt.plugin``. This tests the
+    arithmetic of grid and shapes, not TensorRT."""
     plugin = quick_plugins()
     package = ModuleType("tensorrt")
     package.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
@@ -171,7 +174,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("product", ["matmul", "gemm_nt"])
 def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
-    """(3, 50, 96) times (96, 130): 150 rows, 130 columns, tiles of 64x64."""
+    """Fails if shapes or grid are wrong for (3, 50, 96) times (96, 130): 150 rows, 130 columns, tiles of 64x64."""
     name = register(function(product, True, True))
     assert name == f"accel::FusedGemm_{product}_bias_gelu_erf_residual_fp16"
     a = Descriptor(150, 96) if product == "gemm_nt" else Descriptor(3, 50, 96)
@@ -179,7 +182,8 @@ def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
     inputs = (a, b, Descriptor(130), Descriptor(*a.shape_expr[:-1], 130))
     out = registered[f"{name} shapes"](*inputs)
     assert (out.shape_expr, out.dtype) == ([*a.shape_expr[:-1], 130], "that of the first")
-    # TensorRT reads the inputs from the signatures, and refuses a kernel's without these two and the four results.
+    # TensorRT reads a plugin's inputs from the function signatures. TensorRT requires the arguments ``outputs`` and
+    # ``tactic`` and four return values of the kernel function.
     names = ["a", "b", "bias", "residual"]
     shapes, launched = (inspect.signature(registered[f"{name} {what}"]) for what in ("shapes", "kernel"))
     assert list(shapes.parameters) == names

@@ -1,4 +1,4 @@
-"""Run in a process of its own, under compute-sanitizer: every kernel on small ragged problems, results checked."""
+"""Runs every kernel on small ragged problems and checks the results, in a process under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import sys
 
 import torch
 
-from accel.kernels import choices, dispatch, native_launch, reference, triton_kernels, triton_launch, tune
-from accel.kernels.spec import ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.spec import ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.choose import choices, dispatch, tune
+from accel.kernels.native import launch as native_launch
+from accel.kernels.triton import kernels as triton_kernels
+from accel.kernels.triton import launch as triton_launch
 
 
 def main() -> None:
@@ -27,7 +31,7 @@ def main() -> None:
                 error = tune.largest_error(spec, operands, got)
                 assert error <= 1, (config.name, spec, error)
                 ran += 1
-    for c_in, c_out in ((11, 13), (16, 24)):  # with rows of 16 bytes the patches are multiplied too
+    for c_in, c_out in ((11, 13), (16, 24)):  # with rows of 16 bytes, the patches are also multiplied
         shape = ConvSpec(images=2, height=7, width=5, c_in=c_in, c_out=c_out, kernel=(3, 2), stride=(2, 1))
         for conv in tune.conv_specs(["fp16", "int8"], ["silu"], [shape]):
             x, w, given = operands = tune.operands_for(conv, device)

@@ -1,7 +1,7 @@
-"""``fuse``: what is matched, what is left and why, and that the result is the same function.
+"""``fuse``: which patterns match, which don't and why, and whether the result is the same function.
 
-These fail where a pattern is missed or matched wrongly (a sum that broadcasts, an output used twice, a batch norm in
-training mode), where batch norm is folded with a wrong formula, or where the verification would let a wrong copy out.
+These tests fail if a pattern is missed or matched wrongly (a sum that broadcasts, an output used twice, a batch norm in
+training mode), if batch norm is folded with a wrong formula, or if the verification returns a wrong copy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-import accel.kernels.fuse
+import accel
 from accel.errors import GateFailed, UnsupportedHere
-from accel.kernels import modules
-from accel.kernels.fuse import fuse
+from accel.kernels.torch import modules
+from accel.kernels.torch.fuse import fuse
 
 
 class Block(nn.Module):
-    """A residual block with everything: conv+bn+silu, conv+bn, linear+gelu, linear+residual."""
+    """A residual block with every pattern: conv+bn+silu, conv+bn, linear+gelu, linear+residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,8 @@ class Block(nn.Module):
 
 
 def test_every_pattern_is_matched_and_reported() -> None:
-    """The verification inside allows 1e-4 of the largest element in fp32; here 1e-5, fewer than ten layers deep."""
+    """Fails if a pattern is not matched or reported, or if an output differs by more than 1e-5 of the largest element:
+    fewer than ten layers in fp32. The verification inside ``fuse`` allows 1e-4."""
     torch.manual_seed(0)
     model = Block().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -58,18 +59,18 @@ def test_every_pattern_is_matched_and_reported() -> None:
     assert report.left == (("depthwise", "it has 8 groups"),)
     assert report.traced
     assert report.difference < 1e-5
-    longer = torch.randn(5, 3, 12, 9)  # other sizes than those it was verified with
+    longer = torch.randn(5, 3, 12, 9)  # other sizes than those used for the verification
     wanted = model(longer).detach()
     assert float((fused(longer).detach() - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
     assert isinstance(model.up, nn.Linear), "the original must stay as it is"
 
 
 def test_as_the_readme_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``accel.kernels.fuse(module)``, with and without inputs. Without them nothing is known of shapes: the sum stays
-    outside, and every layer is verified by itself."""
+    """Fails if ``accel.fuse(module)`` doesn't work as the README shows, with and without inputs. Without inputs the
+    shapes are unknown, so the sum stays outside and every layer is verified by itself."""
     torch.manual_seed(0)
     model, x = Block().eval(), torch.randn(2, 3, 9, 7)
-    call: Any = accel.kernels.fuse
+    call: Any = accel.fuse
     fused, report = call(model)
     assert sorted(str(m) for m in report.matches) == [
         "back: linear",
@@ -123,7 +124,7 @@ def test_a_module_that_can_not_be_traced_is_swapped_by_its_structure() -> None:
 
 
 class Residual(nn.Module):
-    """conv + bn + relu, and a sum with the skipped branch (a convolution too): strides, padding, another width."""
+    """conv + bn + relu, and a sum with the skipped branch (also a convolution): strides, padding, another width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class Residual(nn.Module):
 
 
 def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails where the report says "+ residual" and the sum runs as an operation of its own behind the kernel."""
+    """Fails if the report says "+ residual" but the sum runs as a separate operation after the kernel."""
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 3, 9, 7)
     fused, report = fuse(model, (x,))
@@ -149,14 +150,15 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
         return right(*a, **k)
 
     monkeypatch.setattr(modules, "fused_conv2d", spy)
-    longer = torch.randn(5, 3, 12, 10)  # other sizes than those it was traced with
+    longer = torch.randn(5, 3, 12, 10)  # other sizes than those used for the trace
     torch.testing.assert_close(fused(longer), model(longer), rtol=1e-5, atol=1e-5)
     assert sorted(inside) == [False, True]
     layer = modules.FusedConv2d(torch.randn(4, 3, 3, 2), None, "relu", (2, 1), (1, 2), (2, 1))
     plain = layer(longer[:, :2])
     channels = torch.randn(1, 4, 1, 1)
-    torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)  # broadcasts: outside
-    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # promotes: outside
+    # broadcasts, so the sum stays outside the kernel
+    torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
+    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # promotes, so the sum stays outside the kernel
     assert inside[2:] == [False] * 3
     torch.testing.assert_close(layer(longer[:, :2], plain), 2 * plain)
     assert inside[-1]
@@ -164,7 +166,8 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_linear(dtype: torch.dtype) -> None:
-    """Four roundings of the dtype, the limit inside ``fuse``: the fused form rounds once, the original twice."""
+    """Fails if the outputs differ by more than four roundings of the dtype, the limit inside ``fuse``. The fused form
+    rounds once, the original twice."""
     model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU()).to(dtype).eval(), torch.randn(2, 5, 32, dtype=dtype)
     fused, report = fuse(model, (x,))
     assert [str(m) for m in report.matches] == ["0: linear + gelu_erf"]
@@ -185,7 +188,8 @@ def test_training_mode_is_refused() -> None:
 
 @pytest.mark.parametrize("inputs", [None, (torch.randn(2, 3, 9, 7),)])
 def test_a_part_in_training_mode_is_refused(inputs: tuple[torch.Tensor, ...] | None) -> None:
-    """Fails where such a batch norm is folded as if it took its running statistics, or takes in those of the inputs."""
+    """Fails if a batch norm in training mode is folded as if it used its running statistics, or if its running
+    statistics change with the inputs of ``fuse``."""
     model = Residual().eval()
     model.norm.train()
     before = model.norm.running_mean.clone()
@@ -196,7 +200,8 @@ def test_a_part_in_training_mode_is_refused(inputs: tuple[torch.Tensor, ...] | N
 
 @pytest.mark.parametrize("inside", [torch.float32, torch.bfloat16])
 def test_autocast_is_followed(inside: torch.dtype) -> None:
-    """As the original: fp32 weights, inputs of either dtype, bf16 out; two roundings of bf16."""
+    """Fails if the fused module differs from the original under autocast by more than two roundings of bf16: fp32
+    weights, inputs of either dtype, bf16 out."""
     torch.manual_seed(0)
     linear, conv = nn.Sequential(nn.Linear(32, 16), nn.GELU()).eval(), Residual().eval()
     for model, x in ((linear, torch.randn(3, 32)), (conv, torch.randn(2, 3, 9, 7))):
@@ -208,7 +213,7 @@ def test_autocast_is_followed(inside: torch.dtype) -> None:
 
 
 class Written(nn.Module):
-    """Statements whose result nobody takes, which write to their input all the same."""
+    """Statements whose result is not used, but which write to their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +234,7 @@ class Written(nn.Module):
 
 
 class Inherited(Written):
-    """Its ``forward`` is another's."""
+    """A module that inherits its ``forward``."""
 
 
 class Optional(nn.Module):
@@ -243,7 +248,8 @@ class Optional(nn.Module):
 
 
 class OneByOne(nn.Module):
-    """A Sequential whose parts are called by hand, which a trace of a loop over the values' sizes doesn't follow."""
+    """A Sequential whose layers ``forward`` calls one by one, in a loop that depends on values and so can't be
+    traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +264,7 @@ class OneByOne(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same pool twice in a Sequential, in a module that can't be traced."""
+    """A module that can't be traced, with the same pool twice in a Sequential."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,8 +283,9 @@ class Twice(nn.Module):
     [(Written, (3, 6)), (Inherited, (3, 6)), (Optional, (3, 6)), (OneByOne, (2, 3, 12, 12)), (Twice, (2, 3, 12, 12))],
 )
 def test_what_a_module_does_beside_its_layers_stays(kind: type[nn.Module], shape: tuple[int, ...], given: bool) -> None:
-    """Fails where statements that write to their input are gone or come at another time, a default is fixed to given,
-    or neighbours in a Sequential are joined although its parts are called one by one, or aren't neighbours."""
+    """Fails if statements that write to their input disappear or run at another time, or if an argument's default
+    becomes fixed. Also fails if neighbors in a Sequential are joined although its layers are called one by one, or if
+    layers that aren't neighbors are joined."""
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(shape)
     wanted = model(x.clone())

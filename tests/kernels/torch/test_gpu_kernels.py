@@ -1,8 +1,8 @@
 """The kernels on a GPU: right for every dtype, activation and ragged shape; no address out of bounds, no race.
 
-These fail where a kernel that is right in the interpreter, or compiles, computes something else on the hardware: a
-wrong descriptor, a missing barrier, an epilogue on the wrong row. The bound is ``gemm_bound``, proven per element
-(fp8: with what the tensor cores' short sums add). Every candidate is run, not only the one that dispatch takes.
+These tests fail if a kernel that is right in the interpreter, or that compiles, is wrong on the hardware: a wrong
+descriptor, a missing barrier, an epilogue on the wrong row. The bound is ``gemm_bound``, proven per element (for fp8,
+plus the error of the tensor cores' short sums). The tests run every candidate, not only the one that dispatch takes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel.kernels import build, choices, dispatch, interpret, native_launch, problem, reference, tune
-from accel.kernels.fuse import fuse
-from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
-from accel.kernels.native import Library
-from accel.kernels.reference import TORCH_DTYPES
-from accel.kernels.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
-from accel.kernels.tuned import Table
-from accel.kernels.units import NATIVE
+from accel.kernels.catalogue import problem, reference
+from accel.kernels.catalogue.reference import TORCH_DTYPES
+from accel.kernels.catalogue.spec import ACTS, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.catalogue.units import NATIVE
+from accel.kernels.choose import choices, dispatch, tune
+from accel.kernels.choose.tuned import Table
+from accel.kernels.native import build
+from accel.kernels.native import launch as native_launch
+from accel.kernels.native.library import Library
+from accel.kernels.proof import interpret
+from accel.kernels.torch.fuse import fuse
+from accel.kernels.torch.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +38,7 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# Under a tile, one past a tile, K with a tail, every alignment, and rows of 16 bytes (what CUTLASS and TMA take).
+# Smaller than a tile, one past a tile, K with a tail, every alignment, and rows of 16 bytes (for CUTLASS and TMA).
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
@@ -51,7 +55,7 @@ def spec_of(dtype: str, act: str, sizes: tuple[int, int, int], full: bool) -> Ge
 
 
 def check(spec: GemmSpec, native: frozenset[str], triton: bool) -> int:
-    """Every candidate of ``spec`` against the float64 reference; how many there were."""
+    """Checks every candidate of ``spec`` against the float64 reference, and returns their number."""
     operands = tune.operands_for(spec, torch.device("cuda"))
     a, b, given = operands
     layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
@@ -68,7 +72,8 @@ def triton_runs(dtype: str) -> bool:
     return arch is not None and (dtype != "fp8_e4m3" or arch >= 89)
 
 
-# Triton compiles each alignment of each epilogue, seconds a kernel: many small tests, which can run side by side.
+# Triton compiles a kernel for each alignment of each epilogue, which takes seconds. Many small tests can run side by
+# side.
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_activations(dtype: str, act: str) -> None:
@@ -86,7 +91,7 @@ def test_triton_shapes(dtype: str, sizes: tuple[int, int, int]) -> None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
-    """``$ACCEL_KERNEL_LIBRARY``, else one built here for this GPU."""
+    """Returns the library of ``$ACCEL_KERNEL_LIBRARY``, or else a library built here for this GPU."""
     if not os.environ.get("ACCEL_KERNEL_LIBRARY"):
         if build.find_nvcc() is None:
             pytest.skip("needs nvcc, or a library in ACCEL_KERNEL_LIBRARY")
@@ -132,7 +137,8 @@ def test_gemv(dtype: str, act: str, library: Library) -> None:
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [1500, 9000])
 def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library: Library) -> None:
-    """Exact: the same divisions, the same rounding; Triton reads again what is after 8192 elements."""
+    """Fails if a quantized value differs at all: the same divisions, the same rounding. Triton reads all after 8192
+    elements again."""
     x = (torch.randn(67, columns, generator=torch.Generator().manual_seed(0)) * 30).to(source)
     x[1], x[2, 7] = 0, float("nan")
     wanted_q, wanted_scale = reference.quantize_rowwise_torch(x, problem.dtype_name(dtype))
@@ -157,7 +163,8 @@ def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_conv2d(dtype: torch.dtype, act: str) -> None:
-    """Against float64 on the CPU: four roundings of the output dtype of the largest element."""
+    """Fails if a convolution differs from float64 on the CPU by more than four roundings of the largest element to the
+    output dtype."""
     g = torch.Generator().manual_seed(0)
     for geometry in ({}, {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}):
         x, w = (torch.randn(s, generator=g).to(dtype) for s in ((3, 17, 15, 19), (35, 3, 2, 19)))
@@ -171,15 +178,15 @@ def test_conv2d(dtype: torch.dtype, act: str) -> None:
 @pytest.mark.parametrize("given", [(), ("bias",), ("residual",), ("bias", "residual")], ids="+".join)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> None:
-    """Channels first, as TensorRT calls it."""
+    """Fails if the plugin's convolution is wrong. The channels come first, as in TensorRT's call."""
     for geometry in ({"kernel": (1, 1)}, {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 1), "dilation": (1, 2)}):
         assert interpret.plugin_conv(dtype, given, geometry, "cuda") <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
-    """Both tiles of Triton and, where the patches' rows are of 16 bytes, the patches; every dtype. The bound is that of
-    the product that a convolution is."""
+    """Fails if an implementation of a convolution is wrong: both tiles of Triton and, if the patches' rows are of 16
+    bytes, the product of the patches; every dtype. The bound is that of the product that a convolution is."""
     names = dispatch.native_names(capability())
     ran = set()
     for c_in, c_out in ((19, 35), (32, 72)):
@@ -196,7 +203,8 @@ def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
 
 
 def test_the_public_face_without_triton(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gemv, quantization and a convolution's patches by the compiled library, as dispatch takes them then."""
+    """Fails if gemv, quantization or the patches of a convolution are wrong by the compiled library, which dispatch
+    takes if Triton is not installed."""
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     g = torch.Generator("cuda").manual_seed(0)
     a = torch.randn(5, 57, generator=g, device="cuda").half()
@@ -215,7 +223,7 @@ def test_the_public_face_without_triton(library: Library, monkeypatch: pytest.Mo
 
 
 def test_the_public_face_takes_any_strides(library: Library) -> None:
-    """What dispatch chooses for itself, on operands that no TMA descriptor can be made of."""
+    """Fails if dispatch's own choice is wrong on operands that don't fit a TMA descriptor."""
     g = torch.Generator("cuda").manual_seed(0)
     for a_of, b_of in ((lambda t: t, lambda t: t), (lambda t: t.t().contiguous().t(), lambda t: t[::2, 1::3])):
         a = a_of(torch.randn(130, 96, generator=g, device="cuda").half())
@@ -226,7 +234,7 @@ def test_the_public_face_takes_any_strides(library: Library) -> None:
 
 
 def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
-    """Fails where a launch synchronizes, allocates outside the stream's pool, or asks the driver for something."""
+    """Fails if a launch synchronizes, allocates outside the stream's pool, or queries the driver."""
     spec = spec_of("fp16", "relu", (128, 256, 256), True)
     operands = a, b, given = tune.operands_for(spec, torch.device("cuda"))
 
@@ -243,8 +251,8 @@ def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
 
 
 def test_torch_compile_keeps_the_operator(library: Library) -> None:
-    """fp16 against the plain module: four roundings of the largest element. Fails where the fake differs in stride or
-    dtype from what the GPU gives, or where the compiler takes the operator apart."""
+    """Fails if the fake differs in stride or dtype from the GPU's result, or if the compiler takes the operator apart.
+    fp16 against the plain module: four roundings of the largest element."""
     g = torch.Generator().manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).eval()
     for parameter in plain.parameters():

@@ -1,7 +1,7 @@
-"""The PyTorch operators: opcheck, gradients against autograd on the plain formula, torch.compile keeps them whole.
+"""The PyTorch operators: opcheck, gradients compared with autograd on the plain formula, and torch.compile.
 
-These fail where a schema lies about mutation or aliasing, where a fake gives another shape, dtype or stride than the
-implementation, where an autograd formula is wrong, or where compiling breaks the graph or takes the operator apart.
+These tests fail if a schema is wrong about mutation or aliasing, if a fake gives another shape, dtype or stride than
+the implementation, if an autograd formula is wrong, or if compiling breaks the graph or takes the operator apart.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from accel.kernels import operators, reference
-from accel.kernels.gemm import fused_conv2d, fused_gemm, quantize_rowwise
-from accel.kernels.spec import ACTS
+from accel.kernels.catalogue import reference
+from accel.kernels.catalogue.spec import ACTS
+from accel.kernels.torch import operators
+from accel.kernels.torch.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True, seed: int = 0) -> torch.Tensor:
@@ -29,7 +30,8 @@ def test_opcheck_gemm(act: str, dtype: torch.dtype) -> None:
 
 
 def test_opcheck_fp8() -> None:
-    """The one of its checks that has no arithmetic on fp8 of its own, which torch lacks on the CPU."""
+    """Fails if opcheck's test of the fake fails for fp8. The other checks need fp8 arithmetic, which torch lacks on the
+    CPU."""
     a, b = (made(*s, grad=False).to(torch.float8_e4m3fn) for s in ((3, 16), (4, 16)))
     torch.library.opcheck(
         operators.fused_gemm,
@@ -50,7 +52,8 @@ def test_opcheck_int8_conv_and_quantize() -> None:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_gemm_gradients_are_those_of_the_formula(act: str) -> None:
-    """fp32 against autograd in float64: 1e-4 relative to the largest gradient, a hundred roundings."""
+    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient, a hundred
+    roundings."""
     tensors = [made(6, 5, seed=1), made(5, 7, seed=2), made(7, seed=3), made(6, 7, seed=4), made(6, seed=5), made(7)]
     a, b, bias, residual, row, col = tensors
     upstream = made(6, 7, grad=False, seed=6)
@@ -65,7 +68,7 @@ def test_gemm_gradients_are_those_of_the_formula(act: str) -> None:
 
 
 def test_conv_gradients_are_those_of_the_formula() -> None:
-    """fp32 against autograd in float64: 1e-4 relative to the largest gradient."""
+    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient."""
     tensors = [made(2, 6, 5, 3, seed=1), made(4, 3, 2, 3, seed=2), made(4, seed=3), made(2, 3, 4, 4), made(4, seed=5)]
     x, w, bias, residual, col = tensors
     upstream = made(2, 3, 4, 4, grad=False, seed=6)
@@ -82,7 +85,8 @@ def test_conv_gradients_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operators_whole(dynamic: bool) -> None:
-    """fullgraph: a graph break is an error; the captured graph has to call the operators by name. Exact equality."""
+    """Fails if compiling breaks the graph (fullgraph makes that an error), if the captured graph doesn't call the
+    operators by name, or if a result differs at all."""
     calls: list[str] = []
 
     def capture(graph: torch.fx.GraphModule, _: list[Any]) -> Any:

@@ -1,8 +1,8 @@
 """The Triton kernels: right in the interpreter, cross-compiled for every architecture, dispatched as documented.
 
-These fail where a kernel computes something else than the reference on ragged shapes (each planted mistake has to be
-caught), where a configuration loses its tensor-core instruction, spills or overruns shared memory, or where dispatch
-takes an implementation that does not exist for the problem.
+These tests fail if a kernel differs from the reference on ragged shapes (each planted mistake has to be caught), or if
+a configuration loses its tensor-core instruction, spills or overruns shared memory. The tests fail if dispatch takes an
+implementation that does not exist for the problem.
 """
 
 from __future__ import annotations
@@ -26,22 +26,28 @@ pytest.importorskip("triton", reason="needs the extra [kernels]")
 
 from accel.cli.kernels import command
 from accel.errors import BadFeeds
-from accel.kernels import build, check, choices, cross, dispatch, interpret, native_launch, triton_kernels
-from accel.kernels.configs import ARCHS, CONFIGS, HAND_WRITTEN, SHARED_LIMIT, Config, get, rows, shipped
-from accel.kernels.gemm import fused_gemm
-from accel.kernels.native import Library
-from accel.kernels.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
-from accel.kernels.triton_launch import row_config
-from accel.kernels.units import NATIVE, NativeConfig
+from accel.kernels.catalogue.configs import ARCHS, CONFIGS, HAND_WRITTEN, SHARED_LIMIT, Config, get, rows, shipped
+from accel.kernels.catalogue.spec import BYTES, IN_DTYPES, ConvSpec, EpilogueSpec, GemmSpec
+from accel.kernels.catalogue.units import NATIVE, NativeConfig
+from accel.kernels.choose import choices, dispatch
+from accel.kernels.native import build
+from accel.kernels.native import launch as native_launch
+from accel.kernels.native.library import Library
+from accel.kernels.proof import check, interpret
+from accel.kernels.torch.gemm import fused_gemm
+from accel.kernels.triton import cross
+from accel.kernels.triton import kernels as triton_kernels
+from accel.kernels.triton.launch import row_config
 
-# Triton 3.9 says so although the option is given: its default is about to change.
+# Triton 3.9 warns although the option is set, because its default will change.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
 SOURCE = Path(triton_kernels.__file__)
 
 
 @pytest.mark.proof
 def test_every_configuration_is_right_in_the_interpreter() -> None:
-    """The bound is ``gemm_bound`` (proven, per element); convolutions: 1e-4 of the largest; quantization: exact."""
+    """Fails if a configuration is wrong. The bound is ``gemm_bound`` (proven, per element). Convolutions: 1e-4 of the
+    largest element. Quantization: exact."""
     found = interpret.run()
     assert {name for name, value in found.items() if not value <= 1} == set()
     for config in CONFIGS:
@@ -81,7 +87,8 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
-    """Only what a row has after its first 8192 elements is read again: a wrong read there hurts no shorter row."""
+    """Fails if a row of at most 8192 elements is read twice. The test plants a wrong second read, which may change only
+    the longer rows."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text
@@ -111,17 +118,18 @@ def compiles(name: str, dtype: str, arch: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_one_configuration_an_architecture_compiles(arch: int) -> None:
-    """fp16 has to become the architecture's own tensor-core instruction (mma.sync, wgmma, tcgen05.mma)."""
+    """Fails if fp16 doesn't become the architecture's own tensor-core instruction (mma.sync, wgmma, tcgen05.mma)."""
     compiles("gemm_64x64", "fp16", arch)
 
 
 Wanted = tuple[str, str, int, bool]
-# What dispatch takes where nothing is a multiple of 16: the other tiles spill there.
+# The configurations that dispatch takes if no size is a multiple of 16. The other tiles spill there.
 FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_8192")
 
 
 def wanted() -> Iterator[Wanted]:
-    """Every configuration with what dispatch wants of it; of those for any size the dtypes that differ, too."""
+    """Yields every configuration with a dtype and an architecture that dispatch uses it for. For the configurations in
+    ``FOR_ANY``, also yields the unaligned case of the dtypes that compile differently."""
     for config, dtype, arch in shipped():
         yield config.name, dtype, arch, True
         if config.name in FOR_ANY and dtype in ("fp16", "int8", "fp8_e4m3"):
@@ -130,8 +138,8 @@ def wanted() -> Iterator[Wanted]:
 
 @pytest.fixture(scope="module")
 def on_every_core(request: pytest.FixtureRequest) -> Iterator[dict[Wanted, Future[cross.Compiled]]]:
-    """What the tests that were selected compile, by name, dtype, architecture and whether it is aligned: on all cores,
-    in processes."""
+    """Compiles what the selected tests need, in processes on all cores. The keys are name, dtype, architecture and
+    whether the sizes are aligned."""
     wanted: list[Wanted] = [
         tuple(item.callspec.params[name] for name in ("name", "dtype", "arch", "aligned"))
         for item in request.session.items
@@ -171,20 +179,21 @@ EPILOGUES = [
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda epilogue: epilogue.key)
 def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
-    """One activation, operand and output dtype after another, for the three ways in which a product is summed."""
+    """Fails if an activation, operand or output dtype doesn't compile."""
     made = cross.compile_config(get("gemm_64x64"), "fp16", arch, epilogue=epilogue)
     assert made.problem == ""
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gemm_64x64", "int8"), ("gemm_16x64_split", "fp8_e4m3")])
 def test_small_tiles_take_any_size_without_spills(name: str, dtype: str) -> None:
-    """Fails with four warps."""
+    """Fails if a small tile spills on an unaligned problem. It does with four warps."""
     assert cross.compile_config(get(name), dtype, 90, aligned=False).problem == ""
     assert "spilled" in cross.compile_config(replace(get(name), warps=4), dtype, 90, aligned=False).problem
 
 
 def test_a_large_tile_spills_without_vectors() -> None:
-    """What is found here is why dispatch doesn't take it; once it doesn't spill, dispatch may."""
+    """Fails if the large tile no longer spills without vector loads. Dispatch avoids it for that reason, and could then
+    use it."""
     assert "spilled" in cross.compile_config(get("gemm_128x128"), "fp16", 90, aligned=False).problem
 
 
@@ -198,7 +207,7 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> 
 
 @pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
 def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
-    """Fails where the tensor cores sum all of K by themselves, which is Triton's default there: they keep 14 bits."""
+    """Fails if the tensor cores sum all of K themselves, Triton's default on Hopper. They keep only 14 bits."""
     made = cross.compile_config(get(name), "fp8_e4m3", 90)
     assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
     assert "14 bits" in replace(made, imprecise=1 << 30).problem
@@ -209,10 +218,10 @@ def test_a_bad_build_is_named() -> None:
         config="gemm_128x128", dtype="fp16", arch=90, shared=1000, registers=99, spilled=0, instruction="wgmma f16"
     )
     assert right.problem == ""
-    assert "wgmma f16 was to be" in replace(right, instruction="mma.sync f16").problem
-    assert "wgmma f16 where wgmma s8 was to be" in replace(right, dtype="int8").problem, "widened: half the speed"
-    assert "wgmma e4m3 was to be" in replace(right, dtype="fp8_e4m3").problem
-    assert "wgmma f16, wgmma s8 where" in replace(right, dtype="int8", instruction="wgmma f16, wgmma s8").problem
+    assert "instead of wgmma f16" in replace(right, instruction="mma.sync f16").problem
+    assert "wgmma f16 instead of wgmma s8" in replace(right, dtype="int8").problem, "widened: half the speed"
+    assert "instead of wgmma e4m3" in replace(right, dtype="fp8_e4m3").problem
+    assert "wgmma f16, wgmma s8 instead of" in replace(right, dtype="int8", instruction="wgmma f16, wgmma s8").problem
     assert "no tensor-core" in replace(right, instruction="").problem
     assert "spilled" in replace(right, spilled=8).problem
     assert "shared memory" in replace(right, shared=300_000).problem
@@ -240,7 +249,8 @@ def test_the_type_of_the_operands_is_read_from_the_ptx(ptx: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "word"), [("int8", "s8"), ("fp8_e4m3", "e4m3"), ("bf16", "bf16")])
 def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) -> None:
-    """fp8 or int8 that is widened to fp16 computes the same and is half as fast: the instruction's type tells."""
+    """Fails if fp8 or int8 operands are widened to fp16: the result is the same at half the speed. The instruction's
+    type shows it."""
     made = cross.compile_config(get("gemm_64x64"), dtype, 90)
     assert made.instruction == f"wgmma {word}"
     assert made.problem == ""
@@ -342,7 +352,8 @@ def test_what_can_be_loaded_in_vectors() -> None:
 
 
 def test_a_residual_of_another_dtype_is_never_rounded() -> None:
-    """CUTLASS would read it in the output's dtype: an fp32 1e5 becomes infinite in fp16."""
+    """Fails if CUTLASS gets a residual of another dtype than the output. It would read an fp32 1e5 as infinite in
+    fp16."""
     spec = GemmSpec(m=512, n=512, k=512, epilogue=EpilogueSpec(residual=True))
 
     def kinds(spec: GemmSpec, residual: str | None) -> set[type]:
@@ -364,7 +375,8 @@ def test_a_residual_of_another_dtype_is_never_rounded() -> None:
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 def test_the_dtype_of_the_residual_reaches_dispatch(residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the operator: 1e5 in fp32 plus -1e5 from the product is 0, and not infinite."""
+    """Fails if the operator rounds the residual before dispatch sees it: 1e5 in fp32 plus -1e5 from the product is 0,
+    not infinite."""
     seen = []
     right = dispatch.choose_for
 
@@ -385,7 +397,7 @@ def test_why_says_why() -> None:
     compiled = dispatch.why(spec, (9, 0), tma_layout=True, native=list(NATIVE))
     assert compiled == "cutlass sm90_fp16_cooperative_128x256: 512 tiles of 128x256, not tuned"
     odd = dispatch.why(replace(spec, n=4095), (9, 0), tma_layout=True, native=())
-    assert odd.startswith("triton gemm_64x64: N, K, a stride or an address is no multiple of 16")
+    assert odd.startswith("triton gemm_64x64: N, K, a stride or an address is not a multiple of 16")
     assert "gemm_128x128" in dispatch.why(spec, (9, 0), vectors=True, native=())
     few = dispatch.why(GemmSpec(m=64, n=512, k=64), (9, 0), tma_layout=True, native=list(NATIVE))
     assert few.startswith("cutlass sm90_fp16_swapped_64x16: 32 tiles")
@@ -409,7 +421,7 @@ def test_list_as_json() -> None:
 
 
 def test_what_is_listed_can_be_chosen() -> None:
-    """Every configuration of the list, and no other, is among the candidates of some problem."""
+    """Fails if a listed configuration is a candidate of no problem, or if a candidate is missing from the list."""
     native = [*NATIVE, *HAND_WRITTEN]
     quantizers = (choices.choose_quantize("int8", (8, 0), triton_installed=t, native=native) for t in (True, False))
     reached = {choice.config.name for choice in quantizers if choice.config is not None}
@@ -426,9 +438,10 @@ def test_what_is_listed_can_be_chosen() -> None:
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every proof passes here but the GPU's, which says that it was not run; a failed one exits with 1."""
+    """Fails if a proof other than the GPU's doesn't pass, if the GPU's proof doesn't say that it was not run, or if a
+    failed proof doesn't exit with 1."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
-    everything = interpret.run  # that is a test of its own
+    everything = interpret.run  # interpret.run has a test of its own
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))
     result = CliRunner().invoke(command, ["check", "--json", "--quiet"])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""``accel infer`` with images: what is sent is what the picture shows, and what comes back are classes."""
+"""``accel infer`` with images: it sends the pixels of the image and shows classes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_builder as build
 import pytest
 from onnx import TensorProto
 from PIL import Image
-from serving import FLOAT, Start
 
 from accel.errors import BadData
-from accel.serve.images import ImageInput, image_files
+from accel.serve.client.images import ImageInput, image_files
+from tests.support import onnx_builder as build
+from tests.support.serving import FLOAT, Start
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 LABELLED = """
@@ -25,7 +25,7 @@ output { name: "scores" data_type: TYPE_FP32 dims: [3] label_filename: "labels.t
 
 
 def model(folder: Path, shape: list[Any], dtype: int = FLOAT, *, scores: bool = False) -> None:
-    """``x`` as it came, or the mean of each channel of an NCHW image."""
+    """Writes a model that returns ``x`` unchanged, or with ``scores`` the mean of each channel of an NCHW image."""
     folder.mkdir(parents=True)
     if scores:
         nodes, out = [build.node("GlobalAveragePool", "x", "g"), build.node("Flatten", "g", "scores")], ["batch", 3]
@@ -51,7 +51,7 @@ def url(tmp_path: Path, start: Start) -> str:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """``a-red.png``, ``b-green.jpg`` and ``c-blue.PNG``, each of another size."""
+    """Makes ``a-red.png``, ``b-green.jpg`` and ``c-blue.PNG``, each with another size."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for name, size in (("a-red.png", (5, 4)), ("b-green.jpg", (50, 40)), ("c-blue.PNG", (3, 9))):
@@ -60,8 +60,8 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_classes_of_many(url: str, pictures: Path, cli: Any) -> None:
-    """Fails if an image gets another one's classes, a label is wrong, batches aren't as large as asked, or nobody is
-    told how far it is."""
+    """Fails if an image gets another image's classes, a label is wrong, batches don't have the requested size, or no
+    progress is shown."""
     ran = cli("infer", "colours", "--url", url, "--input", pictures, "--batch", "2", "--classes", "2", "--json")
     assert ran.code == 0, ran.stderr
     body = json.loads(ran.stdout)
@@ -80,8 +80,8 @@ def test_classes_of_many(url: str, pictures: Path, cli: Any) -> None:
 
 
 def test_pixels_as_the_model_takes_them(url: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if a pixel is at another place, another channel or another value than the model's layout and the
-    normalisation say."""
+    """Fails if a pixel arrives at another place, in another channel or with another value than the model's layout and
+    the normalization require."""
     pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "p.png")
     mean, std = np.array([0.4, 0.5, 0.6]), np.array([0.2, 0.25, 0.5])
@@ -102,23 +102,23 @@ def test_pixels_as_the_model_takes_them(url: str, tmp_path: Path, cli: Any) -> N
 
 
 def test_images_of_any_size_go_as_they_are(url: str, pictures: Path, cli: Any) -> None:
-    """Fails if an image is resized for a model that takes any size, or images of different sizes get into one batch."""
+    """Fails if an image is resized for a model that takes any size, or if images of different sizes share a batch."""
     Image.new("RGB", (3, 9), COLOURS["red"]).save(pictures / "d-red.png")
     ran = cli("infer", "any", "--url", url, "--input", pictures, "--json", "-q", "--classes", "0")
     assert ran.code == 0, ran.stderr
     body = json.loads(ran.stdout)
-    assert body["requests"] == 3  # the last two are of one size
+    assert body["requests"] == 3  # two of the four images have the same size
     assert body["outputs"]["scores"]["shape"] == [4, 3]
     np.testing.assert_allclose(body["outputs"]["scores"]["data"][-3:], [1, 0, 0], atol=1e-6)
 
 
 def test_the_way_up(tmp_path: Path) -> None:
-    """Fails if a photograph is read as the camera held it and not as it is to be seen."""
+    """Fails if a photograph is not rotated as its EXIF orientation says."""
     upright = np.zeros((2, 4, 3), np.uint8)
     upright[0, 0] = 255
     turned = Image.fromarray(np.rot90(upright).copy())
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    exif[0x0112] = 6  # EXIF: rotate by 90 degrees clockwise
     turned.save(tmp_path / "t.png", exif=exif)
     image = ImageInput(
         name="x", datatype="UINT8", channels=3, height=None, width=None, channels_first=False, batched=True
@@ -146,7 +146,7 @@ def test_the_way_up(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(url: str, tmp_path: Path, cli: Any, name: str, words: tuple[str, ...], says: str) -> None:
-    """Fails if a bad image or option ends in a traceback, isn't named, or is sent as something else."""
+    """Fails if a bad image or option ends in a traceback, is sent, or is missing in the error."""
     good = Image.new("RGB", (64, 64), COLOURS["red"])
     good.save(tmp_path / "good.png")
     good.save(tmp_path / "gif.png", format="GIF")
@@ -162,7 +162,7 @@ def test_what_is_refused(url: str, tmp_path: Path, cli: Any, name: str, words: t
 
 
 def test_a_model_that_takes_no_image(url: str, pictures: Path, cli: Any) -> None:
-    """Fails if images are sent to a model that takes something else, or bytes are normalised."""
+    """Fails if images are sent to a model that takes none, or if an input of bytes is normalized."""
     ran = cli("infer", "rows", "--url", url, "--input", pictures, "-q")
     assert ran.code == 2
     assert "doesn't take one image" in ran.stderr
@@ -173,18 +173,18 @@ def test_a_model_that_takes_no_image(url: str, pictures: Path, cli: Any) -> None
 
 
 def test_a_picture_that_unpacks_to_a_huge_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a small file takes all the memory there is."""
+    """Fails if a small image file that unpacks to a huge image can fill the memory."""
     Image.new("RGB", (60, 50)).save(tmp_path / "bomb.png")
     image = ImageInput(name="x", datatype="FP32", channels=3, height=4, width=4, channels_first=True, batched=True)
     assert image.read(tmp_path / "bomb.png").shape == (3, 4, 4)
-    for limit in (2000, 1000):  # warned of, refused by Pillow
+    for limit in (2000, 1000):  # Pillow warns at the first limit and refuses at the second
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(BadData, match="can't read"):
             image.read(tmp_path / "bomb.png")
 
 
 def test_classes_of_arrays(url: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if ``--classes`` is for images alone."""
+    """Fails if ``--classes`` works for images only."""
     np.savez(tmp_path / "x.npz", x=np.stack([np.full((3, 4, 5), [[[1.0]], [[3.0]], [[2.0]]], np.float32)] * 9))
     ran = cli("infer", "colours", "--url", url, "--input", tmp_path / "x.npz", "--classes", "1", "--json", "-q")
     assert ran.code == 0, ran.stderr

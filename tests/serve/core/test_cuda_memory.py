@@ -1,4 +1,4 @@
-"""CUDA shared memory: over a CUDA that is made of plain memory, and on a GPU where there is one."""
+"""CUDA shared memory: with a fake CUDA on plain memory, and on a GPU if the machine has one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from serving import WEIGHTS, Start
 from tritonclient.utils import InferenceServerException
 
 from accel.runtimes.cuda_memory import CudaFailed
-from accel.serve import cuda_regions
-from accel.serve.inference import Code, ServeError
-from accel.serve.shared_memory import SharedMemory
-from accel.serve.transport import Slice
+from accel.serve.core import cuda_regions
+from accel.serve.core.shared_memory import SharedMemory
+from accel.serve.core.transport import Slice
+from accel.serve.protocol.inference import Code, ServeError
+from tests.support.serving import WEIGHTS, Start
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 
 class FakeGpu:
-    """Allocations by their handle. ``opened``: how often each is open; no byte outside is touched."""
+    """Keeps allocations by handle, and counts in ``opened`` how often each is open. Touches no byte outside an
+    allocation."""
 
     def __init__(self) -> None:
         self.shared: dict[bytes, Any] = {}
@@ -34,7 +35,7 @@ class FakeGpu:
         self.broken = False
 
     def allocate(self, size: int) -> bytes:
-        """The handle, as it is sent."""
+        """Allocates memory and returns its handle in the form that clients send."""
         handle = bytes([len(self.shared) + 1]) * 64
         self.shared[handle] = ctypes.create_string_buffer(size)
         return base64.b64encode(handle)
@@ -83,8 +84,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Start, face: str) -> None:
-    """Fails if inputs are read or outputs written at another place than asked for, or also sent; if the region isn't
-    listed, or stays open when it is dropped."""
+    """Fails if inputs are read from the wrong place, outputs are written to the wrong place, or outputs are also sent.
+    Also fails if the region isn't listed, or stays open after it is dropped."""
     process = start(repository, http_port=0)
     module = triton if face == "grpc" else triton_http
     handle = gpu.allocate(1024)
@@ -115,7 +116,7 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
         given.set_shared_memory("all", X.nbytes, offset=64)
         with pytest.raises(InferenceServerException, match="can't be read or written: CUDA failed"):
             client.infer("linear", [given])
-        client.unregister_system_shared_memory()  # of the other kind
+        client.unregister_system_shared_memory()  # unregisters the other kind of memory
         assert gpu.opened
         client.unregister_cuda_shared_memory("all")
         assert not gpu.opened
@@ -124,8 +125,8 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
 
 
 def test_registering(gpu: FakeGpu) -> None:
-    """Fails if a handle that shares nothing, or less than is said, is taken, or stays open; if two regions have one
-    name; if one that was dropped is read."""
+    """Fails if a handle that is invalid or smaller than declared is accepted or stays open, if two regions share a
+    name, or if a dropped region is read."""
     memory = SharedMemory()
     handle = base64.b64decode(gpu.allocate(100))
     for arguments in (
@@ -154,13 +155,13 @@ def test_registering(gpu: FakeGpu) -> None:
     memory.unregister()
     assert not gpu.opened
     with pytest.raises(ServeError, match="Unable to find"):
-        region.read(0, 1)  # its request came before it was dropped
+        region.read(0, 1)  # the request came before the region was dropped
 
 
 @pytest.mark.gpu
 def test_tritons_own_utilities(repository: Path, serve: Any) -> None:
-    """Fails if memory that Triton's utilities allocated on the GPU in one process isn't read and written by the server
-    in another."""
+    """Fails if the server can't read and write memory that Triton's utilities allocated on the GPU in another
+    process."""
     served = serve(str(repository))
     port = served.wait_for("serving")["ports"]["grpc"]
     ran = subprocess.run([sys.executable, "-c", CLIENT, str(port)], capture_output=True, text=True, timeout=300)

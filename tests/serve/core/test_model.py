@@ -1,4 +1,4 @@
-"""The moments between: a version replaced while a request is on its way, and the order of a stream's answers."""
+"""Races: a version that is replaced while a request looks it up, and the order of the answers in a stream."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import WEIGHTS, linear
 
-from accel.serve import proto
-from accel.serve.grpc_stream import InferStream
-from accel.serve.inference import InferenceRequest, ModelStatistics
-from accel.serve.loading import Loading, load_version
-from accel.serve.model import Retired
-from accel.serve.model_files import ModelFolder
-from accel.serve.repository import Repository
-from accel.serve.server import InferenceServer
-from accel.serve.transport import InferCall, InferReply, WireInput
+from accel.serve.core.server import InferenceServer
+from accel.serve.core.transport import InferCall, InferReply, WireInput
+from accel.serve.models.files import ModelFolder
+from accel.serve.models.loading import Loading, load_version
+from accel.serve.models.model import Retired
+from accel.serve.models.repository import Repository
+from accel.serve.protocol import messages as proto
+from accel.serve.protocol.inference import InferenceRequest, ModelStatistics
+from accel.serve.transports.grpc.stream import InferStream
+from tests.support.serving import WEIGHTS, linear
 
 
 def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
-    """Fails if a request that looked a version up just before it was replaced isn't run by the new one."""
+    """Fails if the new version doesn't run a request that looked up the old version just before it was replaced."""
     linear(tmp_path / "linear" / "1")
     repository = Repository(tmp_path, mode="explicit", startup=["*"])
     repository.start()
@@ -35,7 +35,7 @@ def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
         if len(asked) == 1:
             linear(tmp_path / "linear" / "1", scale=2.0)
             repository.load("linear")
-            found.retire(5.0)  # as the thread does that was started for it
+            found.retire(5.0)  # the retiring thread makes the same call
         return found
 
     repository.get = get  # type: ignore[method-assign]
@@ -48,7 +48,7 @@ def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
 
 
 class Slow:
-    """An executor whose ``submit`` takes until ``released``, as an inline run does."""
+    """An executor whose ``submit`` returns only after ``released`` is set, like an inline run."""
 
     def __init__(self) -> None:
         self.entered, self.released, self.closed = threading.Event(), threading.Event(), threading.Event()
@@ -66,7 +66,7 @@ class Slow:
 
 
 def test_retiring_waits_for_a_request_that_is_being_taken(tmp_path: Path) -> None:
-    """Fails if the executor is closed under a request that is on its way into it, or one gets in afterwards."""
+    """Fails if the executor is closed while a request is being submitted, or if it accepts a request afterwards."""
     linear(tmp_path / "linear" / "1")
     slow = Slow()
     model = load_version(ModelFolder(tmp_path / "linear"), "1", Loading(make=lambda *_, **__: slow))
@@ -86,7 +86,7 @@ def test_retiring_waits_for_a_request_that_is_being_taken(tmp_path: Path) -> Non
 
 
 class Context:
-    """As much of an RPC's context as a stream asks for."""
+    """The part of an RPC's context that a stream uses."""
 
     def add_callback(self, callback: Any) -> bool:
         return True
@@ -96,7 +96,7 @@ class Context:
 
 
 class Held:
-    """A server that answers when it is told to, in any order."""
+    """A server that answers on command, in any order."""
 
     def __init__(self, decoupled: bool) -> None:
         self.tracing = None
@@ -114,7 +114,8 @@ class Held:
 
 @pytest.mark.parametrize(("decoupled", "order"), [(False, ["0", "1", "2"]), (True, ["2", "0", "1"])])
 def test_the_order_of_a_stream(decoupled: bool, order: list[str]) -> None:
-    """Fails if answers overtake one another where each request has one, or wait where it has several."""
+    """Fails if answers overtake each other in a stream with one answer per request, or if answers wait for each other
+    in a stream with several answers per request."""
     server = Held(decoupled)
     message = proto.message("ModelInferRequest")
     stream = InferStream(server, iter([message(id=str(i)) for i in range(3)]), Context(), None)  # type: ignore[arg-type]

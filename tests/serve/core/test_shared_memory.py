@@ -14,19 +14,19 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 import tritonclient.utils.shared_memory as shm
-from serving import WEIGHTS, Start, plain
 from tritonclient.utils import InferenceServerException
 
-from accel.serve.inference import Code, ServeError
-from accel.serve.shared_memory import SharedMemory
-from accel.serve.transport import Slice
+from accel.serve.core.shared_memory import SharedMemory
+from accel.serve.core.transport import Slice
+from accel.serve.protocol.inference import Code, ServeError
+from tests.support.serving import WEIGHTS, Start, plain
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 
 @pytest.fixture
 def region() -> Any:
-    """``region(size)``: a key and Triton's handle of new shared memory."""
+    """Returns ``region(size)``, which makes new shared memory and returns its key and Triton's handle."""
     made = []
 
     def make(size: int) -> tuple[str, Any]:
@@ -46,7 +46,8 @@ def process(repository: Path, start: Start) -> Any:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: str) -> None:
-    """Fails if inputs are read or outputs written at another place than asked for, or also sent."""
+    """Fails if inputs are read from the wrong place, outputs are written to the wrong place, or outputs are also
+    sent."""
     module = triton if face == "grpc" else triton_http
     key, handle = region(1024)
     with module.InferenceServerClient(f"127.0.0.1:{process.ports[face]}") as client:
@@ -83,7 +84,8 @@ def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: st
 def test_slices_that_do_not_fit(
     process: Any, region: Any, size: int, offset: int, out_size: int, code: str, says: str
 ) -> None:
-    """Fails if a byte outside the region, or fewer than the tensor has, is read or written."""
+    """Fails if a byte outside the region is read or written, or if a region with fewer bytes than the tensor is
+    accepted."""
     key, _ = region(1024)
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
         client.register_system_shared_memory("r", key, 1024)
@@ -98,7 +100,7 @@ def test_slices_that_do_not_fit(
 
 
 def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
-    """Fails if an offset that only JSON can say reaches the memory, or is more than a bad request."""
+    """Fails if an offset that only JSON can express reaches the memory, or if its error isn't that of a bad request."""
     key, _ = region(1024)
     with triton_http.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
         client.register_system_shared_memory("r", key, 1024)
@@ -111,8 +113,8 @@ def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_regions_are_their_owners(repository: Path, start: Start, region: Any, tmp_path: Path, face: str) -> None:
-    """Fails if a token reads, writes, lists or drops a region that another one registered, can't use a name because
-    another one does, learns that there is such a region, or keeps its own when it is taken out."""
+    """Fails if a token reads, writes, lists or drops another token's region, or learns that the region exists. Also
+    fails if two tokens can't use the same name, or if the regions of a removed token stay."""
     rows = {name: f'[[token]]\nname = "{name}"\ntoken = "{name}-secret"\ncontrol = true\n' for name in ("one", "two")}
     tokens = tmp_path / "tokens.toml"
     tokens.write_text("".join(rows.values()))
@@ -128,7 +130,8 @@ def test_regions_are_their_owners(repository: Path, start: Start, region: Any, t
             return {row.name: row.key for row in listed}
 
         def infer(name: str) -> np.ndarray:
-            """The first four numbers of the region "r", times the weights; the answer is put into it behind them."""
+            """Multiplies the first four numbers of the region "r" by the weights, and writes the answer behind these
+            numbers."""
             given = module.InferInput("x", [1, 4], "FP32")
             given.set_shared_memory("r", 16)
             asked = module.InferRequestedOutput("y")
@@ -165,7 +168,8 @@ def test_regions_are_their_owners(repository: Path, start: Start, region: Any, t
 
 
 def test_registering(region: Any) -> None:
-    """Fails if a name is taken twice, or an object that is missing, too small or no shared memory is."""
+    """Fails if a name can be registered twice, or if an object can be registered that is missing, too small or no
+    shared memory."""
     memory = SharedMemory()
     key, _ = region(100)
 
@@ -189,7 +193,7 @@ def test_registering(region: Any) -> None:
 
 
 def test_links_are_not_followed(region: Any, tmp_path: Path) -> None:
-    """Fails if a link in /dev/shm leads the server to a file elsewhere."""
+    """Fails if a link in /dev/shm makes the server open another file."""
     (tmp_path / "secret").write_bytes(b"x" * 100)
     link = Path("/dev/shm") / f"accel-test-{uuid.uuid4().hex[:8]}"
     link.symlink_to(tmp_path / "secret")
@@ -202,14 +206,14 @@ def test_links_are_not_followed(region: Any, tmp_path: Path) -> None:
 
 
 def test_memory_that_was_made_smaller(region: Any) -> None:
-    """Fails if pages that are gone are touched: that would end the process."""
+    """Fails if removed pages are touched, which would end the process."""
     key, handle = region(8192)
     memory = SharedMemory()
     memory.register("a", key, 0, 8192)
     shm.set_shared_memory_region(handle, [np.full(8192, 7, np.uint8)])
     found = memory.read(Slice("a", 8192))
     os.truncate(f"/dev/shm{key}", 4096)
-    assert bytes(found) == bytes([7]) * 8192  # what was read stays
+    assert bytes(found) == bytes([7]) * 8192  # the copied bytes stay
     with pytest.raises(ServeError, match="made smaller"):
         memory.read(Slice("a", 10))
     with pytest.raises(ServeError, match="made smaller"):

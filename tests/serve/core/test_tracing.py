@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: what is in them, which requests have one, and where they go."""
+"""OpenTelemetry traces: their spans, which requests are traced, and how the traces reach a collector."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from onnx_builder import artifact, node
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from serving import ENSEMBLE, FLOAT, Served, Start, linear
 from tritonclient.utils import InferenceServerException
 
-from accel.serve.settings import TraceSettings
-from accel.serve.tracing import Tracing
+from accel.serve.core.settings import TraceSettings
+from accel.serve.core.tracing import Tracing
+from tests.support.onnx_builder import artifact, node
+from tests.support.serving import ENSEMBLE, FLOAT, Served, Start, linear
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
@@ -34,18 +34,19 @@ PARTS = ["compute_infer", "compute_input", "compute_output"]
 
 
 class Traced:
-    """A server whose spans stay here. ``rate`` 0: only what comes with a trace."""
+    """A server whose spans stay in this process. ``rate`` 0 traces only requests that come with a trace."""
 
     def __init__(self, process: Any, rate: int = 0) -> None:
         self.process, self.memory = process, InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.memory))
         process.server.tracing = Tracing(provider, TraceSettings(url="http://memory", rate=rate))
-        process.server.trace = process.server.tracing.settings
+        process.server.local.trace = process.server.tracing.settings
         self.grpc = triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}")
 
     def spans(self, requests: int) -> list[Any]:
-        """All there are, once so many requests are traced: a span is made after the client has its answer."""
+        """Waits until ``requests`` requests are traced, and returns all spans. A span ends only after the client has
+        its answer."""
         deadline = time.monotonic() + 30
         while sum(s.name == "InferRequest" for s in self.memory.get_finished_spans()) < requests:
             assert time.monotonic() < deadline, self.memory.get_finished_spans()
@@ -72,12 +73,13 @@ def given(rows: int = 2, name: str = "x", of: Any = triton) -> list[Any]:
 
 
 def by_parent(spans: list[Any], parent: Any) -> list[Any]:
-    """The spans right below one."""
+    """Returns the child spans of a span."""
     return [s for s in spans if s.parent is not None and s.parent.span_id == parent.context.span_id]
 
 
 def check_model(spans: list[Any], model: Any) -> None:
-    """A model's span: queue and compute one after the other inside it, input, infer and output inside compute."""
+    """Checks a model's span: queue and compute follow each other inside it; input, infer and output lie inside
+    compute."""
     queue, compute = sorted(by_parent(spans, model), key=lambda s: s.start_time)
     assert (queue.name, compute.name) == ("queue", "compute")
     assert model.start_time <= queue.start_time <= queue.end_time == compute.start_time
@@ -91,8 +93,8 @@ def check_model(spans: list[Any], model: Any) -> None:
 
 @pytest.mark.parametrize("way", ["grpc", "http", "stream"])
 def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
-    """Fails if a request that comes with a trace isn't part of it, or its spans lack the queue or a part of the
-    compute, aren't inside one another, or show other durations than the statistics."""
+    """Fails if a request that comes with a trace isn't part of that trace. Also fails if its spans lack the queue or a
+    part of the compute, aren't nested, or show other durations than the statistics."""
     server = traced()
     if way == "grpc":
         server.grpc.infer("linear", given(), request_id="7", headers=dict(PARENT))
@@ -122,12 +124,12 @@ def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
     taken = {s.name: s.end_time - s.start_time for s in spans}
     for name in ("queue", *PARTS):
         assert taken[name] == getattr(found, name).ns
-    assert abs((time.time_ns() - root.end_time) / 1e9) < 60  # the wall's clock, not the machine's uptime
+    assert abs((time.time_ns() - root.end_time) / 1e9) < 60  # wall clock time, not the machine's uptime
 
 
 def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
-    """Fails if the rate, the count or the level isn't kept, a model's own setting isn't used, or a request is left out
-    that came with a trace; or traced although its client said that it isn't."""
+    """Fails if the rate, the count, the level or a model's own setting is ignored. Also fails if a request with a trace
+    isn't traced, or if a request is traced although its client's trace is not sampled."""
     server = traced(rate=3)
     for _ in range(7):
         server.grpc.infer("linear", given())
@@ -140,7 +142,7 @@ def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
     server.grpc.infer("linear", given(), headers=dict(PARENT))
     spans = server.spans(3)
     roots = [s for s in spans if s.name == "InferRequest"]
-    assert sorted(s.parent is not None for s in roots) == [False, False, True]  # they are made after the answers
+    assert sorted(s.parent is not None for s in roots) == [False, False, True]  # spans end after the answers
     server.memory.clear()
     server.grpc.update_trace_settings("linear", {"trace_count": "-1"})
     server.grpc.infer("linear", given(), headers={"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-00"})
@@ -152,8 +154,8 @@ def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
 
 
 def test_the_settings_as_triton_answers_them(traced: Callable[..., Traced]) -> None:
-    """Fails if a server that traces with OpenTelemetry answers otherwise than Triton in that mode, or lets a client
-    send its traces elsewhere."""
+    """Fails if the trace settings differ from Triton's in OpenTelemetry mode, or a client can send traces to another
+    place."""
     server = traced(rate=5)
     found = {key: list(v.value) for key, v in server.grpc.get_trace_settings().settings.items()}
     assert found == {
@@ -164,12 +166,12 @@ def test_the_settings_as_triton_answers_them(traced: Callable[..., Traced]) -> N
         with pytest.raises(InferenceServerException, match="INVALID_ARGUMENT"):
             server.grpc.update_trace_settings(settings=refused)
     assert server.grpc.update_trace_settings(settings={"trace_rate": "9"}).settings["trace_rate"].value == ["9"]
-    assert server.process.server.trace.changed() == {"": {"trace_rate": ["9"]}}
+    assert server.process.server.local.trace.changed() == {"": {"trace_rate": ["9"]}}
     assert server.grpc.update_trace_settings(settings={"trace_rate": None}).settings["trace_rate"].value == ["5"]
 
 
 def test_a_request_that_fails(traced: Callable[..., Traced]) -> None:
-    """Fails if a refused request has no trace, or one that looks like a success."""
+    """Fails if a refused request has no trace, or its trace looks like a success."""
     server = traced()
     with pytest.raises(InferenceServerException, match="unexpected inference input"):
         server.grpc.infer("linear", given(name="wrong"), headers=dict(PARENT))
@@ -180,7 +182,7 @@ def test_a_request_that_fails(traced: Callable[..., Traced]) -> None:
 
 
 def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
-    """Fails if the steps of an ensemble aren't below it, each with its own queue and compute."""
+    """Fails if an ensemble's steps aren't child spans, each with its own queue and compute."""
     shape = ["batch", 3]
     for name, text in {
         "relu": "",
@@ -207,7 +209,7 @@ def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
 
 
 class Collector:
-    """An OTLP/HTTP endpoint; ``got`` are the resources that came."""
+    """An OTLP/HTTP endpoint that collects the received resources in ``got``."""
 
     def __init__(self) -> None:
         self.got: list[Any] = []
@@ -231,7 +233,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
-                """Nothing."""
+                """Logs nothing."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
@@ -245,8 +247,8 @@ class Collector:
 
 
 def test_they_arrive(repository: Path, serve: Callable[..., Served]) -> None:
-    """Fails if ``accel serve --trace URL`` doesn't send what it traced to an OTLP endpoint, the last ones when it ends,
-    or an endpoint that isn't there keeps the server from serving and ending well."""
+    """Fails if ``accel serve --trace URL`` doesn't send all its traces to an OTLP endpoint, including the last traces
+    before its end. Also fails if a server without a reachable endpoint doesn't serve and end cleanly."""
     collector = Collector()
     dead = Collector()
     dead.close()
@@ -281,8 +283,8 @@ def test_off_it_costs_nothing(tmp_path: Path) -> None:
     linear(tmp_path / "models" / "linear" / "1")
     code = f"""
 import sys
-from accel.serve.options import ServeOptions
-from accel.serve.process import ServingProcess
+from accel.serve.process.options import ServeOptions
+from accel.serve.process.serving import ServingProcess
 process = ServingProcess(ServeOptions(repository={str(tmp_path / "models")!r}, grpc_port=0, http_port=0))
 process.start()
 assert process.server.tracing is None

@@ -1,4 +1,4 @@
-"""The manifests that `accel serve --manifest` writes, against the schemas of the Kubernetes API itself."""
+"""Validates the manifests of `accel serve --manifest` against the schemas of the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accel.errors import BadConfig
-from accel.serve.manifests import Deployment, kserve, kubernetes, to_yaml
+from accel.serve.deploy.manifests import Deployment, kserve, kubernetes, to_yaml
 
 validate = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
@@ -23,7 +23,7 @@ WHOLE = Deployment(
 
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
 def test_kubernetes_takes_every_document(wanted: Deployment) -> None:
-    """Fails if a field is misspelt or of the wrong type: strict validation refuses what the API doesn't know."""
+    """Fails if a field is misspelled or of the wrong type. The strict validation refuses unknown fields."""
     documents = list(yaml.safe_load_all(to_yaml(kubernetes(wanted))))
     assert [d["kind"] for d in documents] == ["Deployment", "Service", "HorizontalPodAutoscaler"]
     for document in documents:
@@ -31,7 +31,7 @@ def test_kubernetes_takes_every_document(wanted: Deployment) -> None:
 
 
 def test_a_misspelt_field_would_be_found() -> None:
-    """Fails if the validation above lets anything through."""
+    """Fails if the validation above accepts an unknown field or a wrong type."""
     document = kubernetes(PLAIN)[0]
     document["spec"]["template"]["spec"]["containers"][0]["livenessprobe"] = {}
     with pytest.raises(validate.ValidationError):
@@ -40,8 +40,8 @@ def test_a_misspelt_field_would_be_found() -> None:
 
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
 def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
-    """KServe's predictor takes a PodSpec's fields beside its own: fails if the container isn't a valid one, a field of
-    KServe's own isn't what its API takes, or the autoscaler that it would choose doesn't know the metric."""
+    """Fails if KServe's predictor has an invalid container, a field that KServe's API doesn't take, or a metric that
+    its autoscaler doesn't know. The predictor has the fields of a PodSpec besides its own."""
     (document,) = yaml.safe_load_all(to_yaml(kserve(wanted)))
     assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
@@ -50,15 +50,21 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
     own = {name: predictor.pop(name) for name in ("minReplicas", "maxReplicas", "scaleMetric", "scaleTarget")}
     assert own == {
         "minReplicas": wanted.min_replicas, "maxReplicas": wanted.max_replicas,
-        "scaleMetric": "cpu",  # of cpu, memory, concurrency and rps
+        "scaleMetric": "cpu",  # the choices are cpu, memory, concurrency and rps
         "scaleTarget": wanted.target_cpu_percent,
     }  # fmt: skip
     assert all(type(own[name]) is int for name in ("minReplicas", "maxReplicas", "scaleTarget"))
-    # What KServe's webhook asks for where the metric is cpu or memory; Knative's own takes concurrency and rps.
+    # KServe's webhook requires these values for cpu and memory. Knative's own autoscaler takes concurrency and rps.
     assert document["metadata"]["annotations"]["autoscaling.knative.dev/class"] == "hpa.autoscaling.knative.dev"
     assert 1 <= own["scaleTarget"] <= 100
     (container,) = predictor["containers"]
-    assert not set(container) & {"lifecycle", "stdin", "stdinOnce", "tty", "volumeDevices"}  # Knative refuses them
+    assert not set(container) & {
+        "lifecycle",
+        "stdin",
+        "stdinOnce",
+        "tty",
+        "volumeDevices",
+    }  # Knative refuses these fields
     assert len(container["ports"]) == 1
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": document["metadata"], "spec": predictor}
     validate.validate(pod, validate.latest_version(), strict=True)
@@ -71,7 +77,7 @@ def _container(wanted: Deployment) -> dict[str, Any]:
 
 
 def test_probes_and_ports_are_those_of_the_server() -> None:
-    """Fails if a probe asks a port that nobody listens on."""
+    """Fails if a probe uses a port on which nothing listens."""
     container = _container(WHOLE)
     words = container["command"]
     assert words[words.index("--http-port") + 1] == "9000"
@@ -93,13 +99,13 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_here(fields: dict[str, Any], words: str) -> None:
-    """Fails if a value is printed that the API's validation, beyond its schemas, refuses."""
+    """Fails if a manifest is printed with a value that the API's schemas accept but its further validation refuses."""
     with pytest.raises(BadConfig, match=words):
         Deployment(**({"name": "minilm", "image": "accel:0.1"} | fields))
 
 
 def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
-    """Fails if anything but the documents is on stdout, or the ports that were asked for aren't in them."""
+    """Fails if stdout has anything but the documents, or if the documents lack the requested ports."""
     ran = cli(
         "serve", "/models", "--manifest", "kubernetes", "--image", "accel:0.1", "--claim", "disk", "--http-port", "9000"
     )
@@ -121,15 +127,15 @@ def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
     ],
 )
 def test_names_are_taken_from_the_repository(cli: Any, repository: str, name: str) -> None:
-    """Fails if a folder that can't name a Service leaves its user without a manifest."""
+    """Fails if a folder name that isn't allowed as a Service name leads to an error instead of a manifest."""
     ran = cli("serve", repository, "--manifest", "kubernetes", "--image", "accel:0.1")
     assert ran.code == 0, ran.stderr
     assert {document["metadata"]["name"] for document in yaml.safe_load_all(ran.stdout)} == {name}
 
 
 def test_the_options_reach_the_container(cli: Any) -> None:
-    """Fails if an option of the same command line is lost on its way into the container, one that wasn't given is
-    there, a probe doesn't speak TLS where the server does, or a file that it reads isn't mounted."""
+    """Fails if the container lacks an option of the command line, or has an option that wasn't given. Also fails if the
+    server uses TLS and a probe doesn't, or if a file that the server reads isn't mounted."""
     words = ["--mode", "poll", "--processes", "2", "--drain", "45.5", "--tokens", "/secrets/t.toml", "--insecure"]
     words += ["--rate-limit-resource", "A:1", "--rate-limit-resource", "B:2"]
     words += ["--tls-certificate", "/tls/c.pem", "--tls-key", "/tls/k.pem"]

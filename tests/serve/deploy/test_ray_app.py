@@ -1,4 +1,4 @@
-"""The Ray Serve application, in Ray's local mode: replicas as objects of this process, no cluster."""
+"""The Ray Serve application in Ray's local mode: the replicas are objects of this process, without a cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from serving import WEIGHTS, linear
 
 from accel.errors import MissingExtra, UsageError
-from accel.serve import proto, ray_app
-from accel.serve.options import ServeOptions
+from accel.serve.deploy import ray_app
+from accel.serve.process.options import ServeOptions
+from accel.serve.protocol import messages as proto
+from tests.support.serving import WEIGHTS, linear
 
 X = np.ones((2, 4), np.float32)
 
@@ -55,15 +56,15 @@ def checked(response: Any) -> None:
 
 @pytest.fixture
 def replica(tmp_path: Path) -> ray_app.Replica:
-    """As Ray makes it, without Ray."""
+    """Makes a replica as Ray does, but without Ray."""
     linear(tmp_path / "models" / "linear" / "1")
     options = ServeOptions(repository=str(tmp_path / "models"), grpc_port=None, http_port=None)
     return ray_app.Replica(options.to_text(), 4)
 
 
 def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
-    """Fails if a method of the service isn't there under the name that Ray calls, gets bytes and doesn't parse them, or
-    an error reaches the client without its code."""
+    """Fails if a method of the service lacks the name that Ray calls, or doesn't parse its bytes, or if an error
+    reaches the client without its code."""
 
     def ask(name: str, body: bytes, context: Call | None = None) -> Any:
         return asyncio.run(getattr(replica, name)(body, grpc_context=context))
@@ -80,12 +81,12 @@ def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
             ask("ModelInfer", body, context)
         assert context.code is code
         assert context.details
-        there = pickle.loads(pickle.dumps(caught.value))  # as Ray hands it on
+        there = pickle.loads(pickle.dumps(caught.value))  # as Ray passes the request
         assert (there.code, str(there)) == (caught.value.code, str(caught.value))
 
 
 def test_a_replica_answers_http(replica: ray_app.Replica) -> None:
-    """Fails if REST v2 through Ray answers otherwise than the server's own face."""
+    """Fails if REST v2 through Ray answers differently from the server's own HTTP port."""
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": X.ravel().tolist()}]}
     status, _, text = replica._http("POST", "/v2/models/linear/infer", {}, json.dumps(body).encode())
     assert status == 200
@@ -104,7 +105,7 @@ def test_a_replica_answers_http(replica: ray_app.Replica) -> None:
 
 
 def test_tokens_hold_there_too(tmp_path: Path) -> None:
-    """Fails if a repository that wants tokens doesn't want them through Ray."""
+    """Fails if requests through Ray need no token although the repository requires one."""
     (tmp_path / "tokens.toml").write_text('[[token]]\nname = "a"\ntoken = "secret"\n')
     linear(tmp_path / "models" / "linear" / "1")
     options = ServeOptions(
@@ -122,7 +123,7 @@ def test_tokens_hold_there_too(tmp_path: Path) -> None:
 
 
 def test_ray_needs_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing Ray ends in a traceback of imports."""
+    """Fails if a missing Ray ends in a traceback."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"accel-toolchain\[ray\]"):
         ray_app.app({"repository": "models"})
@@ -137,9 +138,9 @@ def serve() -> Any:
     return serve
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
-    """Fails if Ray can't make the application, or calls it otherwise than it wants to be called."""
+    """Fails if Ray can't make the application, or if the application doesn't support the way in which Ray calls it."""
     linear(tmp_path / "models" / "linear" / "1")
     arguments = {"repository": str(tmp_path / "models"), "concurrency": "4", "cpus": "0.5"}
     handle = serve.run(ray_app.app(arguments), _local_testing_mode=True)
@@ -152,11 +153,11 @@ def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
     [
         ({}, "give repository"),
         ({"repository": "m", "mode": "explicit"}, "needs no commands"),
-        ({"repository": "m", "replicas": "many"}, "is no number"),
+        ({"repository": "m", "replicas": "many"}, "is not a number"),
         ({"repository": "m", "port": "1"}, "no argument 'port'"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, str], says: str) -> None:
-    """Fails if a mistake in the arguments is found by a replica that never starts."""
+    """Fails if a wrong argument is found only in a replica, which then never starts."""
     with pytest.raises(UsageError, match=says):
         ray_app.app(arguments)

@@ -1,4 +1,4 @@
-"""Models that write token after token, as clients see them: real models, streams over gRPC."""
+"""Models that generate one token after the other, as clients see them: real models, streams over gRPC."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from onnx_builder import artifact, node
-from serving import FLOAT, INT64, Start, assert_refused
 from tritonclient.utils import InferenceServerException
+
+from tests.support.onnx_builder import artifact, node
+from tests.support.serving import FLOAT, INT64, Start, assert_refused
 
 VOCABULARY, WIDTH = 11, 6
 _RNG = np.random.default_rng(3)
@@ -40,7 +41,8 @@ WHOLE = POLICY + parameters(tokens="ids", logits="logits", steps="12")
 
 
 def recurrent(folder: Path) -> None:
-    """One token at a time: ``new = tanh(table[ids] + state @ mix)``, ``logits = new @ out``."""
+    """Writes a model that takes one token at a time: ``new = tanh(table[ids] + state @ mix)``, ``logits = new @
+    out``."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",
@@ -70,8 +72,8 @@ def recurrent_reference(prompt: list[int], steps: int) -> list[int]:
 
 
 def cached(folder: Path) -> None:
-    """As decoders with a cache are exported: ``present`` is ``past`` and ``table[ids] * (1 + positions)``, masked and
-    added up."""
+    """Writes a decoder with a KV cache: ``present`` is ``past`` and ``table[ids] * (1 + positions)``, masked and
+    summed."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",
@@ -114,7 +116,7 @@ def cached_reference(prompt: list[int], steps: int) -> list[int]:
 
 
 def whole(folder: Path) -> None:
-    """Without a state: logits of each position, of everything up to it."""
+    """Writes a decoder without a state: the logits of each position, computed from all tokens up to it."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",
@@ -152,7 +154,8 @@ def configure(root: Path, kind: str, more: str = "") -> None:
 
 @contextmanager
 def streaming(port: int) -> Iterator[Any]:
-    """``ask(prompt)`` streams a request: (token or None, final) of each response up to the last; raises its error."""
+    """Yields ``ask(prompt)``, which streams a request and returns (token or None, final) for each response. Raises the
+    stream's error."""
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -178,8 +181,8 @@ def streaming(port: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_tokens_as_they_come(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if a token differs from the model's own, the state of one stream reaches the next, the prompt isn't read to
-    its end, or the last response is missing."""
+    """Fails if a token differs from the model's own, if the state of one stream reaches the next stream, if a part of
+    the prompt is ignored, or if the last response is missing."""
     configure(tmp_path, kind)
     process = start(tmp_path)
     reference = KINDS[kind][2]
@@ -200,7 +203,8 @@ def test_tokens_as_they_come(tmp_path: Path, start: Start, kind: str) -> None:
 
 
 def test_the_token_that_ends(tmp_path: Path, start: Start) -> None:
-    """Fails if a row goes on after the token that ends it, the other rows end with it, or the end isn't sent."""
+    """Fails if a row continues after its end token, if the end token of one row ends the other rows, or if the final
+    response isn't sent."""
     one, other = recurrent_reference([1], 12), recurrent_reference([2], 12)
     end = next(token for token in one[:-1] if one.index(token) != (other.index(token) if token in other else 12))
     stops = [row.index(end) if end in row else 11 for row in (one, other)]
@@ -216,7 +220,7 @@ def test_the_token_that_ends(tmp_path: Path, start: Start) -> None:
 
 
 def test_requests_that_can_not_be_streamed(tmp_path: Path, start: Start) -> None:
-    """Fails if a bad request is answered with anything but its own error, or the stream doesn't live on."""
+    """Fails if a bad request gets another error than the expected one, or breaks the stream."""
     configure(tmp_path, "recurrent")
     process = start(tmp_path)
     with streaming(process.ports["grpc"]) as ask:
@@ -248,7 +252,7 @@ def test_requests_that_can_not_be_streamed(tmp_path: Path, start: Start) -> None
     ],
 )
 def test_what_is_refused(tmp_path: Path, kind: str, before: str, after: str, said: str) -> None:
-    """Fails if a model is READY of which nothing can stream, or a loop that is not the model's own."""
+    """Fails if a decoupled model without a valid token loop is READY."""
     make, config, _ = KINDS[kind]
     assert before in config
     make(tmp_path / "writer" / "1")

@@ -1,4 +1,4 @@
-"""Which device the instances of a model run on, as ``config.pbtxt`` asks for it."""
+"""Chooses the device of a model's instances from ``config.pbtxt``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import WEIGHTS, Start, ask, client, linear
 
 from accel.runtimes.base import has_nvidia_gpu
-from accel.serve import devices, loading
-from accel.serve.repository import Repository
+from accel.serve.models import devices, loading
+from accel.serve.models.repository import Repository
+from tests.support.serving import WEIGHTS, Start, ask, client, linear
 
 
 def configure(root: Path, group: str) -> None:
@@ -42,7 +42,7 @@ def reason(root: Path) -> str:
     ],
 )
 def test_what_is_refused(tmp_path: Path, group: str, said: str) -> None:
-    """Fails if a wish that nothing heeds is taken in silence, or a plain one is refused."""
+    """Fails if an unsupported setting is silently accepted, or a supported one is refused."""
     configure(tmp_path, group)
     found = reason(tmp_path)
     assert said in found
@@ -51,14 +51,14 @@ def test_what_is_refused(tmp_path: Path, group: str, said: str) -> None:
 
 @pytest.mark.parametrize("group", ["kind: KIND_GPU", "kind: KIND_GPU gpus: [0]", "gpus: [0]"])
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
-    """Fails if a model that is to run on a GPU is served on the CPU instead."""
+    """Fails if a model that asks for a GPU is served on the CPU."""
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
     configure(tmp_path, group)
     assert "has KIND_GPU and this machine has no NVIDIA GPU; write KIND_CPU" in reason(tmp_path)
 
 
 def test_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if KIND_GPU doesn't choose the CUDA runtime, or a config without a group does."""
+    """Fails if KIND_GPU doesn't choose the CUDA runtime, or if a config without an instance group does."""
     asked: list[Any] = []
     real = loading.open_session
 
@@ -77,7 +77,7 @@ def test_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_on_the_gpu(tmp_path: Path, start: Start) -> None:
-    """Fails if KIND_GPU doesn't bring the model onto the GPU, or gives other answers there."""
+    """Fails if KIND_GPU doesn't load the model on the GPU, or changes its answers."""
     assert has_nvidia_gpu()
     configure(tmp_path, "kind: KIND_GPU")
     process = start(tmp_path)

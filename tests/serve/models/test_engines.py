@@ -1,4 +1,4 @@
-"""Engines in a repository, with a session in place of the GPU: what their manifest, or their config, says of them."""
+"""Engines in a repository, with a fake session in place of the GPU: their manifest or their config describes them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from fake_sessions import FakeSession
-from serving import Start, client
 
 from accel.artifact import Artifact, Manifest, file_sha256, manifest_path
 from accel.errors import BadFeeds
 from accel.runtimes.tensorrt import choose_profile
-from accel.serve import loading
+from accel.serve.models import loading
 from accel.signature import DimRange, Feeds, Signature, TensorSpec
+from tests.support.fake_sessions import FakeSession
+from tests.support.serving import Start, client
 
 CONFIG = """
 max_batch_size: 8
@@ -32,7 +32,7 @@ SIGNATURE = Signature(
 
 
 class Engine(FakeSession):
-    """y = 2x; what it was opened as, and the rows of its runs."""
+    """Computes y = 2x. Records how it was opened and the rows of its runs."""
 
     def __init__(self, artifact: Artifact) -> None:
         super().__init__(artifact.signature)
@@ -50,7 +50,7 @@ class Engine(FakeSession):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """The sessions that were opened."""
+    """Returns a list of the sessions that are opened during the test."""
     found: list[Engine] = []
 
     def open_engine(artifact: Artifact, runtime: Any, options: Any) -> Engine:
@@ -62,7 +62,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 
 def ask_four(port: int, model: str, rows: int) -> None:
-    """Of four clients at once; each gets its own."""
+    """Sends requests from four clients at once, and checks that each client gets its own answer."""
     failed: list[BaseException] = []
 
     def ask(number: int) -> None:
@@ -84,8 +84,8 @@ def ask_four(port: int, model: str, rows: int) -> None:
 
 
 def test_the_profiles_of_a_manifest(tmp_path: Path, start: Start, opened: list[Engine]) -> None:
-    """Fails if the batches of an engine that takes 1, or 6 to 8 rows aren't filled up to 6, or the manifest is
-    not read."""
+    """Fails if the profiles of the manifest are ignored. An engine for 1 or 6 to 8 rows must get smaller batches padded
+    to 6."""
     path = tmp_path / "engine" / "1" / "model.engine"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"engine")
@@ -117,7 +117,7 @@ def test_the_profiles_of_a_manifest(tmp_path: Path, start: Start, opened: list[E
 def test_an_engine_of_another_maker(
     tmp_path: Path, start: Start, opened: list[Engine], name: str, more: str, toolkit: str
 ) -> None:
-    """Fails if Triton's layout isn't found, or the config isn't taken for the signature that such a file lacks."""
+    """Fails if an engine file in Triton's layout isn't found, or if its signature isn't taken from the config."""
     (tmp_path / "engine" / "1").mkdir(parents=True)
     (tmp_path / "engine" / "1" / name).write_bytes(b"engine")
     (tmp_path / "engine" / "config.pbtxt").write_text(CONFIG + more)
@@ -139,7 +139,7 @@ def test_an_engine_of_another_maker(
     ],
 )
 def test_what_is_refused(tmp_path: Path, start: Start, opened: list[Engine], config: str, said: str) -> None:
-    """Fails if an engine is opened that nobody says anything of, or on a device that runs none."""
+    """Fails if an engine without manifest and config is opened, or an engine is opened on a CPU."""
     (tmp_path / "engine" / "1").mkdir(parents=True)
     (tmp_path / "engine" / "1" / "model.plan").write_bytes(b"engine")
     (tmp_path / "engine" / "config.pbtxt").write_text(config)

@@ -1,4 +1,4 @@
-"""Ensembles: the order of the steps follows from their tensors, and a failure says where it was."""
+"""Ensembles: the tensors decide the order of the steps, and an error names the step that failed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 
 from accel.errors import BadConfig
-from accel.serve.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
-from accel.serve.executor import make_executor
-from accel.serve.inference import Code, Durations, Executor, InferenceResponse, ServeError, infer
-from accel.serve.instances import QueuedExecutor
-from accel.serve.scheduling import Scheduling
+from accel.serve.models.ensemble import Ensemble, EnsembleExecutor, EnsembleStep
+from accel.serve.protocol.inference import Code, Durations, Executor, InferenceResponse, ServeError, infer
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.instances import QueuedExecutor
+from accel.serve.scheduling.options import Scheduling
 from accel.signature import Signature, TensorSpec
+from tests.support.fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 
 WHOLE = Signature(
     SIGNATURE.inputs, (TensorSpec("y", "float32", ("batch", 2)), TensorSpec("side", "float32", ("batch",)))
@@ -34,11 +34,12 @@ def model(name: str, eager: bool = True, start: bool = False) -> tuple[QueuedExe
 
 
 def doubling(model: str, takes: str, gives: str, side: str | None = None) -> EnsembleStep:
-    """A step that doubles tensor ``takes`` into ``gives``; ``side`` gets the sums of its rows."""
+    """Returns a step that doubles tensor ``takes`` into ``gives``. The tensor ``side``, if given, gets the sums of the
+    rows."""
     return EnsembleStep(model=model, input_map={"x": takes}, output_map={"y": gives} | ({"z": side} if side else {}))
 
 
-# Written in the wrong order: the tensors say which comes first.
+# The steps are in the wrong order on purpose, because the tensors decide the order of the runs.
 DIAMOND = Ensemble(
     steps=(
         doubling("last", "four", "y"),
@@ -64,7 +65,7 @@ def models() -> dict[str, QueuedExecutor]:
 
 
 def test_steps_run_when_their_inputs_are_there(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if steps run in the order they are written in, or a tensor gets to the wrong one."""
+    """Fails if steps run in the order of the config, or a step gets the wrong tensor."""
     executor = ensemble(**models)
     asked = request(3, rows=2)
     response = infer(executor, asked, timeout=0)
@@ -80,7 +81,7 @@ def test_steps_run_when_their_inputs_are_there(models: dict[str, QueuedExecutor]
 
 
 def test_a_failing_step(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if the error doesn't say which step it was, the caller gets two answers, or a later step is run."""
+    """Fails if the error doesn't name the step, the caller gets two answers, or a later step runs."""
     caller = Caller(ensemble(**models), request(POISON))
     assert caller.code == "INTERNAL"
     assert str(caller.answer) == "in ensemble 'e', step 'first': model 'first' failed: poison"
@@ -88,7 +89,7 @@ def test_a_failing_step(models: dict[str, QueuedExecutor]) -> None:
 
 
 def test_a_step_that_is_not_there(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if a model that isn't loaded leaves the caller without an answer, or the other steps run for nothing."""
+    """Fails if the caller gets no answer although a step's model isn't loaded, or if the other steps still run."""
     del models["right"]
     caller = Caller(ensemble(**models), request(1))
     assert caller.code == "NOT_FOUND"
@@ -96,7 +97,7 @@ def test_a_step_that_is_not_there(models: dict[str, QueuedExecutor]) -> None:
 
 
 def test_cancelling_cancels_the_steps() -> None:
-    """Fails if the steps under way go on for nobody."""
+    """Fails if the running steps of a canceled request continue."""
     parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
     executor = ensemble(**{name: part[0] for name, part in parts.items()})
     caller = Caller(executor, request(1))
@@ -110,8 +111,8 @@ def test_cancelling_cancels_the_steps() -> None:
 
 
 def test_a_step_that_cannot_be_cancelled() -> None:
-    """A step cancelled while it is being taken, and that answers nevertheless. Fails if its ticket is forgotten,
-    or its answer is a second one for the caller."""
+    """Fails if the ensemble forgets the ticket of a step that is canceled while it is submitted, or if the caller gets
+    a second answer when such a step answers all the same."""
     parts = {name: model(name, eager=False)[0] for name in ("first", "right", "last")}
     cancelled: list[bool] = []
     answers: list[Callable[[Any], None]] = []
@@ -139,7 +140,7 @@ def test_a_step_that_cannot_be_cancelled() -> None:
 
 
 def test_a_long_chain() -> None:
-    """Fails if each step is run inside the answer of the one before: the stack would overflow."""
+    """Fails if each step runs inside the answer of the previous step, which would overflow the stack."""
     steps = tuple(doubling("m", f"t{i}" if i else "x", f"t{i + 1}") for i in range(600))
     whole = Signature(SIGNATURE.inputs, (TensorSpec("t600", "float32", ("batch", 2)),))
     executor = EnsembleExecutor(whole, Ensemble(steps=steps), lambda *_: model("m")[0], name="e", version="1")
@@ -148,7 +149,7 @@ def test_a_long_chain() -> None:
 
 
 def test_real_threads() -> None:
-    """Fails if an answer that comes on another thread, at any moment, loses a step or is taken twice."""
+    """Fails if a step is lost or counted twice when its answer comes on another thread, at any moment."""
     parts = {name: model(name, start=True)[0] for name in ("first", "left", "right", "last")}
     executor = ensemble(**parts)
     wrong: list[Any] = []
@@ -175,7 +176,8 @@ def test_real_threads() -> None:
 
 
 def test_closing() -> None:
-    """Fails if a request whose step never ends is left without an answer, or the models are closed with it."""
+    """Fails if a request whose step never ends gets no answer, or if closing the ensemble also closes the models of the
+    steps."""
     parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
     executor = ensemble(**{name: part[0] for name, part in parts.items()})
     caller = Caller(executor, request(1))
@@ -188,7 +190,7 @@ def test_closing() -> None:
 
 
 def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if a request that can't be answered starts any step."""
+    """Fails if a step starts for a request that can't be answered: too late, or with an unknown output."""
     executor = ensemble(**models)
     assert Caller(executor, request(1, deadline=0.0)).code == "DEADLINE_EXCEEDED"
     assert Caller(executor, request(1, outputs=("two",))).code == "INVALID_ARGUMENT"
@@ -212,13 +214,13 @@ def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
     ],
 )
 def test_steps_that_cannot_be_run(steps: tuple[EnsembleStep, ...], text: str) -> None:
-    """Fails if an ensemble that would wait for ever, or mix up tensors, is taken."""
+    """Fails if an ensemble is accepted that would wait forever or mix up tensors."""
     with pytest.raises(BadConfig, match=text):
         ensemble(Ensemble(steps=steps))
 
 
 def test_a_decoupled_step_is_refused(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if only the first part of a stream is taken for the whole."""
+    """Fails if an ensemble takes the first part of a stream for the complete output."""
 
     class Streaming:
         def submit(self, request: Any, answer: Callable[[Any], None]) -> Any:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from onnx_builder import artifact, node
-from serving import ENSEMBLE, FLOAT, INT64, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
+
+from tests.support.onnx_builder import artifact, node
+from tests.support.serving import ENSEMBLE, FLOAT, INT64, WEIGHTS, Start, linear
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ def models(tmp_path: Path) -> Path:
 
 
 def test_an_ensemble(models: Path, start: Start) -> None:
-    """Fails if the steps aren't run one after the other, on what serves now, or the ensemble looks unlike a model."""
+    """Fails if the steps don't run one after the other, or don't run on the versions that serve now. Also fails if
+    clients see a difference between the ensemble and a model."""
     process = start(models, mode="explicit", models=("*",))
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     given = triton.InferInput("image", [2, 4], "FP32")
@@ -47,7 +49,8 @@ def test_an_ensemble(models: Path, start: Start) -> None:
 
 
 def test_one_number_a_row(models: Path, start: Start) -> None:
-    """Fails if an ensemble can't give what a step gives without dims beside the batch: a class number, a score."""
+    """Fails if an ensemble can't return a step's output whose only dim is the batch dim, such as a class number or a
+    score."""
     (models / "relu" / "1" / "model.onnx").unlink()
     artifact(
         models / "relu" / "1" / "model.onnx",
@@ -67,7 +70,8 @@ def test_one_number_a_row(models: Path, start: Start) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
-    """Fails if the steps go with an ensemble unasked, or stay where they are to go, or other models go."""
+    """Fails if unloading an ensemble unloads its steps without a request to do so, keeps them in spite of one, or
+    unloads other models."""
     linear(models / "other" / "1")
     process = start(models, mode="explicit", models=("*",), http_port=0)
     module = triton if face == "grpc" else triton_http
@@ -79,7 +83,7 @@ def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
         client.unload_model("both")
         assert loaded() == {"linear", "relu", "other"}
         client.load_model("both")
-        client.unload_model("linear", unload_dependents=True)  # it has no steps
+        client.unload_model("linear", unload_dependents=True)  # the model has no steps
         assert loaded() == {"both", "relu", "other"}
         client.load_model("linear")
         client.unload_model("both", unload_dependents=True)

@@ -1,4 +1,4 @@
-"""What a config says of its instances: the resources that a run takes, and the cores that it runs on."""
+"""Instance groups of a config: the resources that a run takes, and the cores that it uses."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Start, ask, client, linear
 
 from accel.errors import UsageError
-from accel.serve import loading
-from accel.serve.options import ServeOptions
-from accel.serve.pinning import parse_policy
+from accel.serve.models import loading
+from accel.serve.models.pinning import parse_policy
+from accel.serve.process.options import ServeOptions
+from tests.support.serving import Start, ask, client, linear
 
 RESOURCE = 'instance_group [{ count: %d rate_limiter { resources [{ name: "R" count: %d }] priority: 1 } }]'
 
 
 class Overlapping:
-    """A session that counts how many of its kind run at once."""
+    """A session that counts how many sessions of its class run at once."""
 
     inside, most, lock = 0, 0, threading.Lock()
 
@@ -46,7 +46,7 @@ class Overlapping:
 def test_models_that_share_a_resource(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, limits: tuple[str, ...], most: int
 ) -> None:
-    """Fails if the models of a repository run at once beyond what their configs allow, or a request is lost."""
+    """Fails if more models of a repository run at once than their configs allow, or if a request is lost."""
     real = loading.open_session
     monkeypatch.setattr(loading, "open_session", lambda *given: Overlapping(real(*given)))
     monkeypatch.setattr(Overlapping, "most", 0)
@@ -72,8 +72,8 @@ def test_models_that_share_a_resource(
 def test_sessions_share_the_cores(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, int], threads: int
 ) -> None:
-    """Fails if each of several sessions takes all cores, which makes them slower than one; if the only one isn't left
-    to what was recorded with its model; or if what was asked for isn't taken."""
+    """Fails if each of several sessions takes all cores, which makes them slower than one session. Also fails if a
+    single session doesn't get the number of threads of its manifest, or if a configured number is ignored."""
     seen = []
     real = loading.open_session
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -85,7 +85,8 @@ def test_sessions_share_the_cores(
 
 
 def test_what_is_refused(tmp_path: Path, start: Start) -> None:
-    """Fails if a model is served whose resources or cores the server doesn't have, or a good one isn't beside it."""
+    """Fails if a model is served whose resources or cores the server lacks, or if a good model in the same repository
+    isn't."""
     configs = {
         "good": "",
         "needs": RESOURCE % (1, 3),
@@ -107,42 +108,42 @@ def test_what_is_refused(tmp_path: Path, start: Start) -> None:
 
 
 def pinned_threads(pid: int, core: int) -> int:
-    """Threads of a process that may run on ``core`` alone."""
+    """Returns the number of threads of a process that may run on ``core`` only."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # a thread that has ended meanwhile
+        with suppress(OSError):  # the thread has ended
             found += f"Cpus_allowed_list:\t{core}" in (task / "status").read_text().splitlines()
     return found
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: every thread is on it")
 def test_instances_on_their_own_cores(tmp_path: Path, serve: Any) -> None:
-    """Fails if a runtime's threads are free to wander, or those that only pass through are left on the core."""
+    """Fails if a runtime's threads may leave their cores, or a thread that calls the session stays pinned."""
     core = max(os.sched_getaffinity(0))
     models = tmp_path / "models"
     linear(models / "own" / "1")
     linear(models / "free" / "1")
     text = 'instance_group [{ count: 2 host_policy: "own" }] parameters { key: "threads" value { string_value: "3" } }'
     (models / "own" / "config.pbtxt").write_text(text)
-    # With one thread for the other: left to itself ONNX Runtime pins threads, too.
+    # The model "free" gets one thread, because ONNX Runtime pins threads by default.
     served = serve(str(models), "--threads", "1", "--host-policy", f"own,cpu-cores={core}")
     ports = served.wait_for("serving")["ports"]
     with client(ports["grpc"]) as made:
         for _ in range(20):
             ask(made, "own")
             ask(made, "free")
-    # ONNX Runtime adds to the thread that calls two of its own for each session.
+    # ONNX Runtime has two threads of its own for each session besides the calling thread.
     assert pinned_threads(served.process.pid, core) == 4
     assert served.end() == 0
 
 
 @pytest.mark.parametrize("text", ["own", "own,cpu-cores=", "own,cpu-cores=3-1", "own,numa-node=0", ",cpu-cores=1"])
 def test_policies_that_say_nothing(tmp_path: Path, text: str) -> None:
-    """Fails if a misspelt policy is taken for none."""
+    """Fails if a misspelled policy is accepted without an effect."""
     with pytest.raises(UsageError, match="--host-policy takes NAME,cpu-cores=0-3,6"):
         ServeOptions(repository=str(tmp_path), host_policies=(text,)).open_repository()
 
 
 def test_ranges_of_cores() -> None:
-    """Fails if a range loses one of its ends."""
+    """Fails if a range loses its first or last core."""
     assert parse_policy("own,cpu-cores=0-2,5") == ("own", (0, 1, 2, 5))

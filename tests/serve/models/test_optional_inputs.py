@@ -1,4 +1,4 @@
-"""Inputs that the model has a default for: ONNX initializers that are inputs, too."""
+"""Inputs that have a default in the model: ONNX initializers that are also inputs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_builder as build
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from onnx import TensorProto, helper, numpy_helper
-from serving import Start, assert_refused
 from tritonclient.utils import InferenceServerException
+
+from tests.support import onnx_builder as build
+from tests.support.serving import Start, assert_refused
 
 X = np.array([[1, 4, 2, 3], [8, 5, 7, 6]], np.float32)
 
 
 def model(folder: Path, node: onnx.NodeProto, name: str, default: np.ndarray, shape: list[Any], ir: int = 10) -> None:
-    """``node`` makes ``y`` of ``x`` (batch, 4) and the input ``name``, which has a default."""
+    """Writes a model whose ``node`` computes ``y`` from ``x`` (batch, 4) and from the input ``name``, which has a
+    default."""
     kind = helper.np_dtype_to_tensor_dtype(default.dtype)
     graph = helper.make_graph(
         [node],
@@ -38,17 +40,17 @@ def model(folder: Path, node: onnx.NodeProto, name: str, default: np.ndarray, sh
 
 
 def largest(folder: Path, ir: int = 10) -> None:
-    """The two largest of each row, or as many as ``k`` says."""
+    """Writes a model that returns the two largest values of each row, or the ``k`` largest."""
     model(folder, build.node("TopK", "x k", "y places"), "k", np.array([2]), [1], ir)
 
 
 def scaled(folder: Path) -> None:
-    """Three times the input, or as often as ``scale`` says of each row."""
+    """Writes a model that multiplies each row by three, or by the row's ``scale``."""
     model(folder, build.node("Mul", "x scale", "y"), "scale", np.full((1, 1), 3, np.float32), ["batch", 1])
 
 
 class Asking:
-    """Triton's client over one of the two faces."""
+    """Triton's client, over gRPC or HTTP."""
 
     def __init__(self, process: Any, face: str) -> None:
         self._module = triton if face == "grpc" else triton_http
@@ -65,7 +67,7 @@ class Asking:
         return found
 
     def inputs(self, name: str) -> tuple[list[str], list[str]]:
-        """What the metadata list, and which of it the config calls optional."""
+        """Returns the inputs in the metadata, and the inputs that the config calls optional."""
         found = self.client.get_model_config(name, **self._options)
         config = found.get("config", found)
         metadata = self.client.get_model_metadata(name, **self._options)
@@ -88,8 +90,9 @@ def asking(request: pytest.FixtureRequest, tmp_path: Path, start: Start) -> Any:
 
 
 def test_the_default_and_what_is_given(asking: Any) -> None:
-    """Fails if a request without the input isn't run with the model's default, one with it is, or what one client gave
-    stays for the next; if clients aren't told of it, or may leave out what has no default."""
+    """Fails if a request without the input doesn't get the default, or if a request with the input gets the
+    default. Also fails if one client's value reaches the next request, if clients don't see the input, or if clients
+    may leave out an input without a default."""
     assert asking.inputs("named") == (["k", "x"], ["k"])
     for k in (None, 3, None, 1):
         found = asking.infer("named", x=X, **({} if k is None else {"k": np.array([k])}))
@@ -102,7 +105,7 @@ def test_the_default_and_what_is_given(asking: Any) -> None:
 
 
 def test_one_that_the_config_does_not_name(asking: Any) -> None:
-    """Fails if each weight that an exporter lists as an input too is offered to clients."""
+    """Fails if clients see weights as inputs because the exporter lists them as inputs."""
     assert asking.inputs("unnamed") == (["x"], [])
     np.testing.assert_array_equal(asking.infer("unnamed", x=X), np.sort(X)[:, ::-1][:, :2])
     with pytest.raises(InferenceServerException, match="unexpected inference input 'k'"):
@@ -120,7 +123,7 @@ def test_beside_the_batch(asking: Any) -> None:
 
 
 def test_many_at_once(tmp_path: Path, start: Start) -> None:
-    """Fails if a request with the input shares a run with one without it: one of them would get the other's."""
+    """Fails if a request with the input shares a run with a request without it, so that one gets the other's value."""
     scaled(tmp_path / "models" / "scaled" / "1")
     (tmp_path / "models" / "scaled" / "config.pbtxt").write_text(
         'max_batch_size: 8 input { name: "scale" optional: true } '
@@ -154,7 +157,7 @@ def test_many_at_once(tmp_path: Path, start: Start) -> None:
     ],
 )
 def test_configs_that_do_not_fit(tmp_path: Path, config: str, ir: int, says: str) -> None:
-    """Fails if a config that contradicts the model serves something else, or the refusal doesn't say what to change."""
+    """Fails if a config that contradicts the model is served, or the error doesn't say what to change."""
     largest(tmp_path / "one" / "1", ir)
     (tmp_path / "one" / "config.pbtxt").write_text(config)
     assert_refused(tmp_path, says)

@@ -1,4 +1,4 @@
-"""Models that are no ONNX: OpenVINO models, exported programs and engines."""
+"""Models of other formats than ONNX: OpenVINO models, exported programs and engines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from serving import WEIGHTS, Start, ask, client, linear
 from torch import nn
 
 import accel
 from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.runtimes import base
 from accel.signature import DimRange, Signature, TensorSpec
+from tests.support.serving import WEIGHTS, Start, ask, client, linear
 
 
 class Net(nn.Module):
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def exported(folder: Path) -> tuple[nn.Module, Path]:
-    """``model.pt2`` with batches of 1 to 16, and the module it was made from."""
+    """Exports ``model.pt2`` with batches of 1 to 16. Returns the module and the file."""
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     net = Net().eval()
@@ -39,8 +39,10 @@ def exported(folder: Path) -> tuple[nn.Module, Path]:
     return net, folder / "model.pt2"
 
 
+@pytest.mark.proof
 def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
-    """Fails if it isn't served, its dynamic batch isn't seen, or it computes something else than its module."""
+    """Fails if an exported program isn't served, its dynamic batch isn't seen, or its outputs differ from the
+    module's."""
     net, _ = exported(tmp_path / "models" / "net" / "1")
     linear(tmp_path / "models" / "linear" / "1")
     served = serve(str(tmp_path / "models"), "--allow-pickle")
@@ -63,7 +65,8 @@ def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
 
 
 def test_an_openvino_model(tmp_path: Path, serve: Any) -> None:
-    """Fails if what ``accel export --to openvino`` made isn't served over gRPC or HTTP, or a row of it is another's."""
+    """Fails if a model from ``accel export --to openvino`` isn't served over gRPC or HTTP, or a caller gets another
+    caller's row."""
     made_from = linear(tmp_path / "linear")
     accel.export(made_from, to="openvino", out=tmp_path / "models" / "linear" / "1")
     served = serve(str(tmp_path / "models"))
@@ -79,7 +82,7 @@ def test_an_openvino_model(tmp_path: Path, serve: Any) -> None:
 
 
 def test_an_exported_program_whose_manifest_does_not_hold(tmp_path: Path, start: Start) -> None:
-    """Fails if a program is served that isn't the one its manifest was written for."""
+    """Fails if a program is served that differs from its manifest."""
     _, path = exported(tmp_path / "models" / "net" / "1")
     signature = Signature(
         (TensorSpec("x", "float32", ("batch", 4)),),
@@ -98,7 +101,7 @@ def test_an_exported_program_whose_manifest_does_not_hold(tmp_path: Path, start:
 
 
 def engine(folder: Path) -> Path:
-    """Bytes that are no engine, with a manifest that says they are one."""
+    """Writes a file that is no engine, with a manifest that says it is one."""
     folder.mkdir(parents=True)
     path = folder / "model.engine"
     path.write_bytes(b"engine")
@@ -109,7 +112,7 @@ def engine(folder: Path) -> Path:
 
 
 def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if it isn't said that a GPU is what it lacks, or the models beside it aren't served."""
+    """Fails if the error doesn't say that a GPU is missing, or the other models aren't served."""
     monkeypatch.setattr(base, "has_nvidia_gpu", lambda: False)
     engine(tmp_path / "models" / "fast" / "1")
     manifest_path(engine(tmp_path / "models" / "bare" / "1")).unlink()
@@ -128,9 +131,9 @@ def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_an_engine(tmp_path: Path, serve: Any) -> None:
-    """Fails if an engine isn't served as the ONNX model it was built from, at any batch of its profile."""
-    from accel.converters.engine_from_onnx import EngineFromOnnxConfig
-    from accel.sources.onnx_file import open_onnx
+    """Fails if an engine's answers differ from those of its ONNX model, at any batch size of its profile."""
+    from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
+    from accel.sources.onnx.file import open_onnx
     from accel.stage import run_stage
 
     toolkit = "tensorrt-rtx" if base.RUNTIMES["tensorrt-rtx"].installed else "tensorrt"

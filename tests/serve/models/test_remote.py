@@ -1,4 +1,4 @@
-"""Repositories that lie elsewhere: in fsspec's memory, and on an HTTP server."""
+"""Remote repositories: in fsspec's memory, and on an HTTP server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import fsspec
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from serving import WEIGHTS, Served, Start, linear
 from tritonclient.utils import InferenceServerException
 
 from accel.errors import BadRepository
-from accel.serve.remote import Mirror
+from accel.serve.models.remote import Mirror
+from tests.support.serving import WEIGHTS, Served, Start, linear
 
 
 @pytest.fixture
 def memory(tmp_path: Path, own_cache: Path) -> Iterator[Any]:
-    """``memory://models`` with the model ``linear``, version 1."""
+    """Makes ``memory://models`` with the model ``linear``, version 1."""
     files = fsspec.filesystem("memory")
     put(files, linear(tmp_path / "made"), "/models/linear/1")
     yield files
@@ -32,7 +32,7 @@ def memory(tmp_path: Path, own_cache: Path) -> Iterator[Any]:
 
 
 def put(files: Any, model: Path, folder: str) -> None:
-    """A model and its manifest."""
+    """Writes a model and its manifest."""
     for path in (model, model.with_name(model.name + ".manifest.json")):
         if path.exists():
             files.pipe_file(f"{folder}/{path.name}", path.read_bytes())
@@ -47,7 +47,7 @@ def asked(process: Any, name: str = "linear", version: str = "") -> np.ndarray:
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch, files: Any) -> list[str]:
-    """The addresses that are fetched from now on."""
+    """Returns a list that records every downloaded address from now on."""
     found: list[str] = []
     fetch = type(files).get_file
 
@@ -60,8 +60,8 @@ def downloads(monkeypatch: pytest.MonkeyPatch, files: Any) -> list[str]:
 
 
 def test_it_is_served_and_followed(memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a model from elsewhere isn't served, a new, changed or removed one not noticed by polling, or something
-    is downloaded again that hasn't changed."""
+    """Fails if a remote model isn't served, polling misses a new, changed or removed model, or an unchanged file is
+    downloaded again."""
     process = start("memory://models", mode="poll", poll_seconds=3600.0)
     repository = process.server.repository
     np.testing.assert_allclose(asked(process), 1, rtol=1e-5)
@@ -94,8 +94,8 @@ def test_it_is_served_and_followed(memory: Any, tmp_path: Path, start: Start, mo
 def test_an_outage_takes_no_model_with_it(
     memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a model is unloaded because the store can't be read, looks empty, or breaks off a download; or if what
-    was broken off isn't fetched once it can be."""
+    """Fails if a model is unloaded because the store can't be read, looks empty, or breaks off a download, or a broken
+    download isn't repeated later."""
     process = start("memory://models", mode="poll", poll_seconds=3600.0)
     repository = process.server.repository
     kept = dict(memory.store)
@@ -129,7 +129,7 @@ def test_an_outage_takes_no_model_with_it(
 def test_a_file_that_changes_under_the_download(
     memory: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a model is put together from two states of the store."""
+    """Fails if the files of a model come from two different states of the store."""
     mirror = Mirror("memory://models")
     fetch = type(memory).get_file
 
@@ -147,7 +147,7 @@ def test_a_file_that_changes_under_the_download(
     "hostile", ["/models/evil/../../../escaped/x", "/models/evil/1/..", "/models/evil/1/a\\..\\b", "/models/evil/./x"]
 )
 def test_hostile_names(memory: Any, own_cache: Path, hostile: str) -> None:
-    """Fails if a name from elsewhere writes outside its model's folder, is taken as it is, or spoils other models."""
+    """Fails if a remote name is accepted unchecked, writes outside its model's folder, or breaks other models."""
     memory.store[hostile] = memory.store["/models/linear/1/model.onnx"]
     mirror = Mirror("memory://models")
     failed = mirror.refresh()
@@ -162,7 +162,8 @@ def test_hostile_names(memory: Any, own_cache: Path, hostile: str) -> None:
 def test_explicit_fetches_what_it_is_told(
     memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if explicit mode downloads models that nobody asked for, or loading one doesn't fetch it anew."""
+    """Fails if explicit mode downloads a model that no command names, or if loading a model doesn't download its
+    changes."""
     put(memory, linear(tmp_path / "other", scale=4), "/models/other/1")
     fetched = downloads(monkeypatch, memory)
     process = start("memory://models", mode="explicit", models=("linear",))
@@ -179,7 +180,7 @@ def test_explicit_fetches_what_it_is_told(
 
 
 def test_old_states_go(memory: Any, tmp_path: Path, own_cache: Path) -> None:
-    """Fails if every state of a model that there ever was stays on the disk, or one goes that may still be read."""
+    """Fails if old copies of a model stay on the disk forever, or if a copy is removed that may still be in use."""
     mirror = Mirror("memory://models")
     mirror.refresh()
     (old,) = (own_cache / "repositories").glob("*/store/*")
@@ -194,13 +195,13 @@ def test_old_states_go(memory: Any, tmp_path: Path, own_cache: Path) -> None:
 
 @pytest.fixture
 def web(tmp_path: Path, own_cache: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and its address on an HTTP server that lists folders."""
+    """Returns a folder and its address on an HTTP server that lists folders."""
     folder = tmp_path / "web"
     linear(folder / "models" / "linear" / "1")
 
     class Listing(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Listing, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -212,8 +213,8 @@ def web(tmp_path: Path, own_cache: Path) -> Iterator[tuple[Path, str]]:
 
 
 def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served], cli: Any) -> None:
-    """Fails if ``accel serve http://...`` and ``--check`` don't work as they do with a folder, a new version isn't
-    noticed, or an encoded name leads out of the folder."""
+    """Fails if ``accel serve http://...`` or ``--check`` behaves differently than with a local folder, if a new version
+    isn't noticed, or if an encoded name leads out of the folder."""
     folder, address = web
     ran = cli("serve", address, "--check", "--json")
     assert ran.code == 0, ran.stderr
@@ -221,7 +222,7 @@ def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served]
     served = serve(address, "--mode", "poll", "--poll-seconds", "0.2")
     ports = served.wait_for("serving")["ports"]
     np.testing.assert_allclose(asked(_At(ports)), 1, rtol=1e-5)
-    # Whole before the server can see them: it looks five times a second.
+    # Written elsewhere and then moved, because the server looks for changes five times a second.
     evil = linear(folder / "making" / "evil" / "1")
     evil.rename(evil.with_name("..\\..\\escaped"))
     (folder / "making" / "evil").rename(folder / "models" / "evil")
@@ -247,7 +248,7 @@ class _At:
     ],
 )
 def test_what_cannot_be_read(own_cache: Path, cli: Any, address: str, says: str) -> None:
-    """Fails if an address that can't be read ends in a traceback, or serves nothing as if all were well."""
+    """Fails if an unreadable address ends in a traceback, or the server starts without models."""
     ran = cli("serve", address, "--grpc-port", "0", "--no-http")
     assert ran.code == 2
     assert says in ran.stderr

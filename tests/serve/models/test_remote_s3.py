@@ -1,4 +1,4 @@
-"""A repository on S3: moto's server, asked by the library that asks Amazon's."""
+"""A repository on S3: moto's server, read by the library that also reads Amazon's S3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import WEIGHTS, Served, ask, client, linear
+
+from tests.support.serving import WEIGHTS, Served, ask, client, linear
 
 STORE = """
 import sys
@@ -26,8 +27,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, bytes], None]]:
-    """``put(path, body)`` on a store in a process of its own, to which the environment leads: ``bucket`` or
-    ``bucket/key``."""
+    """Returns ``put(path, body)``, which writes to a store that runs in a process of its own. The environment names the
+    store. ``path`` is ``bucket`` or ``bucket/key``."""
     for needed in ("moto", "s3fs"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not in [dev]; run: make remote")
@@ -47,24 +48,24 @@ def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             monkeypatch.setenv(name, value)
 
         def send(path: str, body: bytes) -> None:
-            kind = {"Content-Type": "application/octet-stream"}  # else it is read as a form
+            kind = {"Content-Type": "application/octet-stream"}  # otherwise the server reads the body as a form
             request = urllib.request.Request(f"{address}/{path}", data=body, headers=kind, method="PUT")
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert response.status == 200
 
         yield send
-        store.stdin.close()  # and it ends
+        store.stdin.close()  # ends the server
 
 
 def check(address: str) -> subprocess.CompletedProcess[str]:
-    """What ``accel serve --check`` says, in a process of its own: s3fs keeps connections as long as it lives."""
+    """Runs ``accel serve --check`` in its own process, because s3fs keeps connections for the life of a process."""
     words = [sys.executable, "-W", "ignore", "-m", "accel", "serve", address, "--check", "--json"]
     return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_repository_on_s3(put: Callable[[str, bytes], None], tmp_path: Path, serve: Callable[..., Served]) -> None:
-    """Fails if ``accel serve s3://...`` or ``--check`` doesn't find the models of a bucket, a new version there isn't
-    noticed, or a bucket that isn't there serves nothing as if all were well."""
+    """Fails if ``accel serve s3://...`` or ``--check`` doesn't find the models of a bucket, a new version isn't
+    noticed, or a missing bucket is served as an empty repository."""
     put("models", b"")
     put("models/all/linear/1/model.onnx", linear(tmp_path / "one").read_bytes())
     ran = check("s3://models/all")

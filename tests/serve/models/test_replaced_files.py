@@ -1,4 +1,4 @@
-"""Models whose files are replaced while they serve, and whose weights several processes map."""
+"""Models whose files are replaced while they are served, and weights that several processes map."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_builder as build
 import pytest
-from serving import Start, client, linear, pids, tensor
 
-SIZE = 1024  # 4 MiB of weights: enough to be mapped
+from tests.support import onnx_builder as build
+from tests.support.serving import Start, client, linear, pids, tensor
+
+SIZE = 1024  # 4 MiB of weights: large enough to be memory-mapped
 
 
 def weighted(folder: Path, kind: str, scale: float) -> Path:
-    """``y = scale * x`` with a square matrix; the file that the matrix is in."""
+    """Writes ``y = scale * x`` with a square matrix, and returns the file that holds the matrix."""
     folder.mkdir(parents=True, exist_ok=True)
     made = build.artifact(
         folder / ("model.onnx" if kind == "onnx" else "source.onnx"),
@@ -39,17 +40,18 @@ def weighted(folder: Path, kind: str, scale: float) -> Path:
 
 
 def scale(made: Any) -> float:
-    """What each element of a whole answer was multiplied with."""
+    """Returns the factor between the model's inputs and its outputs."""
     x = (2.0 ** (np.arange(SIZE) % 8)).astype(np.float32)[None]  # exact in bfloat16 as well
     found = made.infer("wide", [tensor("x", x, "FP32")]).as_numpy("y") / x
     np.testing.assert_allclose(found, found[0, 0], rtol=1e-5)
     return round(float(found[0, 0]), 3)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["onnx", "external", "openvino"])
 def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if renaming another file of weights onto a model's changes an answer before the model is loaded again, or
-    loading it again doesn't notice a change of nothing but the weights."""
+    """Fails if weights replaced by a rename change an answer before the model is loaded again, or if the server doesn't
+    notice that only the weights changed."""
     weights = weighted(tmp_path / "models" / "wide" / "1", kind, 1)
     process = start(tmp_path / "models", mode="explicit", models=("*",))
     with client(process.ports["grpc"]) as made:
@@ -64,7 +66,7 @@ def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) 
 
 
 def mapped(pid: int, file: Path) -> tuple[int, int]:
-    """KiB of ``file`` in the process's memory: all, and its share of them."""
+    """Returns two sizes of ``file`` in the process's memory, in KiB: the total and the process's proportional share."""
     found = {"Rss": 0, "Pss": 0}
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -75,8 +77,9 @@ def mapped(pid: int, file: Path) -> tuple[int, int]:
     return found["Rss"], found["Pss"]
 
 
+@pytest.mark.proof
 def test_processes_share_weights(tmp_path: Path, serve: Any) -> None:
-    """Fails if two processes that serve an OpenVINO model don't have the pages of its weights in common."""
+    """Fails if two processes that serve an OpenVINO model don't share the pages of its weights."""
     weights = weighted(tmp_path / "models" / "wide" / "1", "openvino", 1)
     linear(tmp_path / "models" / "linear" / "1")
     served = serve(str(tmp_path / "models"), "--processes", "2")

@@ -1,4 +1,4 @@
-"""Repositories: configs, versions, manifests, loading and reloading under requests."""
+"""Repositories: configs, versions, manifests, loading, and reloading while requests run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_builder as build
 import pytest
 import torch
 import tritonclient.grpc as triton
-from serving import FLOAT, WEIGHTS, Start, linear
 from tritonclient.utils import InferenceServerException
 
 from accel.artifact import Manifest, file_sha256, manifest_path
 from accel.cache import StageCache
 from accel.errors import BadRepository
-from accel.serve import model_config
-from accel.serve.inference import Code, ServeError
-from accel.serve.loading import Loading
-from accel.serve.model_files import Trust, valid_name
-from accel.serve.repository import Repository
+from accel.serve.models import config as model_config
+from accel.serve.models.files import Trust, valid_name
+from accel.serve.models.loading import Loading
+from accel.serve.models.repository import Repository
+from accel.serve.protocol.inference import Code, ServeError
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources.onnx_file import PROBED
+from accel.sources.onnx.file import PROBED
+from tests.support import onnx_builder as build
+from tests.support.serving import FLOAT, WEIGHTS, Start, linear
 
 
 def open_repository(root: Path, **options: Any) -> Repository:
@@ -37,7 +37,7 @@ def open_repository(root: Path, **options: Any) -> Repository:
 
 @pytest.fixture
 def opened() -> Any:
-    """Opens repositories and closes them after the test."""
+    """Returns a function that opens a repository. Closes all of them after the test."""
     made: list[Repository] = []
 
     def begin(root: Path, **options: Any) -> Repository:
@@ -54,8 +54,8 @@ def reasons(repository: Repository) -> dict[str, str]:
 
 
 def scale(repository: Repository, name: str = "linear", version: str = "") -> float:
-    """What the model multiplies with now."""
-    from accel.serve.inference import InferenceRequest, infer
+    """Returns the factor by which the served model multiplies now."""
+    from accel.serve.protocol.inference import InferenceRequest, infer
 
     model = repository.get(name, version)
     x = np.ones((1, 4), dtype=np.float32)
@@ -64,7 +64,7 @@ def scale(repository: Repository, name: str = "linear", version: str = "") -> fl
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
-    """Fails if the config made from the file isn't what Triton would make: dims without the batch, batching on."""
+    """Fails if the config made from the file differs from Triton's: dims without the batch, batching on."""
     linear(tmp_path / "linear" / "1")
     config = opened(tmp_path).get("linear").config
     assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")
@@ -74,7 +74,7 @@ def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
 
 
 def test_a_model_without_a_batch(tmp_path: Path, opened: Any) -> None:
-    """Fails if a fixed first dim is taken for a batch."""
+    """Fails if a fixed first dim is taken for a batch dim."""
     (tmp_path / "fixed" / "1").mkdir(parents=True)
     build.artifact(
         tmp_path / "fixed" / "1" / "model.onnx",
@@ -99,7 +99,8 @@ def test_a_model_without_a_batch(tmp_path: Path, opened: Any) -> None:
     ],
 )
 def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, batches: bool) -> None:
-    """Fails if batching is switched on against the config's own words, or off by what only looks like them."""
+    """Fails if batching is on although the config turns it off, or if text that only looks like a setting turns
+    batching off."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "config.pbtxt").write_text(config)
     found = opened(tmp_path).index()
@@ -111,8 +112,8 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
 
 
 def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
-    """Fails if a plain ONNX file whose batch has another name can't be served with max_batch_size 1, or if one row is
-    filled up to two, which costs twice as much."""
+    """Fails if a plain ONNX file whose batch dim has another name can't be served with max_batch_size 1, or if one row
+    is padded to two, which costs twice as much."""
     for largest in (1, 4):
         folder = tmp_path / f"neg{largest}"
         (folder / "1").mkdir(parents=True)
@@ -129,7 +130,7 @@ def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
 
 
 def test_a_batch_below_the_declared() -> None:
-    """Fails if a max_batch_size below the smallest batch is refused without the two numbers."""
+    """Fails if a max_batch_size below the smallest batch is refused without naming both numbers."""
     spec = TensorSpec("x", "float32", ("batch", 4))
     signature = Signature((spec,), (spec,), {"batch": DimRange(4, 8, 16)})
     config = model_config.parse("max_batch_size: 2", "config.pbtxt")
@@ -155,7 +156,8 @@ def test_a_batch_below_the_declared() -> None:
     ],
 )
 def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:
-    """Fails if such a model is served, takes the good one beside it down, or the index doesn't say why."""
+    """Fails if a config that contradicts its model is served, if a good model in the same repository isn't, or if the
+    index lacks the reason."""
     linear(tmp_path / "linear" / "1")
     linear(tmp_path / "good" / "1")
     (tmp_path / "linear" / "config.pbtxt").write_text(config)
@@ -168,7 +170,8 @@ def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config
 
 
 def test_a_model_by_another_name(tmp_path: Path, opened: Any) -> None:
-    """Fails if a file that isn't called model.onnx isn't named with the field that serves it, or isn't served so."""
+    """Fails if the error for a file that isn't called model.onnx doesn't name the config field for the file name, or if
+    setting this field doesn't help."""
     linear(tmp_path / "linear" / "1").rename(tmp_path / "linear" / "1" / "net.onnx")
     assert "it has net.onnx: name it in config.pbtxt as default_model_filename" in reasons(opened(tmp_path))["linear"]
     (tmp_path / "linear" / "config.pbtxt").write_text('default_model_filename: "net.onnx"')
@@ -212,10 +215,10 @@ def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
     ],
 )
 def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: list[str]) -> None:
-    """Fails if other versions serve than the policy says, or the newest isn't the one by number."""
+    """Fails if other versions are served than the policy says, or if the newest version isn't the highest number."""
     for version in (1, 2, 10):
         linear(tmp_path / "linear" / str(version), scale=version)
-    (tmp_path / "linear" / "notes").mkdir()  # no version
+    (tmp_path / "linear" / "notes").mkdir()  # not a version
     (tmp_path / "linear" / "config.pbtxt").write_text(policy)
     repository = opened(tmp_path)
     assert [model.version for model in repository.versions("linear")] == versions
@@ -225,7 +228,7 @@ def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: li
 
 
 def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
-    """Fails if a file that was changed after accel wrote it is served without --insecure, or not with it."""
+    """Fails if a file that differs from its manifest is served without --insecure, or refused with it."""
     path = linear(tmp_path / "linear" / "1")
     found = build.open_onnx(path, probe=False)
     Manifest(kind="onnx", signature=found.signature, files=found.hashes()).write(manifest_path(path))
@@ -240,8 +243,8 @@ def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
 
 @pytest.mark.parametrize("insecure", [False, True])
 def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> None:
-    """Fails if a file that ends the process which reads it is opened here, because a manifest that holds, or one that
-    doesn't and --insecure, lies beside it."""
+    """Fails if a file that crashes its parser is opened in this process: with a valid manifest, or with an invalid
+    manifest and --insecure."""
     path = linear(tmp_path / "linear" / "1")
     found = build.open_onnx(path, probe=False)
     files = {path.name: "0" * 64} if insecure else found.hashes()
@@ -258,7 +261,7 @@ def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> 
 
 
 def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
-    """Fails if an IR without a manifest isn't served by what it declares, or one whose manifest doesn't hold is."""
+    """Fails if an OpenVINO IR without a manifest isn't served, or if an IR that differs from its manifest is."""
     ov = pytest.importorskip("openvino")
     source = linear(tmp_path / "source")
     folder = tmp_path / "models" / "linear" / "1"
@@ -272,7 +275,7 @@ def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
     Manifest(kind="openvino", signature=model.signature, files=files).write(manifest_path(folder / "model.xml"))
     assert scale(opened(tmp_path / "models")) == 1
     weights = (folder / "model.bin").read_bytes()
-    (folder / "model.bin").unlink()  # the old one is mapped into memory by who serves it
+    (folder / "model.bin").unlink()  # the server has mapped the old file into memory
     (folder / "model.bin").write_bytes(bytes(reversed(weights)))
     assert "not the file its manifest describes" in reasons(opened(tmp_path / "models"))["linear"]
 
@@ -282,7 +285,7 @@ def _scaled(tmp_path: Path, factor: float) -> bytes:
 
 
 class Mark:
-    """Leaves a folder where it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -294,8 +297,8 @@ class Mark:
 @pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.parametrize("manifest", [False, True])
 def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, manifest: bool) -> None:
-    """Fails if a file that may hold pickles is opened without --allow-pickle, be it under its own name or one that the
-    config gives it, with --insecure, or because a manifest that holds lies beside it: these would leave a mark."""
+    """Fails if a file that may hold pickles is opened without --allow-pickle: under its own name, under a name from the
+    config, with --insecure, or with a valid manifest. Unpickling would leave a mark."""
     signature = build.open_onnx(linear(tmp_path / "other"), probe=False).signature
     mark = tmp_path / "executed"
     named = {"pt": "model.pt", "pt2": "model.pt2", "pth": "weights.pth", "pkl": "model.pkl", "onnx": "model.onnx"}
@@ -307,7 +310,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
         if manifest:
             kind = "onnx" if model == "onnx" else "torch"
             Manifest(kind=kind, signature=signature, files={name: file_sha256(path)}).write(manifest_path(path))
-        torch.load(path, weights_only=False)  # what opening it would do
+        torch.load(path, weights_only=False)  # the pickle does leave a mark when it is opened
         mark.rmdir()
     loading = Loading(trust=Trust(insecure=insecure))
     found = reasons(opened(tmp_path / "models", loading=loading))
@@ -318,7 +321,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../a", "", ".hidden", "a\0b", "a..b", "x" * 300, "a\nb"])
 def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> None:
-    """Fails if a name that isn't one plain folder's is taken."""
+    """Fails if a name that isn't one plain folder name is accepted."""
     assert not valid_name(name)
     linear(tmp_path / "models" / "linear" / "1")
     linear(tmp_path / "a" / "1")
@@ -329,7 +332,7 @@ def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> No
 
 
 def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) -> None:
-    """Fails if a load that fails takes away what served, by command or by polling."""
+    """Fails if a failed load removes the version that is served, by command or by polling."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="explicit", startup=["linear"])
     (tmp_path / "linear" / "2").mkdir()
@@ -346,7 +349,7 @@ def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) ->
 
 
 def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
-    """Fails if a model that is loaded for the first time breaks the probe that looks through the models."""
+    """Fails if a probe that lists the models breaks while a model is loaded for the first time."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="explicit")
     (tmp_path / "broken" / "1").mkdir(parents=True)
@@ -355,7 +358,7 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
     loading = threading.Thread(target=repository.load, args=("linear",))
 
     class Reasons(dict[str, str]):
-        """Begins a load while it is looked at, and gives it some time."""
+        """A dict that starts a load whenever it is read, and gives the load some time."""
 
         def values(self) -> Any:
             if loading.ident is None:
@@ -371,7 +374,7 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
 
 
 def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if new, changed, broken and removed models aren't noticed, or a broken one is tried again and again."""
+    """Fails if polling misses new, changed, broken or removed models, or tries a broken model again and again."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="poll", poll_seconds=3600)
     first = repository.get("linear")
@@ -388,7 +391,7 @@ def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -
     tried = []
     monkeypatch.setattr(repository, "_load", tried.append)
     repository.poll_once()
-    assert tried == []  # it failed and is as it was
+    assert tried == []  # it failed and hasn't changed since
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "linear")
     repository.poll_once()
@@ -398,7 +401,7 @@ def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_reloading_drops_no_request(tmp_path: Path, start: Start) -> None:
-    """Fails if a request that comes while versions are swapped, over and over, is refused or answered wrongly."""
+    """Fails if a request that comes during repeated reloads is refused or answered wrongly."""
     linear(tmp_path / "linear" / "1")
     process = start(tmp_path, mode="explicit", models=("linear",))
     stop, failed, seen = threading.Event(), [], set()
@@ -432,7 +435,7 @@ def test_reloading_drops_no_request(tmp_path: Path, start: Start) -> None:
 
 
 def test_only_explicit_mode_takes_commands(tmp_path: Path, opened: Any) -> None:
-    """Fails if a server that loads by itself can be told to load or unload."""
+    """Fails if a server in another mode loads or unloads by command."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path)
     for call in (repository.load, repository.unload):
@@ -443,7 +446,7 @@ def test_only_explicit_mode_takes_commands(tmp_path: Path, opened: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["empty", "truncated"])
 def test_a_damaged_model_between_good_ones(tmp_path: Path, opened: Any, kind: str) -> None:
-    """Fails if a damaged file takes more than its own model away."""
+    """Fails if a damaged file breaks other models."""
     for name in ("a", "b", "c"):
         linear(tmp_path / name / "1")
     path = tmp_path / "b" / "1" / "model.onnx"

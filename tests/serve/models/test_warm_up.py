@@ -1,4 +1,4 @@
-"""What a model is run on before it is ready."""
+"""The warm-up: the runs of a model before it is ready."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Start, linear
 
-from accel.serve import loading
+from accel.serve.models import loading
+from tests.support.serving import Start, linear
 
 SAMPLE = """
 max_batch_size: 8
@@ -18,7 +18,7 @@ model_warmup [ { name: "three" batch_size: 3 count: 2
 
 
 class Watched:
-    """A session that writes down what it is run on."""
+    """A session that records the inputs of its runs."""
 
     def __init__(self, session: Any, seen: list[Any]) -> None:
         self._session, self._seen = session, seen
@@ -33,7 +33,7 @@ class Watched:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every input of every session that is opened from now on."""
+    """Returns a list that records every input of every session that is opened from now on."""
     found: list[Any] = []
     real = loading.open_session
     monkeypatch.setattr(loading, "open_session", lambda *words: Watched(real(*words), found))
@@ -52,8 +52,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_it_happens_before_the_model_is_ready(
     tmp_path: Path, start: Start, seen: list[Any], config: str, sizes: list[int]
 ) -> None:
-    """Fails if the samples of the config, or without any the smallest and the largest batch, aren't run by each
-    instance before the server says that it serves, or another sample is."""
+    """Fails if an instance doesn't run its samples before the server is ready, or runs others. The samples come from
+    the config. If the config has none, they are the smallest and the largest batch."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(config)
     start(tmp_path / "models")
@@ -74,7 +74,7 @@ def test_it_happens_before_the_model_is_ready(
 def test_a_sample_that_cannot_be_run(
     tmp_path: Path, start: Start, seen: list[Any], name: str, values: str, says: str
 ) -> None:
-    """Fails if a model whose warm-up can't be done is ready all the same, or doesn't say why not."""
+    """Fails if a model is ready although its warm-up failed, or if the index lacks the reason."""
     linear(tmp_path / "models" / "linear" / "1")
     linear(tmp_path / "models" / "other" / "1")
     text = SAMPLE.replace("INPUT", name).replace("VALUES", values)

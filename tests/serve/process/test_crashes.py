@@ -1,4 +1,4 @@
-"""A session that takes its process with it, or never comes back: real processes, and who notices."""
+"""Sessions that crash their process or never return, in real processes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import FAULTY, WEIGHTS, Load, Served, ask, client, linear, pids
 from tritonclient.utils import InferenceServerException
+
+from tests.support.serving import FAULTY, WEIGHTS, Load, Served, ask, client, linear, pids
 
 RAISES, HANGS, CRASHES, FINE = 1.0, 2.0, 3.0, 4.0
 
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """``bad``, whose two sessions do what their input says, and ``linear``."""
+    """Makes ``bad``, whose two sessions do what their input says, and ``linear``."""
     for name in ("bad", "linear"):
         linear(tmp_path / "models" / name / "1")
     (tmp_path / "models" / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
@@ -28,7 +29,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def status_of(call: Any) -> str:
-    """The status of a call that has to fail."""
+    """Returns the status of a call, which must fail."""
     with pytest.raises(InferenceServerException) as caught:
         call()
     return str(caught.value.status()).removeprefix("StatusCode.")
@@ -40,7 +41,7 @@ def crash(port: int) -> str:
 
 
 def ask_again(port: int, model: str = "linear") -> None:
-    """Ask until somebody listens, for at most a minute."""
+    """Repeats a request until a server listens, for at most a minute."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -54,15 +55,15 @@ def ask_again(port: int, model: str = "linear") -> None:
 
 
 def counts(port: int) -> dict[str, tuple[int, int]]:
-    """Success and failure by model."""
+    """Returns the successes and failures by model."""
     with client(port) as made:
         rows = made.get_inference_statistics().model_stats
         return {row.name: (row.inference_stats.success.count, row.inference_stats.fail.count) for row in rows}
 
 
 def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
-    """Fails if it costs more than the requests of its own process, gives them another code than UNAVAILABLE, isn't
-    made good, or the counters lose requests afterwards."""
+    """Fails if a crash costs requests of the other process, gives its own requests another code than UNAVAILABLE, or
+    starts no new process. Also fails if the counters lose requests afterwards."""
     served = serve(str(models), "--processes", "2", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["grpc"]
     load = Load(port)
@@ -73,7 +74,7 @@ def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
     load.more(50)
     load.end()
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
-    assert len(load.lost) <= 4 * 2, load.lost  # the request under way, and one if the dying process took it again
+    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a second one if the dying process accepted it
     assert len([line for line in served.log if line["message"] == "a process died and is started again"]) == 1
     assert any("Segmentation fault" in line["message"] for line in served.log)
     before = counts(port)
@@ -89,8 +90,8 @@ def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
 
 
 def test_one_process_that_is_started_again(models: Path, serve: Any) -> None:
-    """Fails if ``--restart`` doesn't bring a single process back on its port, or gives up on one that serves between
-    its crashes."""
+    """Fails if ``--restart`` doesn't start a single process again on its port, or gives up on a process that serves
+    between its crashes."""
     served = serve(str(models), "--restart", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["grpc"]
     for crashes in range(1, 7):
@@ -102,7 +103,7 @@ def test_one_process_that_is_started_again(models: Path, serve: Any) -> None:
 
 
 def test_a_segfault_without_anyone_to_start_it_again(models: Path, serve: Any) -> None:
-    """Fails if callers hang when the only process dies, or it dies without saying where."""
+    """Fails if callers hang when the only process crashes, or the log doesn't say where it crashed."""
     served = serve(str(models), path=FAULTY)
     port = served.wait_for("serving")["ports"]["grpc"]
     with ThreadPoolExecutor(1) as pool, client(port) as made:
@@ -114,11 +115,11 @@ def test_a_segfault_without_anyone_to_start_it_again(models: Path, serve: Any) -
     served.wait_for("end of log")
     text = "".join(str(line["message"]) for line in served.log)
     assert "Segmentation fault" in text
-    assert "sitecustomize.py" in text  # the line that was run
+    assert "sitecustomize.py" in text  # the line of code that ran
 
 
 def test_a_hung_session_and_sigterm(models: Path, serve: Any) -> None:
-    """Fails if a session that never comes back keeps other models from answering, or the server from ending in time."""
+    """Fails if a hung session blocks other models, or delays the end of the server beyond its time."""
     served = serve(str(models), "--drain", "1", path=FAULTY)
     port = served.wait_for("serving")["ports"]["grpc"]
     with ExitStack() as stack:
@@ -133,7 +134,7 @@ def test_a_hung_session_and_sigterm(models: Path, serve: Any) -> None:
         assert not any(one.done() for one in hung)
         assert end_of(served) == 0
         assert {one.result(60) for one in hung} <= {"UNAVAILABLE", "CANCELLED"}
-    assert "stopped before all was answered" in [line["message"] for line in served.log]
+    assert "stopped before every request was answered" in [line["message"] for line in served.log]
 
 
 def end_of(served: Served) -> int:

@@ -1,4 +1,4 @@
-"""What goes wrong around a server: sessions that raise or hang, clients that vanish, bytes that are no request."""
+"""Faults around a server: sessions that raise or hang, clients that vanish, bytes that are not a request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shm
-from serving import WEIGHTS, Start, linear, plain
 from tritonclient.utils import InferenceServerException
 
-from accel.serve import loading, proto
+from accel.serve.models import loading
+from accel.serve.protocol import messages as proto
+from tests.support.serving import WEIGHTS, Start, linear, plain
 
 
 class Faulty:
-    """A session that raises for x[0, 0] == 1, hangs for 2 until ``released``, and else runs."""
+    """A session that raises if x[0, 0] is 1, hangs until ``released`` if it is 2, and otherwise runs."""
 
     def __init__(self, session: Any, released: threading.Event, running: threading.Semaphore) -> None:
         self._session, self._released, self._running = session, released, running
@@ -58,7 +59,7 @@ class Faulty:
 
 @pytest.fixture
 def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A server with ``bad``, whose session is faulty, and ``good``."""
+    """Starts a server with ``bad``, whose session is faulty, and ``good``."""
     released, running = threading.Event(), threading.Semaphore(0)
     real = loading.open_session
     sessions: list[Faulty] = []
@@ -93,7 +94,7 @@ def client_of(process: Any) -> Any:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for it, at most a minute."""
+    """Waits until the condition holds, for at most a minute."""
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
@@ -101,7 +102,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def idle(process: Any) -> bool:
-    """Whether every request has left the books, within a minute."""
+    """Waits for at most a minute, and tells whether every request is finished."""
     deadline = time.monotonic() + 60
     while process.server.under_way and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -109,7 +110,8 @@ def idle(process: Any) -> bool:
 
 
 def test_a_session_that_raises(faulty: Any) -> None:
-    """Fails if the error has another code, isn't counted, or the model or another one is lost by it."""
+    """Fails if a session that raises gives another error code, isn't counted as a failure, or breaks its own or another
+    model."""
     with client_of(faulty) as client:
         for _ in range(3):
             with pytest.raises(InferenceServerException) as caught:
@@ -124,7 +126,7 @@ def test_a_session_that_raises(faulty: Any) -> None:
 
 
 def test_a_session_that_hangs(faulty: Any) -> None:
-    """Fails if a hung model takes another one with it, holds callers beyond their deadline, or lets them pile up."""
+    """Fails if a hung model blocks another model, holds callers beyond their deadline, or lets requests pile up."""
     with ExitStack() as stack, client_of(faulty) as client:
         hung = [stack.enter_context(client_of(faulty)) for _ in range(14)]
         x = triton.InferInput("x", [1, 4], "FP32")
@@ -144,7 +146,7 @@ def test_a_session_that_hangs(faulty: Any) -> None:
             ask(client, "bad", 3, client_timeout=60)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert time.monotonic() - began < 5
-        assert faulty.server.repository.get("bad").statistics().fail.count == 1  # what is shed is counted
+        assert faulty.server.repository.get("bad").statistics().fail.count == 1  # refused requests are counted
         faulty.released.set()
         assert [answers.get(timeout=30)[1] for _ in hung] == [None] * 14
         assert idle(faulty)
@@ -152,7 +154,7 @@ def test_a_session_that_hangs(faulty: Any) -> None:
 
 
 def test_shared_memory_that_goes_while_its_request_waits(faulty: Any) -> None:
-    """Fails if the server looks at memory that a client has cut off: that would be the end of the process."""
+    """Fails if the server touches memory that a client has truncated, which would end the server's process."""
     key = f"/accel-test-{uuid.uuid4().hex[:8]}"
     handle = shm.create_shared_memory_region(key[1:], key, 4096)
     x = np.full((1, 4), 3, dtype=np.float32)
@@ -179,7 +181,7 @@ def test_shared_memory_that_goes_while_its_request_waits(faulty: Any) -> None:
 
 
 def test_a_deadline_that_passes(faulty: Any) -> None:
-    """Fails if a caller waits longer than it said, or its request stays in the books."""
+    """Fails if a caller waits beyond its deadline, or its request stays pending."""
     with client_of(faulty) as client:
         with pytest.raises(InferenceServerException) as caught:
             ask(client, "bad", 2, client_timeout=0.2)
@@ -190,7 +192,8 @@ def test_a_deadline_that_passes(faulty: Any) -> None:
 
 
 def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
-    """Fails if a request whose caller has given up while it waited is run, or another code says so."""
+    """Fails if a request runs although its caller gave up while the request waited, or if the caller gets another
+    code."""
     with client_of(faulty) as client, client_of_its_own(faulty) as other, ThreadPoolExecutor(2) as pool:
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -203,7 +206,7 @@ def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
         faulty.released.set()
         first.result(60)
         assert idle(faulty)
-        assert faulty.sessions[-1].sizes == ran  # of the first request, which was running by then
+        assert faulty.sessions[-1].sizes == ran  # the run of the first request, which had already begun
         ask(client, "bad", 3)
 
 
@@ -212,8 +215,8 @@ LEVELS = """{"max_batch_size": 1, "dynamic_batching": {"priority_levels": 2, "de
 
 
 def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
-    """Fails if the ``timeout`` of a request (gRPC or HTTP) that waits behind a hung session doesn't end its waiting, is
-    counted for a model that doesn't allow it, or is another one than was sent (microseconds)."""
+    """Fails if the ``timeout`` of a request (gRPC or HTTP) behind a hung session doesn't end its wait, isn't read as
+    microseconds, or applies to a model that doesn't allow timeouts."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [3] * 4}
     body = json.dumps({"parameters": {"timeout": 200_000}, "inputs": [x]}).encode()
     with (
@@ -222,7 +225,7 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         ThreadPoolExecutor(3) as pool,
         ExitStack() as stack,
     ):
-        stack.callback(faulty.released.set)  # where something fails, too: the pool waits for what hangs
+        stack.callback(faulty.released.set)  # also if an assertion fails, because the pool waits for the hung session
         client.load_model("bad", config=LEVELS % "true")
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -246,12 +249,12 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         late = pool.submit(ask, other, "bad", 3, timeout=1, client_timeout=60)
         until(lambda: late.done() or faulty.server.repository.get("bad").statistics().queue_depth == 1)
         faulty.released.set()
-        late.result(60)  # it waited for longer, and is answered
+        late.result(60)  # the request waited for longer and is answered
 
 
 def test_a_priority_that_a_request_brings(faulty: Any) -> None:
-    """Fails if a request of the first level, over gRPC or HTTP, is run behind those of the second that came before it,
-    or one that says nothing goes before others of its level."""
+    """Fails if a request of the first level, over gRPC or HTTP, runs after earlier requests of the second level, or if
+    a request without a priority overtakes others of the default level."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [7] * 4}
     body = json.dumps({"parameters": {"priority": 1}, "inputs": [x]}).encode()
     model = faulty.server.repository
@@ -287,8 +290,8 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
 
 @pytest.mark.parametrize("mark", ["2", "3"])
 def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
-    """Fails if the death of a client's process in the middle of its request, run (2) or waiting (3), leaves the request
-    in the books, runs one that nobody waits for any more, or costs the server or another caller anything."""
+    """Fails if a request stays pending, or a waiting request (3) still runs, after its client was killed. Also fails if
+    the kill affects the server or another caller. The request of the killed client runs (2) or waits (3)."""
     address = f"127.0.0.1:{faulty.ports['grpc']}"
     model = faulty.server.repository.get("bad")
     with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:
@@ -317,7 +320,7 @@ def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
 
 
 def test_a_client_that_vanishes(faulty: Any) -> None:
-    """Fails if a request whose client is gone stays in the books, or its end takes the server with it."""
+    """Fails if a request whose client is gone stays pending, or if the end of such a request crashes the server."""
     request = proto.message("ModelInferRequest")(model_name="bad")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
     request.raw_input_contents.append(np.full((1, 4), 2, dtype=np.float32).tobytes())
@@ -342,7 +345,7 @@ def test_a_client_that_vanishes(faulty: Any) -> None:
     ],
 )
 def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCode, caplog: Any) -> None:
-    """Fails if a malformed or oversize message gets another code, or costs the server more than this call."""
+    """Fails if a malformed or oversize message gets another code, or affects more than this call."""
     with grpc.insecure_channel(f"127.0.0.1:{faulty.ports['grpc']}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(f"/{proto.SERVICE}/ModelInfer")(body)
@@ -360,15 +363,16 @@ def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCo
     ],
 )
 def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: grpc.StatusCode) -> None:
-    """Fails if a malformed or oversize message in a stream, as its first or behind a good one, gets another code, isn't
-    its end, or costs the server more than this stream: its place among the streams, another caller, a clean end."""
+    """Fails if a malformed or oversize message in a stream, first or after a good message, gets another code or doesn't
+    end the stream. Also fails if it affects more than this stream: keeps its place among the streams, disturbs another
+    caller, or prevents a clean end."""
     request = proto.message("ModelInferRequest")(model_name="good", id="7")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
     request.raw_input_contents.append(np.ones((1, 4), np.float32).tobytes())
     good, answer = request.SerializeToString(), proto.message("ModelStreamInferResponse").FromString
     with grpc.insecure_channel(f"127.0.0.1:{faulty.ports['grpc']}") as channel:
         stream = channel.stream_stream(f"/{proto.SERVICE}/ModelStreamInfer", response_deserializer=answer)
-        for before in [0, 1] * 4:  # there are places for four streams
+        for before in [0, 1] * 4:  # the server allows four streams
             sent: queue.Queue[Any] = queue.Queue()
             responses = stream(iter(sent.get, None), timeout=60)
             for _ in range(before):
@@ -389,7 +393,7 @@ def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: g
 
 
 def test_connections_that_are_left_open(faulty: Any) -> None:
-    """Fails if clients that connect and say nothing, or half a request, keep others out."""
+    """Fails if clients that connect and send nothing, or half a request, prevent others from connecting."""
     with ExitStack() as stack:
         for i in range(300):
             left = stack.enter_context(socket.create_connection(("127.0.0.1", faulty.ports["grpc"])))
@@ -400,7 +404,7 @@ def test_connections_that_are_left_open(faulty: Any) -> None:
 
 
 def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
-    """Fails if a loaded model needs its file, or a reload without one takes it away."""
+    """Fails if a loaded model needs its file, or a reload without the file unloads the model."""
     shutil.rmtree(tmp_path / "models" / "good" / "1")
     with client_of(faulty) as client:
         ask(client, "good")
@@ -411,8 +415,9 @@ def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
 
 
 def test_a_stream_of_many_requests(faulty: Any) -> None:
-    """Fails if one stream on a slow model is refused what doesn't fit into the threads instead of being slowed down,
-    takes unary calls their place, loses or reorders a response, or never gets its requests into one batch."""
+    """Fails if a stream to a slow model is refused requests beyond the number of threads instead of being slowed down,
+    or takes the threads of unary calls. Also fails if it loses or reorders a response, or never gets its requests into
+    one batch."""
     count, answers = 600, queue.Queue[Any]()
     with client_of_its_own(faulty) as client, client_of(faulty) as other, ThreadPoolExecutor(1) as pool:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -436,7 +441,7 @@ def test_a_stream_of_many_requests(faulty: Any) -> None:
 
 
 def test_http_requests_wait_without_a_thread(faulty: Any) -> None:
-    """Fails if more HTTP requests for a slow model than there are threads are refused, though their queue has room."""
+    """Fails if a slow model refuses HTTP requests beyond the number of threads although its queue has room."""
     count = 40
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
 
@@ -454,7 +459,7 @@ def test_http_requests_wait_without_a_thread(faulty: Any) -> None:
 
 
 def test_streams_have_a_bound(faulty: Any) -> None:
-    """Fails if streams that are left open take every thread."""
+    """Fails if open streams can take every thread."""
     with ExitStack() as stack:
         refused = 0
         for _ in range(8):
@@ -469,7 +474,7 @@ def test_streams_have_a_bound(faulty: Any) -> None:
             one.start_stream(answer)
             given = triton.InferInput("x", [1, 4], "FP32")
             given.set_data_from_numpy(np.zeros((1, 4), np.float32))
-            with suppress(InferenceServerException):  # refused already
+            with suppress(InferenceServerException):  # already refused
                 one.async_stream_infer("good", [given])
             assert arrived.wait(30)
             refused += found[0] is not None

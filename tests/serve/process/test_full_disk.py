@@ -1,4 +1,4 @@
-"""A log that can't be written: no room left, or a bound on the size of files."""
+"""Logs that can't be written, because of a full disk or a limit on the size of files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ask, client, linear
 from tritonclient.utils import InferenceServerException
+
+from tests.support.serving import ask, client, linear
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def free_port() -> int:
 
 
 def until_ready(made: Any) -> None:
-    """Wait for a server that can't say where it listens, for at most a minute."""
+    """Waits at most a minute until a server is ready that can't log its ports."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -41,7 +42,7 @@ def until_ready(made: Any) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_disk_that_is_full_from_the_start(models: Path, serve: Any, processes: str) -> None:
-    """Fails if a log that can't be written keeps the server from starting, answering or ending."""
+    """Fails if an unwritable log keeps the server from starting, answering or ending."""
     port = free_port()
     served = serve(
         str(models), "--log-file", "/dev/full", "--grpc-port", str(port), "--no-http", "--processes", processes,
@@ -55,8 +56,9 @@ def test_a_disk_that_is_full_from_the_start(models: Path, serve: Any, processes:
     assert served.end() == 0
 
 
+@pytest.mark.proof
 def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if requests are lost while the log can't grow, or nothing is logged any more once it can."""
+    """Fails if requests are lost while the log can't grow, or if the log doesn't continue when it can grow again."""
     port, log = free_port(), tmp_path / "serve.log"
     served = serve(
         str(models), "--log-file", str(log), "--grpc-port", str(port), "--no-http",
@@ -66,7 +68,7 @@ def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
         until_ready(made)
         soft, hard = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (log.stat().st_size, hard))
-        size = log.stat().st_size  # a line may have come in between
+        size = log.stat().st_size  # another line may have come in between
         for _ in range(50):
             reload(models, made)
             ask(made, client_timeout=60)
@@ -81,6 +83,6 @@ def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
 
 
 def reload(models: Path, made: Any) -> None:
-    """Load ``linear`` again because its file was touched; the server logs it."""
+    """Loads ``linear`` again by touching its file. The server logs the load."""
     (models / "linear" / "1" / "model.onnx").touch()
     made.load_model("linear")

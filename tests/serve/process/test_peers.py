@@ -1,4 +1,4 @@
-"""The processes of one server among each other, where one of them says nothing."""
+"""The messages between the processes of one server, also if a process doesn't answer."""
 
 from __future__ import annotations
 
@@ -14,29 +14,44 @@ from typing import Any
 
 import pytest
 
-from accel.serve import peers
-from accel.serve.inference import ServeError
-from accel.serve.repository import Repository
-from accel.serve.server import InferenceServer
-from accel.serve.transport import Slice
+from accel.serve.core.control import COMMANDS, Command
+from accel.serve.core.server import InferenceServer
+from accel.serve.core.transport import Slice
+from accel.serve.models.repository import Repository
+from accel.serve.process import peers
+from accel.serve.protocol.inference import Code, ServeError
 
 KEY = b"k" * 32
 
 
+def join(folder: Path, index: int) -> InferenceServer:
+    """Returns the server in process ``index`` of three."""
+    server = InferenceServer(Repository(folder / "models"))
+    joined = peers.Peers(server.local, folder, index, 3, KEY)
+    joined.listen()
+    server.processes = joined
+    return server
+
+
+def leave(server: InferenceServer) -> None:
+    assert isinstance(server.processes, peers.Peers)
+    server.processes.close()
+    server.close()
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[list[InferenceServer]]:
-    """The first two of three processes."""
+    """Starts the first two of three processes."""
     (tmp_path / "models").mkdir()
-    made = [InferenceServer(Repository(tmp_path / "models")) for _ in range(2)]
-    for index, server in enumerate(made):
-        server.peers.join(tmp_path, index, 3, KEY)
+    made = [join(tmp_path, index) for index in range(2)]
     yield made
     for server in made:
-        server.close()
+        leave(server)
 
 
 def within_a_minute(call: Any) -> Any:
-    """What ``call`` returns or raises; a failure where it hangs."""
+    """Returns the result of ``call``, or the ServeError that it raises. Fails if the call takes longer than a
+    minute."""
     found: list[Any] = []
 
     def run() -> None:
@@ -54,12 +69,13 @@ def within_a_minute(call: Any) -> Any:
 
 @pytest.mark.parametrize("backlog", [0, 8])
 def test_a_process_that_says_nothing(two: Any, tmp_path: Path, monkeypatch: Any, backlog: int) -> None:
-    """Fails if a stopped process hangs what needs all of them, keeps a command from the others, or isn't named."""
+    """Fails if a stopped process blocks commands to all processes, keeps a command from the others, or isn't named in
+    the error."""
     monkeypatch.setattr(peers, "_PATIENCE", 2.0)
     monkeypatch.setattr(peers, "_SILENT_PATIENCE", 0.1)
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(str(tmp_path / "2.sock"))
-        stopped.listen(backlog)  # it is connected to, and never answers
+        stopped.listen(backlog)  # accepts connections and never answers
         error = within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 3}))
         assert isinstance(error, ServeError)
         assert "process 2: it doesn't answer" in str(error)
@@ -68,12 +84,12 @@ def test_a_process_that_says_nothing(two: Any, tmp_path: Path, monkeypatch: Any,
         for _ in range(3):
             assert within_a_minute(lambda: two[0].statistics()) == []
     (tmp_path / "2.sock").unlink()
-    within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 4}))  # one that is gone is no error
+    within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 4}))  # a process that is gone causes no error
     assert two[1].log_settings({})["log_verbose_level"] == 4
 
 
 def test_commands_of_two_clients(two: Any) -> None:
-    """Fails if two commands that come at once to two processes leave these in different states."""
+    """Fails if two commands sent to two processes at once leave the processes in different states."""
     for level in range(1, 200, 2):
         both = threading.Barrier(2)
 
@@ -90,7 +106,7 @@ def test_commands_of_two_clients(two: Any) -> None:
 
 
 def test_a_command_that_does_not_end(two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a process that stopped in the middle of a command holds up everybody for ever."""
+    """Fails if a process that stopped in the middle of a command blocks the other processes forever."""
     monkeypatch.setattr(peers, "_TURN_PATIENCE", 0.05)
     with (tmp_path / "turn").open("a") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
@@ -102,28 +118,27 @@ def test_a_command_that_does_not_end(two: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_that_comes_later_knows_whose_memory_it_is(two: Any, tmp_path: Path) -> None:
-    """Fails if a process that is started again lacks a region that was registered, or gives it to somebody else."""
+    """Fails if a process that starts later lacks a registered memory region, or assigns the region to another owner."""
     key = f"accel-test-{uuid.uuid4().hex[:8]}"
     (Path("/dev/shm") / key).write_bytes(b"12345678")
     try:
-        two[0].peers.everywhere("register_memory", "one", "r", key, 2, 4)
-        third = InferenceServer(Repository(tmp_path / "models"))
-        two.append(third)  # and closed with them
-        third.peers.join(tmp_path, 2, 3, KEY)
-        third.peers.catch_up()
+        two[0].processes.register_memory("one", "r", key, 2, 4)
+        third: Any = join(tmp_path, 2)
+        two.append(third)  # closed together with the others
+        third.processes.catch_up()
         for server in two:
             assert bytes(server.memory.of("one").read(Slice("r", 4))) == b"3456"
             assert server.memory.of("").status() == server.memory.of("other").status() == []
-        third.peers.everywhere("unregister_memory", "other", "")
-        assert [len(server.memory.commands()) for server in two] == [1, 1, 1]
-        third.peers.everywhere("unregister_memory", "one", "")
-        assert [server.memory.commands() for server in two] == [[], [], []]
+        third.processes.unregister_memory("other", "")
+        assert [len(server.memory.regions()) for server in two] == [1, 1, 1]
+        third.processes.unregister_memory("one", "")
+        assert [server.memory.regions() for server in two] == [[], [], []]
     finally:
         (Path("/dev/shm") / key).unlink()
 
 
 def test_strangers(two: Any, tmp_path: Path) -> None:
-    """Fails if a connection that never shows the key keeps the others from talking, or one with another key is
+    """Fails if a connection that never sends the key blocks the processes, or if a connection with another key is
     served."""
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(tmp_path / "1.sock"))
@@ -133,3 +148,17 @@ def test_strangers(two: Any, tmp_path: Path) -> None:
     for key in (b"x" * 32, b""):
         with pytest.raises(AuthenticationError):
             Client(str(tmp_path / "1.sock"), family="AF_UNIX", authkey=key)
+
+
+def test_commands_are_the_methods_of_control(two: Any) -> None:
+    """Fails if a process runs a method that isn't a command because another process asks for it."""
+    assert {"load", "unload", "register_memory", "change_log_settings"} <= COMMANDS
+    assert all(callable(getattr(two[0].processes, name)) for name in COMMANDS)
+    for name in ("statistics", "commands", "__init__", "nothing"):
+        with pytest.raises(ServeError, match="unknown command") as failed:
+            Command(name, ()).run(two[0].local)
+        assert failed.value.code is Code.UNIMPLEMENTED
+        with pytest.raises(ServeError, match="unknown command"):
+            two[0].processes._run(Command(name, ()))
+    (answer,) = two[0].processes._ask("run", Command("statistics", ([],)))
+    assert answer == (1, ("error", "UNIMPLEMENTED", "unknown command 'statistics'"))

@@ -18,25 +18,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import FAULTY, WEIGHTS, Load, ask, client, linear, pids
 
 from accel.cli.infer import command as infer_command
 from accel.cli.serve import command as serve_command
-from accel.serve.manifests import Deployment
-from accel.serve.options import ServeOptions
+from accel.serve.deploy.manifests import Deployment
+from accel.serve.process.options import ServeOptions
+from tests.support.serving import FAULTY, WEIGHTS, Load, ask, client, linear, pids
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
-    """Fails if the end of a server that is asked without a pause isn't a clean one, or a client hears something else
-    than that the server ends."""
+    """Fails if a server under constant load doesn't end cleanly, or if a client gets any other error than that the
+    server is ending."""
     served = serve(str(repository), "--drain", "20")
     load = Load(served.wait_for("serving")["ports"]["grpc"])
     load.more(50)
     assert served.end() == 0
     load.end()
     stopped = [line["message"] for line in served.log]
-    assert "stopped before all was answered" not in stopped
-    # What came later heard so, or found nobody: nothing else.
+    assert "stopped before every request was answered" not in stopped
+    # Later requests were refused with UNAVAILABLE, or found no server, which gives the same status.
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert all(
         "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
@@ -46,7 +46,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_sigterm_while_requests_run(tmp_path: Path, serve: Any, processes: str) -> None:
-    """Fails if a request that was taken before SIGTERM is lost or gets anything but its answer."""
+    """Fails if a request that the server accepted before SIGTERM is lost or gets anything but its answer."""
     count = 4
     linear(tmp_path / "bad" / "1")
     (tmp_path / "bad" / "config.pbtxt").write_text(f"instance_group [{{ count: {count} }}]")
@@ -70,7 +70,7 @@ def two(repository: Path, serve: Any) -> Any:
 
 
 def test_a_killed_process(two: Any) -> None:
-    """Fails if the death of one process costs more than its own requests, hangs a client, or isn't made good."""
+    """Fails if killing a process costs requests of another process, hangs a client, or starts no new process."""
     load = Load(two.grpc)
     load.more(50)
     os.kill(pids(two)[0], signal.SIGKILL)
@@ -78,13 +78,13 @@ def test_a_killed_process(two: Any) -> None:
     two.wait_for("serving", 3)
     load.more(50)
     load.end()
-    assert len(load.lost) <= 4 * 2, load.lost  # the request under way, and one if the dying process took it again
+    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a second one if the dying process accepted it
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert two.process.poll() is None
 
 
 def owner(port: int, among: list[int]) -> int | None:
-    """Which of the processes has the other end of the connection that comes from ``port``."""
+    """Returns the process that holds the other end of the connection from ``port``, or None if there is none."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ends = {f"socket:[{row[9]}]" for row in rows if int(row[2].rpartition(":")[2], 16) == port}
     for pid in among:
@@ -96,8 +96,8 @@ def owner(port: int, among: list[int]) -> int | None:
 
 
 def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) -> None:
-    """Fails if the death of a process costs a request that another process is running, or one of its own is answered,
-    or hangs, as if nothing had been."""
+    """Fails if killing a process costs a request of another process. Also fails if a request of the killed process
+    hangs or is answered."""
     linear(tmp_path / "bad" / "1")
     (tmp_path / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
     served = serve(str(tmp_path), "--processes", "2", path=FAULTY)
@@ -130,7 +130,7 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
 
 
 def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if a process that can't be started again takes with it one that serves, or isn't tried until it can."""
+    """Fails if a process that can't start again breaks a serving process, or isn't retried until it can start."""
     tokens = tmp_path / "tokens.toml"
     text = '[[token]]\nname = "a"\ntoken = "secret"\n'
     tokens.write_text(text)
@@ -140,7 +140,7 @@ def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> N
     os.kill(pids(served)[0], signal.SIGKILL)
     died = "a process died and is started again"
     assert served.wait_for(died)["died"] == "signal SIGKILL"
-    for count in (2, 3):  # a second try, too
+    for count in (2, 3):  # the server keeps trying
         assert "tokens.toml" in served.wait_for(died, count)["reason"]
     for _ in range(4):
         with client(port) as made:
@@ -151,7 +151,7 @@ def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> N
 
 
 def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if a server whose processes can't start at all tries for ever or doesn't say why."""
+    """Fails if a server whose processes can't start retries forever or doesn't log the reason."""
     (tmp_path / "tokens.toml").write_text("[[token")
     served = serve(str(repository), "--processes", "2", "--tokens", str(tmp_path / "tokens.toml"))
     assert served.process.wait(60) == 2
@@ -160,8 +160,8 @@ def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path
 
 
 def test_commands_reach_every_process(two: Any, repository: Path) -> None:
-    """Fails if a command or a count is of one process alone, also of one that was started later."""
-    clients = [client(two.grpc) for _ in range(8)]  # spread over the processes by the kernel
+    """Fails if a command or a count covers one process only, or misses a process that started later."""
+    clients = [client(two.grpc) for _ in range(8)]  # the kernel spreads the connections over the processes
     linear(repository / "later" / "1")
     clients[0].load_model("later")
     clients[1].unload_model("pair")
@@ -184,7 +184,7 @@ def test_commands_reach_every_process(two: Any, repository: Path) -> None:
 
 
 def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
-    """Fails if a second server takes a part of the first one's connections and doesn't say so."""
+    """Fails if a second server silently takes a part of the first server's connections."""
     for processes in ("1", "2"):
         ran = subprocess.run(
             [
@@ -198,20 +198,20 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
-    """Fails if a server of several processes can't start where a server that ended closed its connections: they are in
-    TIME_WAIT for a minute."""
+    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT, which last a minute
+    after another server closed them."""
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             taken, _ = before.accept()
-            taken.close()  # who closes first waits
+            taken.close()  # the side that closes first gets TIME_WAIT
             assert client.recv(1) == b""
     served = serve(str(repository), "--processes", "2", "--grpc-port", "0", "--http-port", str(port), free=False)
     assert served.wait_for("all processes serve")["ports"]["http"] == port
 
 
 def test_idle_connections_do_not_hold_up_the_end(repository: Path, start: Any) -> None:
-    """Fails if a server that ends waits (5 s) for a client that keeps its connection and asks nothing."""
+    """Fails if an ending server waits (5 s) for a client that keeps an idle connection."""
     process = start(repository, http_port=0)
     with closing(HTTPConnection("127.0.0.1", process.ports["http"], timeout=10)) as idle:
         idle.request("GET", "/v2/health/live")
@@ -222,19 +222,20 @@ def test_idle_connections_do_not_hold_up_the_end(repository: Path, start: Any) -
 
 
 def cores_of(pid: int) -> set[frozenset[int]]:
-    """Those that the process's threads may run on."""
+    """Returns the cores on which the process's threads may run."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             found.add(frozenset(os.sched_getaffinity(int(task.name))))
     return found
 
 
 def test_each_process_has_its_cores(two: Any) -> None:
-    """Fails if a process, or a thread of its runtime, may run on the other one's cores, or a core is nobody's."""
+    """Fails if a process, or a thread of its runtime, may run on another process's cores, or a core belongs to no
+    process."""
     own = sorted(os.sched_getaffinity(0))
     half = len(own) // 2
-    wanted = [frozenset(own[:half] or own), frozenset(own[half:])]  # with one core the first isn't pinned
+    wanted = [frozenset(own[:half] or own), frozenset(own[half:])]  # with one core the first process isn't pinned
     with client(two.grpc) as made:
         ask(made)
     assert [cores_of(pid) for pid in two.ready["processes"]] == [{cores} for cores in wanted]
@@ -242,8 +243,8 @@ def test_each_process_has_its_cores(two: Any) -> None:
 
 MALLOPT = """
 import ctypes, sys
-from accel.serve.options import ServeOptions
-from accel.serve.process import ServingProcess
+from accel.serve.process.options import ServeOptions
+from accel.serve.process.serving import ServingProcess
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -269,8 +270,8 @@ process.stop()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
-    """Fails if a process that serves gets each large tensor from the system anew: 31 MiB are mapped before it starts
-    and come from the heap after."""
+    """Fails if a serving process maps memory for each large tensor. The process maps 31 MiB before it starts, and large
+    tensors then come from the heap."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],
@@ -280,7 +281,8 @@ def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
 
 
 def test_default_ports() -> None:
-    """Fails if a client that knows Triton's ports doesn't find the server, or ``accel infer`` its own."""
+    """Fails if a client with Triton's default ports, or ``accel infer`` with its own default, doesn't find the
+    server."""
     serve_ports = {option.name: option.default for option in serve_command.params if option.name.endswith("_port")}
     options = ServeOptions(repository="models")
     manifest = Deployment(name="models", image="accel")
@@ -291,7 +293,7 @@ def test_default_ports() -> None:
 
 
 def test_check(repository: Path, cli: Any) -> None:
-    """Fails if --check passes a repository with a broken model, or fails a good one."""
+    """Fails if --check accepts a repository with a broken model, or refuses a good one."""
     ran = cli("serve", repository, "--check", "--json")
     assert ran.code == 0, ran.stderr
     assert {m["name"]: m["state"] for m in json.loads(ran.stdout)["models"]} == {"linear": "READY", "pair": "READY"}
@@ -319,14 +321,15 @@ def test_check(repository: Path, cli: Any) -> None:
     ],
 )
 def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
-    """Fails if who comes from Triton isn't told what an option is called here, or gets all models for the one named."""
+    """Fails if an option of Triton's gets no hint at accel's name for it, or if naming models to load loads all
+    models."""
     ran = cli("serve", *words)
     assert ran.code == 2
     assert says in ran.stderr
 
 
 def test_every_line_of_the_log_is_json(repository: Path, serve: Any) -> None:
-    """Fails if a client that speaks something else to the HTTP port leaves a bare traceback between the JSON lines."""
+    """Fails if a client that doesn't speak HTTP causes a bare traceback between the log's JSON lines."""
     served = serve(str(repository))
     ports = served.wait_for("serving")["ports"]
     with socket.create_connection(("127.0.0.1", ports["http"]), timeout=10) as other:
@@ -339,7 +342,8 @@ def test_every_line_of_the_log_is_json(repository: Path, serve: Any) -> None:
 
 
 def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if ``accel infer`` refuses the 1 of a JSON file for an input of floats, or takes one that no float is."""
+    """Fails if ``accel infer`` refuses the 1 of a JSON file for an input of floats, or accepts a number that no float
+    can represent."""
     url = f"127.0.0.1:{start(repository).ports['grpc']}"
     for last, code in ((4, 0), ((1 << 53) + 1, 2)):
         (tmp_path / "x.json").write_text(json.dumps({"x": [[1, 2, 3, last]]}))
@@ -354,10 +358,10 @@ def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path:
 
 
 def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if ``accel infer`` shows other numbers than the model gives, or an error as a traceback."""
+    """Fails if ``accel infer`` shows other numbers than the model gives, or shows an error as a traceback."""
     process = start(repository)
     url = f"127.0.0.1:{process.ports['grpc']}"
-    x = np.random.default_rng(0).standard_normal((20, 4))  # float64, and more than one batch
+    x = np.random.default_rng(0).standard_normal((20, 4))  # float64 inputs that need more than one batch
     np.savez(tmp_path / "inputs.npz", x=x)
     ran = cli(
         "infer", "linear", "--url", url, "--input", tmp_path / "inputs.npz", "--json", "-o", tmp_path / "y.npz", "-q"

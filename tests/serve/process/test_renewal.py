@@ -17,10 +17,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from serving import Start, linear
 from tritonclient.utils import InferenceServerException
 
-from accel.serve.repository import Repository
+from accel.serve.models.repository import Repository
+from tests.support.serving import Start, linear
 
 
 def tokens(path: Path, secret: str) -> None:
@@ -28,7 +28,7 @@ def tokens(path: Path, secret: str) -> None:
 
 
 def test_tokens(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if a token that was taken out still works, a new one doesn't, or a broken file changes anything."""
+    """Fails if a removed token still works, a new one doesn't, or a broken file changes anything."""
     path = tmp_path / "tokens.toml"
     tokens(path, "first")
     process = start(repository, tokens=str(path))
@@ -55,7 +55,7 @@ def test_tokens(repository: Path, start: Start, tmp_path: Path) -> None:
 
 
 def certificate(path: Path, name: str) -> bytes:
-    """``server.pem`` and ``server.key`` for 127.0.0.1, signed by itself; the certificate."""
+    """Writes ``server.pem`` and ``server.key``, self-signed for 127.0.0.1. Returns the certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -80,7 +80,7 @@ def certificate(path: Path, name: str) -> bytes:
 
 
 def trusted(ports: Any, root: bytes) -> tuple[bool, bool]:
-    """Whether a new connection to each face shows the certificate ``root``."""
+    """Tells for gRPC and for HTTP whether a new connection shows the certificate ``root``."""
     with grpc.secure_channel(f"127.0.0.1:{ports['grpc']}", grpc.ssl_channel_credentials(root)) as channel:
         try:
             channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=60)
@@ -101,7 +101,7 @@ def trusted(ports: Any, root: bytes) -> tuple[bool, bool]:
 
 
 def test_certificates(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if a new certificate isn't shown to new connections, or one that can't be used ends the server's TLS."""
+    """Fails if new connections don't show a new certificate, or if an unusable certificate turns TLS off."""
     first = certificate(tmp_path, "first")
     tls = {"tls_certificate": str(tmp_path / "server.pem"), "tls_key": str(tmp_path / "server.key")}
     process = start(repository, http_port=0, **tls)
@@ -110,7 +110,7 @@ def test_certificates(repository: Path, start: Start, tmp_path: Path) -> None:
     process.renewal.look()
     assert trusted(process.ports, second) == (True, True)
     assert trusted(process.ports, first) == (False, False)
-    (tmp_path / "server.pem").write_bytes(first)  # the key of the second
+    (tmp_path / "server.pem").write_bytes(first)  # the key of the second certificate
     process.renewal.look()
     assert trusted(process.ports, second) == (True, True)
     (tmp_path / "server.key").unlink()
@@ -120,7 +120,7 @@ def test_certificates(repository: Path, start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["config.pbtxt", "labels.txt"])
 def test_a_config_under_poll(tmp_path: Path, file: str) -> None:
-    """Fails if a changed config or label isn't taken over, the model's file being the same, or a broken one is."""
+    """Fails if polling misses a changed config or label file of an unchanged model, or adopts a broken config."""
     linear(tmp_path / "linear" / "1")
     config = 'max_batch_size: %d output { name: "y" label_filename: "labels.txt" }'
     (tmp_path / "linear" / "config.pbtxt").write_text(config % 4)

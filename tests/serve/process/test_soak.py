@@ -1,5 +1,5 @@
-"""Ten minutes of everything at once (gRPC, streams, HTTP, shared memory, sequences, texts of many lengths, failures,
-reloads), and five over two processes: memory stays flat and the counters add up."""
+"""Ten minutes of mixed load on one process, and five minutes on two: gRPC, streams, HTTP, shared memory, sequences,
+texts of many lengths, failures and reloads. Memory must stay flat and the counters must add up."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shm
-from onnx_builder import artifact, node
-from serving import FAULTY, FLOAT, INT64, WEIGHTS, ask, client, identity, linear, pids
 from tritonclient.utils import InferenceServerException
 
-from accel.bench.environment import environment
+from accel.timing.environment import environment
+from tests.support.onnx_builder import artifact, node
+from tests.support.serving import FAULTY, FLOAT, INT64, WEIGHTS, ask, client, identity, linear, pids
 
 SECONDS = float(os.environ.get("ACCEL_SOAK_SECONDS", "600"))
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Returns the bytes of memory that a process holds."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) << 10
@@ -41,8 +41,9 @@ def files_and_threads(pid: int) -> tuple[int, int]:
 
 
 class Clients:
-    """Each of ``kinds`` again and again on a thread of its own, until ``end``: a kind takes a client of gRPC, the HTTP
-    port and a number, and says what came of so many requests to a model. ``counts``: by model and outcome."""
+    """Runs each of ``kinds`` again and again on its own thread until ``end``. A kind is a function that gets a gRPC
+    client, the HTTP port and a number. The function returns a model, an outcome and, if not 1, the number of requests.
+    ``counts``: requests by model and outcome."""
 
     def __init__(self, ports: dict[str, int], kinds: list[Any]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -57,7 +58,7 @@ class Clients:
         number = 0
         try:
             while not self._stop.is_set():
-                with client(self._ports["grpc"]) as made:  # now and then a new connection
+                with client(self._ports["grpc"]) as made:  # sometimes a new connection
                     for _ in range(200):
                         number += 1
                         if self._stop.is_set():
@@ -122,7 +123,7 @@ def reloading(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def streaming(made: Any, http: int, number: int) -> tuple[str, str, int]:
-    """Twenty requests over one stream, each answered once and in order."""
+    """Sends twenty requests over one stream, and checks that each is answered once and in order."""
     answers: queue.Queue[Any] = queue.Queue()
     made.start_stream(lambda result, error: answers.put((result, error)))
     for mark in range(20):
@@ -150,7 +151,7 @@ def over_http(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
-    """A new region for each: what the server keeps of one has to go with it."""
+    """Uses a new shared memory region each time. The server must keep nothing of a region after it is dropped."""
     key = f"/accel-soak-{uuid.uuid4().hex[:12]}"
     x = np.full((1, 4), number % 97, np.float32)
     handle = shm.create_shared_memory_region(key[1:], key, 128)
@@ -169,7 +170,7 @@ def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def sequences(made: Any, http: int, number: int) -> tuple[str, str, int]:
-    """A sequence of three; every other one is left open."""
+    """Sends a sequence of three requests. Every other sequence is left open."""
     totals = []
     for step in (1, 2, 3):
         x = triton.InferInput("x", [1, 1], "FP32")
@@ -194,7 +195,7 @@ KINDS = [
 
 
 def repository(models: Path) -> Path:
-    """A model for each of the kinds."""
+    """Makes a repository with a model for each of the kinds."""
     for name in ("linear", "bad", "again"):
         linear(models / name / "1")
     identity(models / "same" / "1", FLOAT)
@@ -224,14 +225,14 @@ def repository(models: Path) -> Path:
 
 
 def held(served: Any) -> tuple[int, int, int]:
-    """Memory, open files and threads of everything that serves."""
+    """Returns the memory, open files and threads of all server processes."""
     found = [(resident(pid), *files_and_threads(pid)) for pid in pids(served)]
     memory, files, threads = (sum(values) for values in zip(*found, strict=True))
     return memory, files, threads
 
 
 def record(folder: Path, processes: int, seconds: float, requests: int, rows: list[tuple[str, int, int]]) -> None:
-    """``soak_PROCESSES.md``: what was held before and after, with the machine that it was on."""
+    """Writes ``soak_PROCESSES.md``: the resources before and after, and the machine."""
     found = environment(os.cpu_count() or 1)
     lines = [
         f"# A server under mixed load: {processes} process{'es' if processes > 1 else ''}",
@@ -252,9 +253,9 @@ def record(folder: Path, processes: int, seconds: float, requests: int, rows: li
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
-    """Fails if an answer is wrong or lost, a counter differs from what the clients counted, or memory, threads or open
-    files grow: the last quarter of the time against the quarter after the first. Two processes get half the time.
-    ACCEL_SOAK_SECONDS shortens both, ACCEL_SOAK_RESULTS names a folder for what was found."""
+    """Fails if an answer is wrong or lost, if a counter differs from the clients' counts, or if memory, threads or open
+    files grow between the second and the last quarter of the time. Two processes get half the time. ACCEL_SOAK_SECONDS
+    shortens both. ACCEL_SOAK_RESULTS names a folder for the results."""
     seconds = SECONDS / processes
     words = ["--mode", "explicit", "--load-model", "*", "--processes", str(processes)]
     served = serve(str(repository(tmp_path / "models")), *words, path=FAULTY)
@@ -290,7 +291,7 @@ def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
         print(f"{what}: {before} -> {after}")
         growth.append((f"{what} (bytes)" if what == "memory" else what, int(before), int(after)))
         assert after <= before + slack, (what, before, after)
-    assert len(pids(served)) == processes  # none was started again
+    assert len(pids(served)) == processes  # no process was started again
     assert served.end() == 0
     if folder := os.environ.get("ACCEL_SOAK_RESULTS"):
         record(Path(folder), processes, seconds, sum(clients.counts.values()), growth)

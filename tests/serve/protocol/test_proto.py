@@ -1,4 +1,4 @@
-"""The ``.proto`` texts say what the server speaks."""
+"""The ``.proto`` files describe the protocol that the server speaks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2
 
-from accel.serve import proto
-from accel.serve.proto.text import proto_text
+from accel.serve.protocol import messages as proto
+from accel.serve.protocol.text import proto_text
 
 FOLDER = proto.DESCRIPTORS.parent
 FILES = {f.name: f for f in descriptor_pb2.FileDescriptorSet.FromString(proto.DESCRIPTORS.read_bytes()).file}
@@ -20,14 +20,14 @@ FILES = {f.name: f for f in descriptor_pb2.FileDescriptorSet.FromString(proto.DE
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_text_is_that_of_the_descriptors(name: str) -> None:
-    """Fails if a text and the descriptors that the server loads drift apart by a byte, or a text lacks its licence."""
+    """Fails if a ``.proto`` file and the server's descriptors differ by a byte, or if a file lacks its license."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     assert text == proto_text(FILES[name])
     assert "LICENSE.txt" in text.splitlines()[0]
 
 
 def without_json_names(message: Any) -> Any:
-    """protoc writes into a descriptor set what generated code leaves out: the names of fields in JSON."""
+    """Removes the fields' JSON names, which protoc writes into a descriptor set and generated code leaves out."""
     for field in message.field:
         field.ClearField("json_name")
     for nested in message.nested_type:
@@ -36,7 +36,7 @@ def without_json_names(message: Any) -> Any:
 
 
 def test_protoc_reads_them(tmp_path: Path) -> None:
-    """Fails if what protoc makes of the texts isn't the descriptors that the server loads, in any field."""
+    """Fails if protoc makes other descriptors from the files than the server loads."""
     found = tmp_path / "found.binpb"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{FOLDER}", f"--descriptor_set_out={found}", *FILES]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -50,7 +50,7 @@ def test_protoc_reads_them(tmp_path: Path) -> None:
 
 
 def test_the_texts_are_whole() -> None:
-    """Fails if a method of the service, or a message, isn't in the texts."""
+    """Fails if the files lack a method of the service or a message."""
     text = (FOLDER / "grpc_service.proto").read_text(encoding="utf-8")
     assert set(re.findall(r"rpc (\w+)\(", text)) == set(proto.methods())
     assert "stream ModelInferRequest" in text
@@ -58,7 +58,7 @@ def test_the_texts_are_whole() -> None:
 
 
 def test_what_it_cannot_say_is_refused() -> None:
-    """Fails if a descriptor with something that the texts can't say becomes one that lacks it."""
+    """Fails if a descriptor is written without one of its features because the files can't express the feature."""
     file = descriptor_pb2.FileDescriptorProto(name="x.proto", syntax="proto3", package="p")
     field = file.message_type.add(name="M").field.add(name="f", number=1, type="TYPE_INT32", label="LABEL_OPTIONAL")
     assert "int32 f = 1;" in proto_text(file)

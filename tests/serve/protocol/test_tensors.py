@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from accel.serve.inference import Code, ServeError
-from accel.serve.tensors import DATATYPES, decode_raw, decode_typed, encode
+from accel.serve.protocol.inference import Code, ServeError
+from accel.serve.protocol.tensors import DATATYPES, decode_raw, decode_typed, encode
 
 FIXED = [d for d in DATATYPES.values() if d.name not in ("BYTES", "BF16")]
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
@@ -19,7 +19,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 @given(st.data())
 def test_raw_round_trip(data: st.DataObject) -> None:
-    """Fails if a bit, a shape or a dtype is lost on the way out and in again, NaNs and empty tensors included."""
+    """Fails if a bit, a shape or a dtype is lost in a round trip, also of NaNs and empty tensors."""
     kind = data.draw(st.sampled_from(FIXED))
     array = data.draw(hnp.arrays(kind.numpy, shapes))
     back = decode_raw("x", kind.name, array.shape, bytes(encode(array, kind.name)), "m")
@@ -30,7 +30,7 @@ def test_raw_round_trip(data: st.DataObject) -> None:
 
 @given(hnp.arrays(np.float32, shapes))
 def test_bfloat16_round_trip(values: np.ndarray) -> None:
-    """Fails if bfloat16 goes another way than its sixteen bits."""
+    """Fails if bfloat16 is not sent as its sixteen bits."""
     with np.errstate(over="ignore", invalid="ignore"):
         array = values.astype(ml_dtypes.bfloat16)
     back = decode_raw("x", "BF16", array.shape, bytes(encode(array, "BF16")), "m")
@@ -40,7 +40,7 @@ def test_bfloat16_round_trip(values: np.ndarray) -> None:
 
 @given(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), st.data())
 def test_strings_are_read_and_written_as_triton_does(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Fails if a byte of a string (zero, empty, not UTF-8) changes, or Triton's own client would read another array."""
+    """Fails if a byte of a string (zero, empty, not UTF-8) changes, or Triton's client would read another array."""
     array = np.empty(shape, dtype=object)
     for index in np.ndindex(shape):
         array[index] = data.draw(st.binary(max_size=9))
@@ -54,7 +54,7 @@ def test_strings_are_read_and_written_as_triton_does(shape: tuple[int, ...], dat
 
 @given(st.data())
 def test_typed_contents_round_trip(data: st.DataObject) -> None:
-    """Fails if numbers that came one by one make another array than the one they were taken from."""
+    """Fails if reading typed contents gives another array than the one that was written."""
     kind = data.draw(st.sampled_from([d for d in FIXED if d.contents]))
     array = data.draw(hnp.arrays(kind.numpy, shapes))
     back = decode_typed("x", kind.name, array.shape, array.ravel().tolist(), "m")
@@ -63,7 +63,7 @@ def test_typed_contents_round_trip(data: st.DataObject) -> None:
 
 
 def test_a_fixed_tensor_is_a_view() -> None:
-    """Fails if the bytes that arrived are copied."""
+    """Fails if the received bytes of a tensor are copied."""
     body = np.arange(4, dtype=np.int32).tobytes()
     array = decode_raw("x", "INT32", (2, 2), body, "m")
     assert np.shares_memory(array, np.frombuffer(body, dtype=np.uint8))
@@ -72,7 +72,8 @@ def test_a_fixed_tensor_is_a_view() -> None:
 
 @given(st.binary(max_size=64), st.lists(st.integers(-2, 1 << 62), max_size=4), st.sampled_from(sorted(DATATYPES)))
 def test_hostile_bytes_are_refused_or_read(body: bytes, shape: list[int], kind: str) -> None:
-    """Fails if lies about sizes end in anything but INVALID_ARGUMENT (a crash, much memory, another exception)."""
+    """Fails if wrong sizes have any other effect than INVALID_ARGUMENT, such as a crash, much memory or another
+    exception."""
     found: list[int] | Code
     try:
         found = list(decode_raw("x", kind, shape, body, "m").shape)
@@ -94,7 +95,7 @@ def test_hostile_bytes_are_refused_or_read(body: bytes, shape: list[int], kind: 
     ],
 )
 def test_what_is_said_of_wrong_bytes(kind: str, shape: tuple[int, ...], body: bytes, says: str) -> None:
-    """Fails if a size that doesn't fit is taken, or the text doesn't say what doesn't fit."""
+    """Fails if a wrong size is accepted, or if the error doesn't say which size is wrong."""
     with pytest.raises(ServeError, match=says.replace("[", r"\[").replace(".", r"\.")):
         decode_raw("x", kind, shape, body, "m")
 
@@ -103,7 +104,7 @@ def test_what_is_said_of_wrong_bytes(kind: str, shape: tuple[int, ...], body: by
     ("kind", "values"), [("INT8", [300]), ("UINT8", [-1]), ("INT32", [1.5]), ("FP32", ["a"]), ("INT64", [[1]])]
 )
 def test_values_that_do_not_fit_are_refused(kind: str, values: list[object]) -> None:
-    """Fails if a number is wrapped around, cut or read as something else."""
+    """Fails if a number is wrapped around, cut or read as another number."""
     with pytest.raises(ServeError) as caught:
         decode_typed("x", kind, (1,), values, "m")
     assert caught.value.code is Code.INVALID_ARGUMENT

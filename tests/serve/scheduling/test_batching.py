@@ -1,4 +1,4 @@
-"""Dynamic batching, its bounds and its priorities, at times that the tests set by hand."""
+"""Dynamic batching, its bounds and its priorities. The tests set the clock by hand."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import SIGNATURE, Caller, FakeSession, by_hand, request, run_all, waiting
 
 from accel.errors import BadConfig
-from accel.serve.executor import make_executor
-from accel.serve.inference import LATENCIES_NS, InferenceRequest, InferenceResponse, infer
-from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.serve.protocol.inference import LATENCIES_NS, InferenceRequest, InferenceResponse, infer
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import QueuePolicy, Scheduling
+from tests.support.fake_sessions import SIGNATURE, Caller, FakeSession, by_hand, request, run_all, waiting
 
 
 def test_an_idle_instance_runs_at_once() -> None:
-    """Fails if the first request waits for company that need not come."""
+    """Fails if the first request waits for others although an instance is idle."""
     executor, session, _ = by_hand(waiting(eager=True))
     caller = Caller(executor, request(1))
     caller.check_rows()
@@ -24,7 +24,7 @@ def test_an_idle_instance_runs_at_once() -> None:
 
 
 def test_requests_gather_while_the_instance_is_busy() -> None:
-    """Fails if what comes during a run is run one by one afterwards, or inside it."""
+    """Fails if requests that come during a run are run one by one afterwards, or inside that run."""
     executor, session, clock = by_hand(waiting(eager=True))
     callers: list[Caller] = []
 
@@ -44,7 +44,8 @@ def test_requests_gather_while_the_instance_is_busy() -> None:
 
 
 def test_the_delay_is_that_of_the_oldest() -> None:
-    """Fails if a batch is run before the oldest has waited its time, if later ones prolong it, or a full one waits."""
+    """Fails if a batch runs before the oldest request has waited its time, if later requests prolong the wait, or if a
+    full batch waits."""
     executor, session, clock = by_hand(waiting())
     first = Caller(executor, request(1))
     clock.now += 0.0009
@@ -62,7 +63,7 @@ def test_the_delay_is_that_of_the_oldest() -> None:
 
 
 def test_a_limit_of_its_own_is_not_waited_away() -> None:
-    """A queue timeout shorter than the delay. Fails if such a request always times out while waiting for company."""
+    """Fails if a request whose queue timeout is shorter than the delay times out because it waits for others."""
     executor, _, clock = by_hand(waiting(max_delay_us=10_000, default_policy=QueuePolicy(timeout_us=2000)))
     caller = Caller(executor, request(1))
     clock.now += 0.0011
@@ -71,7 +72,7 @@ def test_a_limit_of_its_own_is_not_waited_away() -> None:
 
 
 def test_preferred_sizes() -> None:
-    """Fails if a preferred size that is reached is waited with, or a larger one that isn't is taken instead."""
+    """Fails if a batch of a preferred size waits, or a larger batch of another size runs instead."""
     executor, session, clock = by_hand(waiting(preferred=(2, 4)))
     for i in range(7):
         Caller(executor, request(i))
@@ -86,7 +87,7 @@ def test_preferred_sizes() -> None:
     ("allowed", "rows", "sizes"),
     [
         ((1, 4, 8), [1] * 5, [4, 1]),
-        ((1, 8), [1] * 5, [8]),  # rather one padded run than five
+        ((1, 8), [1] * 5, [8]),  # one padded run is better than five runs
         ((4, 8), [3, 3], [8]),
         ((2, 8), [1] * 3, [2, 2]),
         ((4,), [1], [4]),
@@ -94,7 +95,7 @@ def test_preferred_sizes() -> None:
     ],
 )
 def test_allowed_sizes(allowed: tuple[int, ...], rows: list[int], sizes: list[int]) -> None:
-    """Fails if the session is given a batch that its engine has no profile for, or padding reaches a caller."""
+    """Fails if the session gets a batch size that its engine has no profile for, or a caller gets padding."""
     executor, session, clock = by_hand(waiting(allowed=allowed))
     callers = [Caller(executor, request(10 * i, rows=n)) for i, n in enumerate(rows)]
     clock.now += 1
@@ -105,7 +106,7 @@ def test_allowed_sizes(allowed: tuple[int, ...], rows: list[int], sizes: list[in
 
 
 def test_without_dynamic_batching_each_runs_alone() -> None:
-    """Fails if requests of two callers are mixed on a model that doesn't want it."""
+    """Fails if requests of two callers run together although dynamic batching is off."""
     executor, session, _ = by_hand(Scheduling(max_batch_size=8, eager=False))
     callers = [Caller(executor, request(i, rows=2)) for i in range(3)]
     run_all(executor)
@@ -115,7 +116,8 @@ def test_without_dynamic_batching_each_runs_alone() -> None:
 
 
 def test_different_shapes_and_dtypes_are_not_mixed() -> None:
-    """Fails if two requests that can't be stacked meet, or if one of another kind holds up those behind it."""
+    """Fails if two requests that can't be stacked share a batch, or if a request of another shape blocks later
+    requests."""
     executor, session, clock = by_hand(waiting())
     wide = [
         Caller(executor, InferenceRequest(model="m", inputs={"x": np.full((1, n), v, "float32")}))
@@ -138,7 +140,7 @@ def test_different_shapes_and_dtypes_are_not_mixed() -> None:
     ],
 )
 def test_refused_at_once(inputs: dict[str, np.ndarray], outputs: tuple[str, ...] | None, text: str) -> None:
-    """Fails if a request that can't be batched rightly gets into a batch with others, or isn't counted."""
+    """Fails if a request that can't be batched joins a batch, or isn't counted."""
     executor, session, _ = by_hand(waiting())
     caller = Caller(executor, InferenceRequest(model="m", inputs=inputs, outputs=outputs))
     assert caller.code == "INVALID_ARGUMENT"
@@ -149,14 +151,15 @@ def test_refused_at_once(inputs: dict[str, np.ndarray], outputs: tuple[str, ...]
 
 
 def test_only_the_outputs_asked_for_in_their_order() -> None:
-    """Fails if outputs are left in or come in the model's order."""
+    """Fails if an output that wasn't requested is returned, or the outputs come in the model's order."""
     executor, _, _ = by_hand(Scheduling(max_batch_size=8))
     assert list(infer(executor, request(1, outputs=("z", "y"))).outputs) == ["z", "y"]
     assert list(infer(executor, request(1, outputs=("z",))).outputs) == ["z"]
 
 
 def test_outputs_that_cannot_be_told_apart() -> None:
-    """A model that gives one row for the whole batch. Fails if a caller gets all rows, or rows of another one."""
+    """Fails if a caller gets all rows, or another caller's rows, from a model that gives one row for the whole
+    batch."""
 
     class Summing(FakeSession):
         def run(self, feeds: Any) -> dict[str, np.ndarray]:
@@ -174,7 +177,7 @@ def test_outputs_that_cannot_be_told_apart() -> None:
 
 
 def test_priorities_and_their_bounds() -> None:
-    """Fails if an urgent request waits behind others, or if the bound doesn't answer at once."""
+    """Fails if an urgent request waits behind others, or a request beyond the bound isn't refused at once."""
     executor, session, _ = by_hand(
         Scheduling(
             max_batch_size=1,
@@ -192,7 +195,7 @@ def test_priorities_and_their_bounds() -> None:
 
 
 def test_statistics_of_a_batch() -> None:
-    """Fails if time is booked where it wasn't spent, or the counts of requests, rows and runs are mixed up."""
+    """Fails if the statistics add a time to the wrong duration, or mix up the numbers of requests, rows and runs."""
     executor, session, clock = by_hand(waiting())
 
     def during() -> None:
@@ -222,7 +225,8 @@ def test_statistics_of_a_batch() -> None:
 
 
 def test_answers_in_order() -> None:
-    """Two instances; the first request takes longer. Fails if ``preserve_ordering`` lets a later answer overtake."""
+    """Fails if a later answer comes first in spite of ``preserve_ordering``. Of two instances, the first request's
+    takes longer."""
     order: list[str] = []
     executor, session, _ = by_hand(Scheduling(max_batch_size=1, instances=2, preserve_ordering=True, eager=False))
     for i in range(3):
@@ -230,7 +234,7 @@ def test_answers_in_order() -> None:
 
     def during() -> None:
         session.during = None
-        assert executor.poll()  # the second one runs, and is done, while the first is still running
+        assert executor.poll()  # the second request runs and ends while the first still runs
         assert order == []
 
     session.during = during
@@ -271,6 +275,6 @@ def test_answers_in_order_wait_for_the_one_before() -> None:
     ],
 )
 def test_options_that_contradict(options: dict[str, Any], text: str) -> None:
-    """Fails if a config that can't be followed is taken, or a session is opened for it."""
+    """Fails if contradictory options are accepted, or a session is opened for them."""
     with pytest.raises(BadConfig, match=text):
         make_executor(SIGNATURE, Scheduling(**options), lambda: pytest.fail("opened"), name="m", version="1")

@@ -1,4 +1,4 @@
-"""Decoupled models: parts as they come, one end."""
+"""Decoupled models: each part is sent as soon as it is computed, and there is one final response."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import POISON, SIGNATURE, FakeSession, request
 
 from accel.errors import BadConfig
-from accel.serve.decoupled import DecoupledExecutor
-from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest, InferenceResponse, ServeError
-from accel.serve.scheduling import Scheduling
+from accel.serve.protocol.inference import InferenceRequest, InferenceResponse, ServeError
+from accel.serve.scheduling.decoupled import DecoupledExecutor
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import Scheduling
 from accel.signature import Feeds
+from tests.support.fake_sessions import POISON, SIGNATURE, FakeSession, request
 
 
 class Streaming(FakeSession):
-    """As many parts as the first value says; a poisonous row raises after the second part."""
+    """A session that yields as many parts as the first value says. A poisonous row raises after the second part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Streaming(FakeSession):
         self.freed = 0
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        self.held = self._parts(feeds)  # a session may keep its stream: that must not keep what it holds
+        self.held = self._parts(feeds)  # a session may keep its stream; the stream's buffers must be freed all the same
         return self.held
 
     def _parts(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
@@ -61,7 +61,7 @@ def ask(executor: DecoupledExecutor, asked: InferenceRequest) -> list[InferenceR
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_parts_then_the_end(parts: int) -> None:
-    """Fails if a part is lost, held back until the next, or the end is missing or comes twice."""
+    """Fails if a part is lost or held back until the next part, or if the final response is missing or repeated."""
     executor, session = decoupled(dynamic=True, allowed=(2, 4))
     answers = ask(executor, request(parts))
     assert not answers, "streams run on the instance's thread, not on the caller's"
@@ -82,7 +82,7 @@ def test_parts_then_the_end(parts: int) -> None:
 
 
 def test_requests_are_not_mixed() -> None:
-    """Fails if two callers share a stream."""
+    """Fails if two callers get parts of one stream."""
     executor, session = decoupled(dynamic=True)
     both = [ask(executor, request(n)) for n in (1, 2)]
     while executor.poll():
@@ -92,7 +92,7 @@ def test_requests_are_not_mixed() -> None:
 
 
 def test_a_stream_that_breaks() -> None:
-    """Fails if an error after some parts is swallowed, or followed by an end."""
+    """Fails if an error after some parts is swallowed, or a final response follows the error."""
     executor, _ = decoupled()
     answers = ask(executor, request(POISON))
     executor.poll()
@@ -102,7 +102,7 @@ def test_a_stream_that_breaks() -> None:
 
 
 def test_cancelling_a_stream() -> None:
-    """Fails if a stream is computed to its end for nobody, its generator stays open, or something follows."""
+    """Fails if a canceled stream is computed to its end, leaves its generator open, or sends another response."""
     executor, session = decoupled()
     answers: list[InferenceResponse | ServeError] = []
 
@@ -132,7 +132,8 @@ def test_cancelling_a_stream() -> None:
 
 @pytest.mark.parametrize("times", [[0.0, 1.0], [0.0, 0.9, 1.1]])
 def test_an_expired_stream_never_runs(times: list[float]) -> None:
-    """Fails if a stream is begun after its deadline, even where it passes between being chosen and being run."""
+    """Fails if a stream begins after its deadline, even if the deadline passes between the choice of the request and
+    its run."""
     session = Streaming()
     executor = make_executor(
         SIGNATURE, Scheduling(max_batch_size=4, decoupled=True), lambda: session, name="m", version="1",
@@ -146,7 +147,7 @@ def test_an_expired_stream_never_runs(times: list[float]) -> None:
 
 
 def test_a_session_that_cannot_stream() -> None:
-    """Fails if that only shows at the first request, or the session stays open."""
+    """Fails if a session that can't stream is accepted until the first request, or stays open."""
     session = FakeSession()
     with pytest.raises(BadConfig, match="no stream"):
         make_executor(SIGNATURE, Scheduling(decoupled=True), lambda: session, name="m", version="1")

@@ -1,16 +1,16 @@
-"""Requests that expire, are cancelled or fail, and executors that are closed, at times that the tests set by hand."""
+"""Requests that expire, are canceled or fail, and executors that are closed. The tests set the clock by hand."""
 
 from __future__ import annotations
 
 import pytest
-from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, by_hand, request, run_all, waiting
 
-from accel.serve.executor import make_executor
-from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import QueuePolicy, Scheduling
+from tests.support.fake_sessions import POISON, SIGNATURE, Caller, FakeSession, by_hand, request, run_all, waiting
 
 
 def test_an_expired_request_never_runs() -> None:
-    """Fails if a request is run after its client's deadline or its queue timeout, however it got into the batch."""
+    """Fails if a request runs after its client's deadline or its queue timeout."""
     executor, session, clock = by_hand(waiting(default_policy=QueuePolicy(timeout_us=5000), eager=True))
     callers: list[Caller] = []
 
@@ -39,7 +39,7 @@ def test_an_expired_request_never_runs() -> None:
 
 
 def test_a_deadline_that_passes_while_the_batch_is_bisected() -> None:
-    """Fails if halves are run without looking at the deadlines again."""
+    """Fails if a half of a bisected batch runs without a new check of the deadlines."""
     executor, session, clock = by_hand(waiting())
 
     def during() -> None:
@@ -56,7 +56,7 @@ def test_a_deadline_that_passes_while_the_batch_is_bisected() -> None:
 
 @pytest.mark.parametrize("k", range(5))
 def test_cancelling_the_kth_of_n_runs_the_others(k: int) -> None:
-    """Fails if a cancelled request is run, isn't answered, or takes another one with it."""
+    """Fails if a canceled request runs, gets no answer, or cancels another request."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(5)]
     callers[k].ticket.cancel()
@@ -75,7 +75,7 @@ def test_cancelling_the_kth_of_n_runs_the_others(k: int) -> None:
 
 
 def test_cancelling_during_the_batch() -> None:
-    """Fails if a request cancelled while it runs is answered twice, or later than it could be."""
+    """Fails if a request canceled during its run is answered twice, or only after the run."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(3)]
     seen = []
@@ -95,7 +95,8 @@ def test_cancelling_during_the_batch() -> None:
 
 @pytest.mark.parametrize("k", range(7))
 def test_one_poisonous_row_fails_alone(k: int) -> None:
-    """Fails if one caller's bad row costs another caller its answer, or finding it takes a run for each request."""
+    """Fails if one caller's bad row makes another caller's request fail, or if the search for this row needs a run for
+    each request."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(POISON if i == k else i)) for i in range(7)]
     clock.now += 0.001
@@ -113,7 +114,7 @@ def test_one_poisonous_row_fails_alone(k: int) -> None:
 
 
 def test_cancelling_in_a_batch_that_fails() -> None:
-    """Fails if a request that was cancelled while its batch ran is run again with its half."""
+    """Fails if a request that was canceled during the run of its batch runs again with its half of the batch."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(value)) for value in (POISON, 1, 2, 3)]
 
@@ -128,8 +129,8 @@ def test_cancelling_in_a_batch_that_fails() -> None:
 
 
 def test_close_answers_what_was_taken() -> None:
-    """Fails if closing drops requests that it had time for, waits for the delay first, takes new ones, or leaves a
-    session open."""
+    """Fails if closing drops requests although there is time, waits for the delay first, accepts new requests, or
+    leaves a session open."""
     executor, session, _ = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(3)]
     executor.close(0.0)
@@ -144,7 +145,7 @@ def test_close_answers_what_was_taken() -> None:
 
 
 def test_an_answer_that_raises_hurts_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a front end's fault takes the rest of the batch or the instance with it."""
+    """Fails if an answer callback that raises breaks the other requests of the batch or the instance."""
     executor, _, clock = by_hand(waiting())
 
     def broken(answer: object) -> None:
@@ -160,7 +161,7 @@ def test_an_answer_that_raises_hurts_nobody_else(caplog: pytest.LogCaptureFixtur
 
 
 def test_sessions_are_closed_when_one_does_not_open() -> None:
-    """Fails if the first of two instances stays in memory when the second can't be loaded."""
+    """Fails if the first of two instances stays in memory when the second can't be opened."""
     opened: list[FakeSession] = []
 
     def open_session() -> FakeSession:

@@ -1,4 +1,5 @@
-"""Batching by length: the cut, the cost table, padding and cutting back, and that nobody's result changes by it."""
+"""Batching by length: where a batch is cut, the cost table, padding, and cutting outputs back. No result depends on the
+batch."""
 
 from __future__ import annotations
 
@@ -9,20 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import Caller, FakeClock, FakeSession, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.artifact import Artifact
 from accel.errors import BadConfig
 from accel.runtimes.base import SessionOptions, get_runtime
-from accel.serve.cost_table import CostTable, grid, measure_costs
-from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest, InferenceResponse
-from accel.serve.instances import QueuedExecutor
-from accel.serve.lengths import best_cut
-from accel.serve.scheduling import LengthBatching, Scheduling
+from accel.serve.protocol.inference import InferenceRequest, InferenceResponse
+from accel.serve.scheduling.cost_table import CostTable, grid, measure_costs
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.instances import QueuedExecutor
+from accel.serve.scheduling.lengths import best_cut
+from accel.serve.scheduling.options import LengthBatching, Scheduling
 from accel.signature import DimRange, Feeds, Signature, TensorSpec
+from tests.support.fake_sessions import Caller, FakeClock, FakeSession, run_all
 
 TEXT = Signature(
     (
@@ -38,7 +39,8 @@ COSTS = CostTable.proportional(4)
 
 
 class TextSession(FakeSession):
-    """Sum of the ids under the mask, and each id twice. Padding that isn't masked would change the sum."""
+    """A session that returns the sum of the ids under the mask, and twice each id. Unmasked padding would change the
+    sum."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)
@@ -101,7 +103,7 @@ def all_cuts(count: int) -> list[list[tuple[int, int]]]:
     st.integers(0, 200),
 )
 def test_no_cut_is_cheaper(requests: list[tuple[int, int]], limit: int, overhead: int) -> None:
-    """Against every cut there is. Fails if the dynamic programme misses the best one or makes a batch too large."""
+    """Fails if the dynamic programming misses the cheapest of all possible cuts, or makes a batch too large."""
     requests.sort()
     lengths, rows = [r[0] for r in requests], [r[1] for r in requests]
     table = CostTable.proportional(overhead)
@@ -116,7 +118,8 @@ def test_no_cut_is_cheaper(requests: list[tuple[int, int]], limit: int, overhead
 
 
 def test_short_ones_are_not_padded_to_a_long_one() -> None:
-    """Fails if they are, if the request that waited longest isn't in the first batch, or a result changes."""
+    """Fails if short requests are padded to the length of a long one, if the request that waited longest isn't in the
+    first batch, or if a result changes."""
     executor, session, _ = by_length()
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((50, 3, 4, 49, 3, 2))]
     run_all(executor)
@@ -128,7 +131,8 @@ def test_short_ones_are_not_padded_to_a_long_one() -> None:
 
 
 def test_a_dear_run_is_shared() -> None:
-    """Fails if the cost of starting a run isn't weighed against padding: many runs where one is cheaper."""
+    """Fails if the cost of starting a run isn't weighed against padding, so that many runs replace a cheaper single
+    run."""
     session = TextSession()
     scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=LENGTHS)
     executor = make_executor(
@@ -143,7 +147,7 @@ def test_a_dear_run_is_shared() -> None:
 
 
 class TimedSession(TextSession):
-    """As ``TextSession``, each run of which takes what ``costs`` says."""
+    """A ``TextSession`` whose runs take the time that ``costs`` says."""
 
     def __init__(self, costs: CostTable, clock: FakeClock) -> None:
         super().__init__()
@@ -167,9 +171,9 @@ def timed(clock: FakeClock, costs: CostTable, *, eager: bool = True) -> tuple[Qu
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
-    """A simulated stream of texts at half of what the model can do. Fails if a request is only looked at when it has
-    waited its time, and so waits for the run of another batch on top; if an idle instance waits although it shouldn't;
-    or if waiting for company brings none."""
+    """Fails if the scheduler looks at a request only after the delay, so that the request also waits for the run of
+    another batch. Also fails if an idle instance waits without need, or if waiting for others forms no larger batches.
+    The test simulates a stream of texts at half of the model's throughput."""
     clock = FakeClock()
     costs = CostTable((1, 8), (1, 64), ((0.004, 0.02), (0.008, 0.12)))
     executor, session = timed(clock, costs, eager=eager)
@@ -184,7 +188,7 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
             tickets.append(executor.submit(request, lambda _: None, arrived=arrived))
         if not executor.poll():
             clock.now += 0.0005
-    assert 0.4 < alone / (clock.now - began) < 0.7  # the load that was meant
+    assert 0.4 < alone / (clock.now - began) < 0.7  # the simulated load is the intended one
     waits = [ticket.durations.queue / 1e9 for ticket in tickets]
     assert np.quantile(waits, 0.99) <= 0.1
     if eager:
@@ -193,12 +197,13 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
         assert len(session.feeds) < 0.5 * len(tickets)
 
 
-# Eight rows cost as much more as positions do: 10 ms for 8, 80 ms for 64.
+# The cost grows with the positions: 10 ms for 8, 80 ms for 64.
 STEEP = CostTable((1, 8), (1, 64), ((0.00125, 0.08), (0.01, 0.64)))
 
 
 def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
-    """Fails if the order in which requests are due is kept where it makes one late that needn't be."""
+    """Fails if a request that could be in time is late because requests run strictly in the order of their due
+    times."""
     clock = FakeClock()
     executor, session = timed(clock, STEEP)
     callers = [Caller(executor, replace(text(i, n), inline=False)) for i, n in enumerate((64, 4))]
@@ -210,8 +215,8 @@ def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
 
 @pytest.mark.parametrize(("deadline", "waited"), [(None, 0.3), (0.2, 0.15)])
 def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: float) -> None:
-    """Fails if those that can still be in time go before a late one however long it waits, or before one that has a
-    deadline of its own."""
+    """Fails if a late request is postponed without end, or if a late request with a deadline of its own is postponed at
+    all."""
     clock = FakeClock()
     executor, session = timed(clock, STEEP)
     request = replace(text(0, 64), inline=False)
@@ -225,7 +230,8 @@ def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: flo
 
 
 def test_the_delay_bound() -> None:
-    """Fails if a long request waits for long company after its time, or a batch starts before anybody's time is up."""
+    """Fails if a long request waits for others beyond its time, or if a batch starts although each of its requests
+    could still wait."""
     executor, session, clock = by_length(max_delay_us=1000)
     Caller(executor, text(0, 60))
     for i in range(1, 6):
@@ -241,7 +247,7 @@ def test_the_delay_bound() -> None:
 
 
 def test_enough_company_is_not_waited_for() -> None:
-    """Fails if an idle instance waits although as many requests wait as fit into a batch."""
+    """Fails if an idle instance waits although the waiting requests fill a batch."""
     executor, session, _ = by_length(max_delay_us=10**6)
     for i in range(8):
         Caller(executor, text(i, 5))
@@ -250,7 +256,7 @@ def test_enough_company_is_not_waited_for() -> None:
 
 
 def test_a_mask_is_made_and_a_sent_one_kept() -> None:
-    """Fails if a caller's own mask is replaced, none is made, or padding is not masked."""
+    """Fails if a caller's own mask is replaced, if a missing mask isn't made, or if padding is not masked."""
     executor, session, _ = by_length()
     sent = ((5, True), (4, False), (3, True))
     callers = [Caller(executor, text(i, n, mask=mask)) for i, (n, mask) in enumerate(sent)]
@@ -270,8 +276,8 @@ def test_a_mask_is_made_and_a_sent_one_kept() -> None:
 
 
 def test_sizes_are_part_of_the_cost() -> None:
-    """Every run has eight rows. Fails if the cut takes two such runs for as cheap as two small ones, or if what fills
-    them up isn't a row that the model is known to take."""
+    """Fails if the cut counts two runs of eight rows as cheap as two small runs, or if the padding rows aren't copies
+    of a valid row. Every run has eight rows."""
     executor, session, _ = by_length(allowed=(8,))
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((3, 50, 3))]
     run_all(executor)
@@ -288,7 +294,7 @@ def test_sizes_are_part_of_the_cost() -> None:
     st.sampled_from([None, (2, 4), (3, 8), (8,)]),
 )
 def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tuple[int, ...] | None) -> None:
-    """Fails if padding, filling up or cutting back reaches any caller, or a size isn't allowed."""
+    """Fails if a caller's result contains padding or lacks a part, or if a batch has a size that isn't allowed."""
     executor, session, _ = by_length(allowed=allowed)
     callers = [Caller(executor, text(i, n, rows, mask=mask)) for i, (n, rows, mask) in enumerate(requests)]
     run_all(executor)
@@ -301,7 +307,8 @@ def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tup
 
 
 def test_an_output_that_does_not_keep_the_length() -> None:
-    """A model that halves the sequence: it can't be cut back. Fails if a caller gets a part that isn't its own."""
+    """Fails if a caller gets another caller's rows from a model that halves the sequence, whose output can't be cut
+    back."""
 
     class Halving(TextSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -320,7 +327,7 @@ def test_an_output_that_does_not_keep_the_length() -> None:
 
 
 def test_lengths_that_differ_inside_a_request() -> None:
-    """Fails if a request that contradicts itself reaches the session."""
+    """Fails if a request whose inputs have different lengths reaches the session."""
     executor, session, _ = by_length()
     asked = text(1, 5)
     asked.inputs["mask"] = np.ones((1, 4), np.int64)  # type: ignore[index]
@@ -331,8 +338,8 @@ def test_lengths_that_differ_inside_a_request() -> None:
 @pytest.mark.parametrize(
     ("lengths", "dynamic", "text"),
     [
-        (LengthBatching(dim="width"), True, "no dim called 'width'.* length"),
-        (LengthBatching(dim="batch"), True, "no dim called 'batch'"),
+        (LengthBatching(dim="width"), True, "has no dim 'width'.* length"),
+        (LengthBatching(dim="batch"), True, "has no dim 'batch'"),
         (LengthBatching(dim="length", mask="nope"), True, "'nope' is not one of its inputs"),
         (LengthBatching(dim="length", pad={"nope": 1}), True, "padding is given for 'nope'"),
         (LengthBatching(dim="length", outputs={"each": 0}), True, "axis 0"),
@@ -340,14 +347,14 @@ def test_lengths_that_differ_inside_a_request() -> None:
     ],
 )
 def test_options_that_cannot_be(lengths: LengthBatching, dynamic: bool, text: str) -> None:
-    """Fails if a config that would give wrong results is taken."""
+    """Fails if ``make_executor`` accepts scheduling options that would give wrong results."""
     scheduling = Scheduling(max_batch_size=4, dynamic=dynamic, lengths=lengths)
     with pytest.raises(BadConfig, match=text):
         make_executor(TEXT, scheduling, TextSession, name="m", version="1", start=False)
 
 
 class SlowText(TextSession):
-    """Takes as long, on the clock, as a small transformer would."""
+    """A ``TextSession`` that takes as much time on the clock as a small transformer would."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
@@ -361,8 +368,8 @@ class SlowText(TextSession):
 
 @pytest.mark.parametrize("budget", [1e9, 0.1])
 def test_costs_are_measured(budget: float) -> None:
-    """Fails if the table isn't what the session takes, or if what there was no time for is guessed badly or run
-    nevertheless."""
+    """Fails if the table differs from the session's times, or if a cell beyond the budget is measured or badly
+    estimated."""
     clock = FakeClock()
     session = SlowText(clock)
     before = clock.now
@@ -380,7 +387,7 @@ def test_costs_are_measured(budget: float) -> None:
 
 
 def test_a_model_that_refuses_random_inputs(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a model can't be loaded because what its runs cost can't be measured."""
+    """Fails if a model can't be loaded because its run costs can't be measured."""
 
     class Picky(TextSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -398,7 +405,7 @@ def test_a_model_that_refuses_random_inputs(caplog: pytest.LogCaptureFixture) ->
 
 
 def texts_of_many_lengths(count: int) -> list[np.ndarray]:
-    """Token ids of what people judged (documents and word pairs), each at its own length, in a mixed order."""
+    """Returns the token ids of documents and word pairs, each with its own length, in a mixed order."""
     from accel.examples import minilm
 
     found = []
@@ -414,7 +421,8 @@ def texts_of_many_lengths(count: int) -> list[np.ndarray]:
 
 
 def test_in_the_order_of_arrival() -> None:
-    """``grouped`` off. Fails if the batches aren't those of arrival, or a caller gets padding or another one's rows."""
+    """Fails if the batches aren't in the order of arrival with ``grouped`` off, or if a caller gets padding or another
+    caller's rows."""
     executor, session, clock = by_length(lengths=replace(LENGTHS, grouped=False))
     lengths = [60, 2, 3, 59, 4, 5, 6, 58, 7, 8]
     callers = [Caller(executor, text(i, length)) for i, length in enumerate(lengths)]
@@ -425,10 +433,11 @@ def test_in_the_order_of_arrival() -> None:
         check(caller)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_minilm(minilm: Artifact) -> None:
-    """The real model on real texts: fails if batching by length changes an embedding by more than rounding, or doesn't
-    at least halve the padding of batches in the order of arrival."""
+    """Fails if batching by length changes an embedding by more than rounding, or doesn't at least halve the padding
+    compared with the order of arrival. Uses a real model and real texts."""
     texts = texts_of_many_lengths(64)
     session = get_runtime("onnxruntime").open(minilm, SessionOptions(threads=1))
     lengths = LengthBatching(dim="sequence", mask="attention_mask")

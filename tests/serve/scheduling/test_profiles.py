@@ -1,4 +1,4 @@
-"""Engines with several optimization profiles: no batch is off all of them."""
+"""Engines with several optimization profiles: each batch fits one of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import Caller, FakeClock, FakeSession, run_all
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel.errors import BadFeeds
-from accel.serve.cost_table import CostTable, measure_costs
-from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest
-from accel.serve.profiles import Profile, read_profiles, rows_of
-from accel.serve.scheduling import LengthBatching, Scheduling
+from accel.serve.protocol.inference import InferenceRequest
+from accel.serve.scheduling.cost_table import CostTable, measure_costs
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import LengthBatching, Scheduling
+from accel.serve.scheduling.profiles import Profile, read_profiles, rows_of
 from accel.signature import DimRange, Feeds, Signature, TensorSpec
+from tests.support.fake_sessions import Caller, FakeClock, FakeSession, run_all
 
-# Many short ones, few long ones; 3 rows are in no profile.
+# One profile for many short rows, one for few long rows. No profile takes 3 rows.
 PROPERTIES = {"profiles": [{"x": [[4, 2], [8, 4], [16, 8]]}, {"x": [[1, 4], [2, 32], [2, 64]]}]}
 PROFILES = read_profiles(PROPERTIES)
 SIGNATURE = Signature(
@@ -29,7 +29,7 @@ SIGNATURE = Signature(
 
 
 class Engine(FakeSession):
-    """y = 2x, for the shapes that a profile holds."""
+    """A session that computes y = 2x, but only for shapes inside a profile."""
 
     def __init__(self, profiles: tuple[Profile, ...] = PROFILES) -> None:
         super().__init__(SIGNATURE)
@@ -72,7 +72,8 @@ def request(number: int, rows: int, length: int) -> InferenceRequest:
 
 
 def test_the_rows_of_profiles() -> None:
-    """Fails if the rows of one profile are taken for those of another, or rows that are in none for some."""
+    """Fails if the batch sizes of one profile are used for shapes of another profile, or if a batch size outside all
+    profiles is allowed."""
     assert rows_of(PROFILES, None, 16) == (1, 2, *range(4, 17))
     assert sizes(2) == list(range(4, 17))
     assert sizes(4) == [1, 2, *range(4, 17)]
@@ -91,8 +92,8 @@ def test_the_rows_of_profiles() -> None:
     st.sampled_from(["rows", "grouped", "as they came"]),
 )
 def test_no_batch_is_off_the_profiles(given_shapes: list[tuple[int, int]], how: str) -> None:
-    """Fails if the engine ever sees a batch that it doesn't take, a request that fits is refused, one that doesn't is
-    taken, or somebody gets the rows of another."""
+    """Fails if the engine gets a batch that no profile takes, if a fitting request is refused, if an unfitting request
+    is accepted, or if a caller gets another caller's rows."""
     lengths = None if how == "rows" else LengthBatching(dim="length", outputs={"y": 1}, grouped=how == "grouped")
     executor, session = make(lengths)
     callers = [Caller(executor, request(i, *shape)) for i, shape in enumerate(given_shapes)]
@@ -106,7 +107,7 @@ def test_no_batch_is_off_the_profiles(given_shapes: list[tuple[int, int]], how: 
 
 
 def test_short_ones_are_run_together() -> None:
-    """Fails if what one profile takes is cut to what the other takes."""
+    """Fails if a batch that fits one profile is cut to the size of another profile."""
     executor, session = make()
     for i in range(16):
         Caller(executor, request(i, 1, 8))
@@ -123,7 +124,7 @@ def test_short_ones_are_run_together() -> None:
     ("rows", "length", "said"), [(1, 65, "off the optimization profiles"), (3, 32, "must be <= 2")]
 )
 def test_what_no_profile_takes(rows: int, length: int, said: str) -> None:
-    """Fails if a request that the engine can't run is tried, or the client isn't told why."""
+    """Fails if a request that the engine can't run reaches the engine, or if the error lacks the reason."""
     executor, session = make()
     caller = Caller(executor, request(0, rows, length))
     assert caller.refused is not None
@@ -132,7 +133,7 @@ def test_what_no_profile_takes(rows: int, length: int, said: str) -> None:
 
 
 def test_costs_are_measured_where_it_runs() -> None:
-    """Fails if shapes off the profiles keep those that are on them from being measured."""
+    """Fails if shapes outside the profiles prevent the measurement of shapes inside them."""
     session = Engine()
     table = measure_costs(session, dim="length", batch="batch", sizes=[1, 2, 4, 8, 16], lengths=[2, 8, 64])
     assert session.refused

@@ -1,16 +1,16 @@
-"""The queue by itself: order of service, bounds, timeouts. No thread, no waiting: the tests say what time it is."""
+"""The queue alone: order of service, bounds, timeouts. The queue has no thread, and the tests pass it the time."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_sessions import request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.serve.inference import InferenceRequest, ServeError
-from accel.serve.queue import NEVER, Entry, RequestQueue
-from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.serve.protocol.inference import InferenceRequest, ServeError
+from accel.serve.scheduling.options import QueuePolicy, Scheduling
+from accel.serve.scheduling.queue import NEVER, Entry, RequestQueue
+from tests.support.fake_sessions import request
 
 
 def entry(value: float, *, rows: int = 1, at: float = 0.0, **fields: object) -> Entry:
@@ -22,15 +22,16 @@ def ids(queue: RequestQueue) -> list[str]:
 
 
 def test_levels_then_arrival() -> None:
-    """Fails if a less urgent level is served first, or two of one level change places."""
+    """Fails if a less urgent level is served first, or two requests of one level change places."""
     queue = RequestQueue(Scheduling(priority_levels=3, default_priority=2))
     for value, priority in ((1, 3), (2, 0), (3, 1), (4, 2), (5, 1), (6, 99)):
         queue.put(entry(value, priority=priority))
-    assert ids(queue) == ["3", "5", "2", "4", "6", "1"]  # 0 and 99 are no levels: they get the default, as in Triton
+    # Priorities 0 and 99 are not levels of the model. As in Triton they get the default level.
+    assert ids(queue) == ["3", "5", "2", "4", "6", "1"]
 
 
 def test_priority_means_nothing_without_levels() -> None:
-    """Fails if a client can overtake others on a model that has no levels."""
+    """Fails if a client can overtake others with a priority on a model without levels."""
     queue = RequestQueue(Scheduling())
     for value, priority in ((1, 0), (2, 1), (3, 7)):
         queue.put(entry(value, priority=priority))
@@ -47,7 +48,7 @@ def test_priority_means_nothing_without_levels() -> None:
     ],
 )
 def test_bounds(scheduling: Scheduling, fits: int) -> None:
-    """Fails if a bound is off by one, isn't kept, or is not free again after a removal."""
+    """Fails if a bound is off by one or ignored, or if removing a request doesn't free its share."""
     queue = RequestQueue(scheduling)
     taken = [entry(i, rows=2) for i in range(fits)]
     for one in taken:
@@ -70,7 +71,7 @@ def test_strings_count_by_their_length() -> None:
 
 
 def test_a_bound_for_each_level() -> None:
-    """Fails if a full level keeps out the requests of another one."""
+    """Fails if a full level refuses the requests of another level."""
     queue = RequestQueue(Scheduling(priority_levels=2, default_priority=1, policies={2: QueuePolicy(max_queue_size=1)}))
     queue.put(entry(1, priority=2))
     queue.put(entry(2, priority=1))
@@ -79,7 +80,8 @@ def test_a_bound_for_each_level() -> None:
 
 
 def test_timeout_rejects_or_delays() -> None:
-    """Fails if ``delay`` drops a request, leaves it before those in time, or ``reject`` keeps it."""
+    """Fails if ``delay`` drops a request or runs it before the requests that are in time, or if ``reject`` keeps a
+    request."""
     policies = {
         1: QueuePolicy(timeout_us=1000, timeout_action="delay"),
         2: QueuePolicy(timeout_us=1000, timeout_action="reject"),
@@ -99,7 +101,7 @@ def test_timeout_rejects_or_delays() -> None:
 
 
 def test_only_a_shorter_timeout_may_be_asked_for() -> None:
-    """Fails if a client can lengthen the timeout, or set one where the policy doesn't let it."""
+    """Fails if a client can lengthen the timeout, or can set a timeout although the policy forbids it."""
     for override, asked, expires in ((True, 500, 0.0005), (True, 5000, 0.001), (False, 500, 0.001), (True, 0, 0.001)):
         policy = QueuePolicy(timeout_us=1000, allow_override=override)
         queue = RequestQueue(Scheduling(default_policy=policy))
@@ -108,7 +110,7 @@ def test_only_a_shorter_timeout_may_be_asked_for() -> None:
 
 
 def test_deadline_of_a_delayed_request() -> None:
-    """Fails if a request that was put behind is kept after nobody waits for it."""
+    """Fails if a delayed request stays in the queue after its client's deadline."""
     queue = RequestQueue(Scheduling(default_policy=QueuePolicy(timeout_us=1000, timeout_action="delay")))
     queue.put(entry(1, deadline=0.005))
     assert queue.expire(0.002) == []
@@ -118,7 +120,7 @@ def test_deadline_of_a_delayed_request() -> None:
 
 
 def test_instants_of_those_that_left_are_forgotten() -> None:
-    """Fails if a request that was run long before its deadline is kept in memory until then."""
+    """Fails if a request that ran long before its deadline stays in memory until then."""
     queue = RequestQueue(Scheduling())
     for i in range(5000):
         one = entry(i, deadline=60.0)
@@ -130,7 +132,8 @@ def test_instants_of_those_that_left_are_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.floats(0, 1), st.sampled_from("pret"))))
 def test_rows_and_bytes_add_up(steps: list[tuple[int, int, float, str]]) -> None:
-    """Whatever comes and goes, the sums are those of what waits. Fails if any way out forgets to subtract."""
+    """Fails if the sums of rows and bytes differ from those of the waiting requests, however requests left the
+    queue."""
     queue = RequestQueue(
         Scheduling(
             priority_levels=3,

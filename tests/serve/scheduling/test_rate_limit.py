@@ -1,4 +1,5 @@
-"""Resources that models share: never more taken than there is, in fair turns, and nobody waits for ever."""
+"""Resources that models share: runs never take more than there is, models take fair turns, and no model waits
+forever."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import SIGNATURE, Caller, FakeClock, FakeSession, request, run_all
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.errors import BadConfig
-from accel.serve.executor import make_executor
-from accel.serve.inference import infer
-from accel.serve.rate_limit import Gate, RateLimiter
-from accel.serve.scheduling import QueuePolicy, Scheduling
+from accel.serve.protocol.inference import infer
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import QueuePolicy, Scheduling
+from accel.serve.scheduling.rate_limit import Gate, RateLimiter
+from tests.support.fake_sessions import SIGNATURE, Caller, FakeClock, FakeSession, request, run_all
 
 
 def limited(limiter: RateLimiter, session: Any, name: str = "m", need: int = 1, **options: Any) -> Any:
-    """An executor whose runs take ``need`` of the resource R."""
+    """Returns an executor whose runs take ``need`` of the resource R."""
     arguments = {key: options.pop(key) for key in ("clock", "start") if key in options}
     scheduling = Scheduling(max_batch_size=4, resources={"R": need}, **options)
     return make_executor(SIGNATURE, scheduling, lambda: session, name=name, version="1", limiter=limiter, **arguments)
@@ -36,7 +37,8 @@ def gates(limiter: RateLimiter, *needs: tuple[int, int]) -> list[Gate]:
 
 
 def test_one_runs_while_the_other_waits() -> None:
-    """Fails if two models run at once on what is enough for one, or the second isn't run afterwards."""
+    """Fails if two models run at once although the resource is enough for one only, or if the second model never
+    runs."""
     limiter, clock = RateLimiter(), FakeClock()
     first, second = FakeSession(), FakeSession()
     one = limited(limiter, first, "one", clock=clock, start=False)
@@ -53,14 +55,13 @@ def test_one_runs_while_the_other_waits() -> None:
     assert callers[0].code is None
     run_all(two)
     callers[0].check_rows()
-    assert two.statistics().queue.ns == 10**9  # waiting for the resource is waiting
+    assert two.statistics().queue.ns == 10**9  # a request that waits for the resource is pending
     one.close(0.0)
     two.close(0.0)
 
 
 def test_turns_by_priority() -> None:
-    """Two that always have work, of priority 1 and 2. Fails if the second gets more or less than half the runs of the
-    first."""
+    """Fails if a model of priority 2 doesn't get half as many runs as one of priority 1. Both always have work."""
     limiter = RateLimiter()
     both = gates(limiter, (1, 1), (1, 2))
     runs: Counter[int] = Counter()
@@ -75,7 +76,7 @@ def test_turns_by_priority() -> None:
 
 
 def test_a_large_need_is_not_starved_by_small_ones() -> None:
-    """Fails if one that needs all of a resource waits as long as others take a little of it in turns."""
+    """Fails if a model that needs all of a resource waits for as long as other models take turns with small amounts."""
     limiter = RateLimiter({"R": 2})
     large, left, right = gates(limiter, (2, 1), (1, 1), (1, 1))
     assert left.enter()
@@ -91,7 +92,7 @@ def test_a_large_need_is_not_starved_by_small_ones() -> None:
 
 
 def test_other_resources_are_not_waited_for() -> None:
-    """Fails if a model waits behind one that takes something else."""
+    """Fails if a model waits for another model that waits for a different resource."""
     limiter = RateLimiter()
     one = limiter.gate({"R": 1}, 1, lambda: None, name="one")
     two = limiter.gate({"R": 1}, 1, lambda: None, name="two")
@@ -103,7 +104,7 @@ def test_other_resources_are_not_waited_for() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["enter", "leave", "withdraw"])), max_size=80))
 def test_never_more_than_there_is(steps: list[tuple[int, str]]) -> None:
-    """Fails if more is taken than there is, or what is free is kept from the only one that asks."""
+    """Fails if runs take more of a resource than there is, or if the only waiting model doesn't get a free resource."""
     limiter = RateLimiter({"R": 4})
     made = gates(limiter, (1, 1), (2, 1), (3, 5), (4, 2))
     inside: Counter[int] = Counter()
@@ -126,7 +127,8 @@ def test_never_more_than_there_is(steps: list[tuple[int, str]]) -> None:
 
 
 def test_many_threads() -> None:
-    """Three models of two instances each that need 1, 1 and 2 of 2. Fails if more runs at once, or one hangs."""
+    """Fails if runs take more than the 2 units of the resource at once, or if a model hangs. Three models of two
+    instances each need 1, 1 and 2 units."""
     limiter = RateLimiter({"R": 2})
     state, used, most = threading.Lock(), [0], [0]
 
@@ -164,7 +166,7 @@ def test_many_threads() -> None:
 
 
 def test_who_gave_up_waiting_keeps_nothing() -> None:
-    """A request that expires while its model waits for the resource. Fails if the model goes on being waited for."""
+    """Fails if other models still wait behind a model whose request expired while it waited for the resource."""
     limiter = RateLimiter()
     running, released = threading.Semaphore(0), threading.Event()
     holder = FakeSession()
@@ -195,7 +197,8 @@ def test_who_gave_up_waiting_keeps_nothing() -> None:
 
 
 def test_more_than_there_is() -> None:
-    """Fails if a model that could never run is taken, or its session stays open; or if one that is gone counts."""
+    """Fails if a model that could never run is accepted, if its session stays open, or if a removed model still
+    counts."""
     limiter, session = RateLimiter({"R": 2}), FakeSession()
     with pytest.raises(BadConfig, match=r"needs 3 of the resource 'R' and there is 2.*--rate-limit-resource R:3"):
         limited(limiter, session, need=3)

@@ -1,4 +1,4 @@
-"""The response cache: what counts as equal, what it may hold, what it counts."""
+"""The response cache: which requests count as equal, its size limit, and its statistics."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.errors import BadConfig
-from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest, infer
-from accel.serve.response_cache import CachingExecutor, ResponseCache, request_digest
-from accel.serve.scheduling import Scheduling, SequenceBatching
+from accel.serve.protocol.inference import InferenceRequest, infer
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import Scheduling, SequenceBatching
+from accel.serve.scheduling.response_cache import CachingExecutor, ResponseCache, request_digest
+from tests.support.fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 
 
 def cached(cache: ResponseCache | None = None, version: str = "1") -> tuple[CachingExecutor, FakeSession]:
@@ -30,7 +30,7 @@ def cached(cache: ResponseCache | None = None, version: str = "1") -> tuple[Cach
 
 
 def test_an_equal_request_is_not_run() -> None:
-    """Fails if it is run, answered with another one's id, or counted as an inference."""
+    """Fails if an equal request runs, is answered with another request's id, or counts as an inference."""
     executor, session = cached()
     Caller(executor, request(1, rows=2)).check_rows()
     again = Caller(executor, InferenceRequest(model="m", id="1", inputs=dict(request(1, rows=2).inputs)))
@@ -57,7 +57,7 @@ def test_an_equal_request_is_not_run() -> None:
     ],
 )
 def test_what_differs(other: dict[str, Any]) -> None:
-    """Fails if a request gets the answer of one with other values, dtype, shape, names or outputs."""
+    """Fails if a request gets the answer of a request with other values, dtype, shape, names or outputs."""
     first = InferenceRequest(model="m", inputs={"x": np.array([[1.0, 2.0]], np.float32)})
     digests = {request_digest(one, name="m", version="1") for one in (first, InferenceRequest(model="m", **other))}
     assert len(digests) == 2
@@ -66,7 +66,7 @@ def test_what_differs(other: dict[str, Any]) -> None:
 
 @given(st.lists(st.binary(max_size=4), max_size=4), st.lists(st.binary(max_size=4), max_size=4))
 def test_strings_are_told_apart(left: list[bytes], right: list[bytes]) -> None:
-    """Fails if ("ab", "c") and ("a", "bc") are the same."""
+    """Fails if ("ab", "c") and ("a", "bc") count as equal."""
 
     def digest(items: list[bytes]) -> bytes:
         values = np.empty(len(items), object)
@@ -77,7 +77,7 @@ def test_strings_are_told_apart(left: list[bytes], right: list[bytes]) -> None:
 
 
 def test_memory_order_does_not_matter() -> None:
-    """Fails if an array that is a view of another is hashed by what lies around it."""
+    """Fails if the hash of a view depends on the surrounding memory."""
     wide = np.arange(8, dtype=np.float32).reshape(2, 4)
     plain = InferenceRequest(model="m", inputs={"x": np.ascontiguousarray(wide[:, ::2])})
     view = InferenceRequest(model="m", inputs={"x": wide[:, ::2]})
@@ -85,7 +85,7 @@ def test_memory_order_does_not_matter() -> None:
 
 
 def test_a_failure_is_not_kept() -> None:
-    """Fails if a request that failed once fails for ever."""
+    """Fails if a request that failed once fails forever."""
     executor, session = cached()
     assert Caller(executor, request(POISON)).code == "INTERNAL"
     assert Caller(executor, request(POISON)).code == "INTERNAL"
@@ -95,7 +95,8 @@ def test_a_failure_is_not_kept() -> None:
 
 
 def test_what_is_kept_cannot_be_changed() -> None:
-    """Fails if a front end, or a session that reuses its buffers, changes what the next caller gets."""
+    """Fails if a caller's change of its answer, or a session that reuses its buffers, changes the next caller's
+    answer."""
 
     class Reusing(FakeSession):
         buffer = np.zeros((1, 2), np.float32)
@@ -117,7 +118,7 @@ def test_what_is_kept_cannot_be_changed() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40)), max_size=60))
 def test_never_more_than_its_size(steps: list[tuple[int, int]]) -> None:
-    """Fails if the sizes don't add up, or the one used last is thrown out first."""
+    """Fails if the sizes don't add up, or the most recently used entry is dropped first."""
     cache = ResponseCache(3000)
     for number, length in steps:
         key = (0, bytes([number]))
@@ -142,8 +143,8 @@ def test_the_least_recently_used_goes() -> None:
 
 
 def test_a_reloaded_version_starts_empty() -> None:
-    """One cache for both. Fails if the same version loaded again answers with the old weights' outputs, or what was
-    unloaded stays in memory."""
+    """Fails if a reloaded version answers with the outputs of the old weights, or if entries of an unloaded version
+    stay in memory. Two loads share the cache."""
     cache = ResponseCache(1 << 20)
     old, _ = cached(cache)
     infer(old, request(1), timeout=0)
@@ -158,7 +159,7 @@ def test_a_reloaded_version_starts_empty() -> None:
 
 
 def test_an_expired_request_is_not_answered_from_the_cache() -> None:
-    """Fails if a hit hides that nobody waits any more."""
+    """Fails if an expired request gets a hit instead of its error."""
     executor, _ = cached()
     infer(executor, request(1), timeout=0)
     assert Caller(executor, request(1, deadline=0.0)).code == "DEADLINE_EXCEEDED"
@@ -188,7 +189,7 @@ def test_many_threads() -> None:
 
 @pytest.mark.parametrize("other", [{"sequence": SequenceBatching()}, {"decoupled": True}])
 def test_not_where_answers_differ(other: dict[str, Any]) -> None:
-    """Fails if a stateful model may be answered from a cache."""
+    """Fails if a stateful model may use a response cache."""
     with pytest.raises(BadConfig, match="response_cache"):
         make_executor(
             SIGNATURE, Scheduling(response_cache=True, **other), FakeSession, name="m", version="1", start=False

@@ -1,4 +1,4 @@
-"""Stateful models: order inside a sequence, the state that the server keeps, controls, ends."""
+"""Stateful models: the order of the steps in a sequence, the state on the server, control inputs, and ends."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_sessions import Caller, FakeClock, FakeSession
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import BadConfig
-from accel.serve.executor import make_executor
-from accel.serve.inference import InferenceRequest, InferenceResponse
-from accel.serve.scheduling import Scheduling, SequenceBatching
-from accel.serve.sequence import SequenceExecutor
+from accel.serve.protocol.inference import InferenceRequest, InferenceResponse
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import Scheduling, SequenceBatching
+from accel.serve.scheduling.sequence import SequenceExecutor
 from accel.signature import Feeds, Signature, TensorSpec
+from tests.support.fake_sessions import Caller, FakeClock, FakeSession
 
 COUNTING = Signature(
     (
@@ -41,7 +41,7 @@ BAD = -1.0
 
 
 class Summing(FakeSession):
-    """The sum of a sequence so far. A row of -1 raises."""
+    """A session that returns the sum of a sequence so far. A row of -1 raises."""
 
     def __init__(self) -> None:
         super().__init__(COUNTING)
@@ -66,7 +66,7 @@ def make(**options: Any) -> tuple[SequenceExecutor, Summing, FakeClock]:
 
 
 def step(sequence: int | str, x: float, flags: str = "", *, rows: int = 1, name: str = "x") -> InferenceRequest:
-    """``flags``: s for start, e for end."""
+    """Returns a request for a step. ``flags``: s for start, e for end."""
     return InferenceRequest(
         model="m",
         inputs={name: np.full((rows, 1), x, np.float32)},
@@ -87,8 +87,8 @@ def run_all(executor: SequenceExecutor) -> None:
 
 
 def test_the_state_is_kept() -> None:
-    """Fails if the state of one sequence reaches another, isn't zero at the start, or is sent to the client; or if two
-    sequences are not batched, or two steps of one are."""
+    """Fails if the state of one sequence reaches another, isn't zero at the start, or is sent to the client. Also fails
+    if two sequences are never batched, or if two steps of one sequence are."""
     executor, session, _ = make()
     callers = [Caller(executor, step(*what)) for what in ((7, 1, "s"), (8, 10, "s"), (7, 2), (8, 20), (7, 3, "e"))]
     run_all(executor)
@@ -105,7 +105,7 @@ def test_the_state_is_kept() -> None:
 
 
 def test_start_begins_anew() -> None:
-    """Fails if a second start goes on with the state of the first."""
+    """Fails if a second start continues with the state of the first."""
     executor, _, _ = make()
     callers = [Caller(executor, step(1, x, flags)) for x, flags in ((5, "s"), (6, "s"), (7, ""))]
     run_all(executor)
@@ -125,7 +125,7 @@ def test_start_begins_anew() -> None:
     ],
 )  # fmt: skip
 def test_refused(asked: InferenceRequest, text: str) -> None:
-    """Fails if a request without a place in a sequence is run or not counted."""
+    """Fails if a request that belongs to no sequence runs, or isn't counted."""
     executor, session, _ = make()
     caller = Caller(executor, asked)
     assert caller.code == "INVALID_ARGUMENT"
@@ -135,7 +135,7 @@ def test_refused(asked: InferenceRequest, text: str) -> None:
 
 
 def test_after_the_end() -> None:
-    """Fails if a sequence goes on after its end, or its state stays in memory."""
+    """Fails if a sequence continues after its end, or its state stays in memory."""
     executor, _, _ = make()
     first = Caller(executor, step(1, 1, "se"))
     assert Caller(executor, step(1, 2)).code == "INVALID_ARGUMENT", "the end was taken, even if it has not run"
@@ -145,7 +145,8 @@ def test_after_the_end() -> None:
 
 
 def test_a_silent_sequence_ends() -> None:
-    """Fails if a sequence outlives ``max_idle_us``, or one that waits for an instance is taken for silent."""
+    """Fails if a sequence lives longer than ``max_idle_us`` without requests, or if a sequence ends that waits for an
+    instance."""
     executor, _, clock = make()
     Caller(executor, step(1, 1, "s"))
     waiting = Caller(executor, step(1, 1))
@@ -163,7 +164,7 @@ def test_a_silent_sequence_ends() -> None:
 
 
 def test_no_more_sequences_than_there_is_room_for() -> None:
-    """Fails if states grow without bound, or an idle sequence keeps its place for ever."""
+    """Fails if the number of states grows without bound, or an idle sequence keeps its place forever."""
     executor, _, clock = make()
     codes = [Caller(executor, step(i, 1, "s")).code for i in range(1, 6)]
     assert codes == [None] * 4 + ["UNAVAILABLE"]
@@ -173,14 +174,14 @@ def test_no_more_sequences_than_there_is_room_for() -> None:
 
 
 def test_the_queue_of_steps_is_bounded() -> None:
-    """Fails if one sequence can queue without end behind itself."""
+    """Fails if a sequence can queue any number of steps."""
     executor, _, _ = make(queue_rows=3)
     codes = [Caller(executor, step(1, 1, "s" if i == 0 else "")).code for i in range(6)]
     assert codes == [None] * 4 + ["UNAVAILABLE"] * 2, "one in the executor below, three behind it"
 
 
 def test_bytes_that_wait_are_free_again() -> None:
-    """Fails if a step that was run still counts as waiting: after a while every step would be refused."""
+    """Fails if a step that has run still counts as waiting. After a while every step would then be refused."""
     executor, _, _ = make(queue_bytes=60)
     for _ in range(10):
         callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(6)]
@@ -191,8 +192,8 @@ def test_bytes_that_wait_are_free_again() -> None:
 
 
 def test_a_failed_step_leaves_the_state() -> None:
-    """Fails if later steps that already wait are computed as if the failed one had counted, or if the sequence can't go
-    on afterwards."""
+    """Fails if waiting steps are computed as if the failed step had counted, or the sequence can't continue
+    afterwards."""
     executor, session, _ = make()
     first, bad, behind = (Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (BAD, ""), (3, "")))
     other = Caller(executor, step(2, 50, "s"))
@@ -207,7 +208,7 @@ def test_a_failed_step_leaves_the_state() -> None:
 
 
 def test_a_failed_start_is_no_sequence() -> None:
-    """Fails if steps may follow a start that failed, or a start that waits behind it fails with it."""
+    """Fails if steps may follow a failed start, or if a start that waits behind a failed start fails too."""
     executor, _, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((BAD, "s"), (3, "e"), (4, "s"), (5, ""))]
     run_all(executor)
@@ -220,7 +221,7 @@ def test_a_failed_start_is_no_sequence() -> None:
 
 
 def test_cancelling_a_step() -> None:
-    """Fails if a cancelled step is run, the one behind it is run without it, or the one before it suffers."""
+    """Fails if a canceled step runs, if the next step runs without it, or if the previous step is affected."""
     executor, session, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (2, ""), (3, ""))]
     callers[1].ticket.cancel()
@@ -228,7 +229,7 @@ def test_cancelling_a_step() -> None:
     run_all(executor)
     assert total(callers[0]) == 1
     running = Caller(executor, step(1, 5))
-    running.ticket.cancel()  # the executor below has it
+    running.ticket.cancel()  # the inner executor has the step
     assert running.code == "CANCELLED"
     last = Caller(executor, step(1, 7, "e"))
     run_all(executor)
@@ -239,7 +240,7 @@ def test_cancelling_a_step() -> None:
 
 
 def test_a_start_that_is_cancelled_begins_nothing() -> None:
-    """Fails if a step goes on with the state of the sequence before a start that was cancelled while it waited."""
+    """Fails if a step continues with the old sequence's state after a waiting start was canceled."""
     executor, _, _ = make()
     first, second = (Caller(executor, step(1, x, "s")) for x in (1, 5))
     second.ticket.cancel()
@@ -250,8 +251,8 @@ def test_a_start_that_is_cancelled_begins_nothing() -> None:
 
 
 def test_a_long_sequence_in_one_go() -> None:
-    """A thousand steps that wait, run by idle instances in the caller's own thread. Fails if each is run inside the
-    answer of the one before: the stack would overflow."""
+    """Fails if each step runs inside the answer of the previous step, which would overflow the stack. A thousand
+    waiting steps run on idle instances in the caller's thread."""
     executor, session, _ = make(eager=True)
     callers: list[Caller] = []
 
@@ -267,7 +268,7 @@ def test_a_long_sequence_in_one_go() -> None:
 
 
 def test_closing() -> None:
-    """Fails if steps that wait behind others are dropped although there is time, or new ones are taken."""
+    """Fails if waiting steps are dropped although there is time, or new steps are taken."""
     executor, session, _ = make()
     callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(4)]
     executor.close(0.0)
@@ -288,8 +289,8 @@ def test_closing() -> None:
     st.booleans(),
 )  # fmt: skip
 def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -> None:
-    """Any mix of steps, failures and cancels: every answer is the sum of those of its sequence that were answered well
-    since the start, in their order. Fails if order, state or count is ever lost."""
+    """Fails if an answer isn't the sum of the successful steps of its sequence since the start, in their order. The
+    steps, failures and cancels are random."""
     executor, _, _ = make(eager=eager)
     taken: dict[int, list[tuple[str, float, Caller]]] = {1: [], 2: [], 3: []}
     callers: list[Caller] = []
@@ -337,6 +338,6 @@ def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -
     ],
 )
 def test_options_that_cannot_be(sequence: SequenceBatching, text: str) -> None:
-    """Fails if a config that names tensors the model doesn't have is taken."""
+    """Fails if a config is accepted that names tensors that the model lacks."""
     with pytest.raises(BadConfig, match=text):
         make(sequence=sequence)

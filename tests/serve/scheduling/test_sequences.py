@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from onnx import TensorProto
-from onnx_builder import artifact, node
-from serving import FLOAT, INT64, Start, assert_refused
 from tritonclient.utils import InferenceServerException
+
+from tests.support.onnx_builder import artifact, node
+from tests.support.serving import FLOAT, INT64, Start, assert_refused
 
 BOOL, INT32, STRING = TensorProto.BOOL, TensorProto.INT32, TensorProto.STRING
 
-# total = state + x * ready; what came out tells apart which controls came in, and what the sequence is called.
+# total = state + x * ready. The other outputs show which controls and which correlation id came in.
 CONFIG = """
 max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [2] }
@@ -38,7 +39,8 @@ sequence_batching {
 
 
 def accumulator(folder: Path) -> None:
-    """``total = new_state = state + x`` where ready; ``flags = 100 * start + end``; ``who = id``."""
+    """Writes a model with ``total = new_state = state + x`` if ready, ``flags = 100 * start + end`` and ``who =
+    id``."""
     (folder / "1").mkdir(parents=True, exist_ok=True)
     row = ["batch", 1]
     artifact(
@@ -79,7 +81,8 @@ def configure(folder: Path, config: str = CONFIG, begin: Any = (10.0, 20.0)) -> 
 
 
 def step(client: Any, sequence: int, value: float, flags: str = "", name: str = "sums") -> tuple[list[float], float]:
-    """One request; ``flags``: s for start, e for end. The totals, and the control inputs that the model saw."""
+    """Sends one request (``flags``: s for start, e for end). Returns the totals and the control inputs that the model
+    saw."""
     given = triton.InferInput("x", [1, 2], "FP32")
     given.set_data_from_numpy(np.full((1, 2), value, np.float32))
     found = client.infer(
@@ -91,8 +94,8 @@ def step(client: Any, sequence: int, value: float, flags: str = "", name: str = 
 
 
 def test_sequences(tmp_path: Path, start: Start) -> None:
-    """Fails if a state doesn't begin with the file, gets lost, reaches another sequence or outlives the end, or a
-    control isn't what the config says it is."""
+    """Fails if a state doesn't begin with the file's values, gets lost, reaches another sequence, or outlives the end
+    of its sequence. Also fails if a control input has another value than the config says."""
     configure(tmp_path / "models" / "sums")
     process = start(tmp_path / "models")
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -116,7 +119,7 @@ def test_sequences(tmp_path: Path, start: Start) -> None:
 
 
 def test_no_more_sequences_than_the_config_says(tmp_path: Path, start: Start) -> None:
-    """Fails if ``max_candidate_sequences`` is not heeded, or a sequence that ended still counts."""
+    """Fails if ``max_candidate_sequences`` is ignored, or an ended sequence still counts."""
     configure(tmp_path / "models" / "sums")
     process = start(tmp_path / "models")
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -130,7 +133,7 @@ def test_no_more_sequences_than_the_config_says(tmp_path: Path, start: Start) ->
 
 
 def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
-    """Fails if the steps of a sequence, sent without waiting for answers, are run out of order or mixed up."""
+    """Fails if the steps of a sequence, sent without waiting for answers, run out of order or are mixed up."""
     configure(tmp_path / "models" / "sums", CONFIG.replace("oldest { max_candidate_sequences: 2", "direct {"))
     process = start(tmp_path / "models")
     answers: queue.Queue[Any] = queue.Queue()
@@ -181,13 +184,13 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, before: str, after: str, said: str) -> None:
-    """Fails if a setting that contradicts the model, or that nothing heeds, is taken in silence."""
+    """Fails if a setting that contradicts the model or isn't supported is silently accepted."""
     assert before in CONFIG
     configure(tmp_path / "sums", CONFIG.replace(before, after))
     assert_refused(tmp_path, said)
 
 
 def test_a_state_of_another_size(tmp_path: Path) -> None:
-    """Fails if a file that can't be the state is taken for it."""
+    """Fails if a file of the wrong size is taken as the state."""
     configure(tmp_path / "sums", begin=(1.0, 2.0, 3.0))
     assert_refused(tmp_path, "initial_state/begin is not the state 'state': .*Expected 8, got 12")

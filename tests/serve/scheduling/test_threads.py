@@ -1,4 +1,4 @@
-"""Real threads: callers at once, sessions that hang or are slow. No test here sleeps; each waits for what it needs."""
+"""Real threads: simultaneous callers, and sessions that hang or are slow. No test sleeps: each waits for an event."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 
-from accel.serve.batcher import RowBatching
-from accel.serve.executor import make_executor
-from accel.serve.inference import Executor, InferenceRequest, InferenceResponse, ServeError, infer
-from accel.serve.scheduling import QueuePolicy, Scheduling, SequenceBatching
+from accel.serve.protocol.inference import Executor, InferenceRequest, InferenceResponse, ServeError, infer
+from accel.serve.scheduling.batcher import RowBatching
+from accel.serve.scheduling.executor import make_executor
+from accel.serve.scheduling.options import QueuePolicy, Scheduling, SequenceBatching
 from accel.signature import Feeds, Signature, TensorSpec
+from tests.support.fake_sessions import POISON, SIGNATURE, Caller, FakeSession, request
 
 PATIENCE = 20.0
 
@@ -25,7 +25,7 @@ def threaded(scheduling: Scheduling, sessions: list[FakeSession]) -> Executor:
 
 
 class Gate(FakeSession):
-    """A session that hangs in ``run`` until it is let go."""
+    """A session that hangs in ``run`` until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Gate(FakeSession):
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])
 def test_many_callers(eager: bool, preserve: bool) -> None:
-    """16 threads, three instances, poison and cancels in between. Fails if a lock is missing: rows mixed up, an answer
-    lost or given twice, counters that don't add up."""
+    """Fails if a missing lock mixes up rows, loses or repeats an answer, or breaks the counters. Uses 16 threads and
+    three instances, with poisonous requests and cancels."""
     sessions = [FakeSession() for _ in range(3)]
     scheduling = Scheduling(
         max_batch_size=8, dynamic=True, instances=3, max_delay_us=200, allowed=(1, 4, 8), eager=eager,
@@ -82,7 +82,7 @@ def test_many_callers(eager: bool, preserve: bool) -> None:
 
 
 def test_the_caller_itself_runs_an_idle_instance() -> None:
-    """Fails if a lone request is handed to another thread and back."""
+    """Fails if a lone request is handed to another thread."""
     session = FakeSession()
     seen = []
     session.during = lambda: seen.append(threading.current_thread())
@@ -93,7 +93,7 @@ def test_the_caller_itself_runs_an_idle_instance() -> None:
 
 
 def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
-    """Fails if a thread isn't woken when a caller hands its instance back: the others would wait for ever."""
+    """Fails if no thread wakes when a caller releases its instance. The other requests would then wait forever."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
     with ThreadPoolExecutor(4) as pool:
@@ -109,14 +109,14 @@ def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
 
 
 def test_a_delay_ends_by_itself() -> None:
-    """Fails if nobody wakes when the time to wait for company is over."""
+    """Fails if no thread wakes when the delay is over."""
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, max_delay_us=2000, eager=False), [FakeSession()])
     assert isinstance(infer(executor, request(1), PATIENCE), InferenceResponse)
     executor.close(PATIENCE)
 
 
 def test_closing_ends_a_delay() -> None:
-    """Fails if what waits for company is still waited with when no company can come."""
+    """Fails if requests still wait for others after closing."""
     looked: list[threading.Thread] = []
 
     def clock() -> float:
@@ -128,13 +128,13 @@ def test_closing_ends_a_delay() -> None:
     caller = Caller(executor, request(1))
     until = time.monotonic() + PATIENCE
     while threading.current_thread() in looked[-1:] and time.monotonic() < until:
-        time.sleep(0)  # until the instance's thread has looked at the time, and waits with the request
+        time.sleep(0)  # until the instance's thread has read the clock and waits
     executor.close(5.0)
     caller.check_rows()
 
 
 def test_time_runs_out_while_all_instances_hang() -> None:
-    """Fails if a queue timeout or a deadline is only noticed by an instance that comes back."""
+    """Fails if a queue timeout or a deadline takes effect only when an instance becomes idle."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, default_policy=QueuePolicy(timeout_us=1000)), [gate])
     with ThreadPoolExecutor(1) as pool:
@@ -151,8 +151,8 @@ def test_time_runs_out_while_all_instances_hang() -> None:
 
 
 def test_closing_a_session_that_hangs() -> None:
-    """Fails if close waits for a session that never comes back, leaves a caller without an answer, answers it twice
-    when the session does come back, or closes a session that is running."""
+    """Fails if close waits for a session that never returns, leaves a caller without an answer, answers twice when the
+    session does return, or closes a session while it runs."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [gate])
     running = Caller(executor, request(1))
@@ -175,7 +175,7 @@ def test_closing_a_session_that_hangs() -> None:
 
 
 def test_a_queue_that_is_full_answers_at_once() -> None:
-    """Fails if a queue grows while its session hangs."""
+    """Fails if a queue grows beyond its bound while its session hangs."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=1, queue_rows=3, eager=False), [gate])
     callers = [Caller(executor, request(0))]
@@ -188,8 +188,8 @@ def test_a_queue_that_is_full_answers_at_once() -> None:
 
 
 def test_sequences_from_many_threads() -> None:
-    """Eight callers, each with a sequence of its own and steps that don't wait for the one before. Fails if two steps
-    of a sequence run at once, a state is lost between threads, or a sequence stops being handed on."""
+    """Fails if two steps of a sequence run at once, if a state is lost between threads, or if a sequence stops. Eight
+    callers send one sequence each without waiting for answers."""
 
     class Adding(FakeSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -236,7 +236,7 @@ def test_sequences_from_many_threads() -> None:
 
 
 def test_closing_runs_the_steps_that_wait() -> None:
-    """Fails if closing gives up on the steps behind the one that runs although there is time."""
+    """Fails if closing drops the steps that wait for the running step although there is time."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=1, sequence=SequenceBatching(), eager=False), [gate])
     asked = [request(i, sequence_id=1, sequence_start=i == 0) for i in range(5)]
@@ -252,7 +252,7 @@ def test_closing_runs_the_steps_that_wait() -> None:
 
 
 def test_a_fault_of_the_servers_own_answers_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batching that raises. Fails if the instance's thread dies of it, and its callers wait for ever."""
+    """Fails if the instance's thread dies when batching raises, so that its callers wait forever."""
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [FakeSession()])
 
     def broken(*_: object, **__: object) -> None:

@@ -15,16 +15,17 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from aiohttp import web
-from certificates import certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serving import Start, plain
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
 
 from accel.errors import BadRepository
-from accel.serve import http_front, proto
-from accel.serve.access import bearer, read_tokens
+from accel.serve.protocol import messages as proto
+from accel.serve.security.access import bearer, read_tokens
+from accel.serve.transports.http import front as http_front
+from tests.support.certificates import certificate
+from tests.support.serving import Start, plain
 
 TOKENS = f"""
 [[token]]
@@ -46,7 +47,7 @@ def process(repository: Path, start: Start, tmp_path: Path) -> Any:
 
 
 def call(process: Any, name: str, token: str | None, fields: Any = None) -> grpc.StatusCode:
-    """The status of one method of the service, named by its name."""
+    """Calls the named method of the service and returns its status."""
     from tritonclient.grpc import service_pb2
 
     metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
@@ -67,12 +68,12 @@ def call(process: Any, name: str, token: str | None, fields: Any = None) -> grpc
 @pytest.mark.parametrize("name", sorted(proto.methods()))
 @pytest.mark.parametrize("token", [None, "wrong", "", "r-secret "[:-2]])
 def test_every_method_wants_a_token(process: Any, name: str, token: str | None) -> None:
-    """Fails if one method of the protocol answers a caller without a token that the server knows."""
+    """Fails if a method of the protocol answers a caller without a valid token."""
     assert call(process, name, token) is grpc.StatusCode.UNAUTHENTICATED
 
 
 def services(process: Any, token: str | None) -> set[str] | grpc.StatusCode:
-    """What reflection lists, or the status that it ends with."""
+    """Returns the services that reflection lists, or the status of the failed call."""
     metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
@@ -85,8 +86,8 @@ def services(process: Any, token: str | None) -> set[str] | grpc.StatusCode:
 
 
 def test_what_is_beside_the_protocol(process: Any) -> None:
-    """Fails if reflection answers a caller without a token that the server knows, or there is a service that is neither
-    in the test above nor here."""
+    """Fails if reflection answers a caller without a valid token, or if a service exists that neither this test nor the
+    previous test covers."""
     reflection = "grpc.reflection.v1alpha.ServerReflection"
     for token in (None, "wrong", ""):
         assert services(process, token) is grpc.StatusCode.UNAUTHENTICATED
@@ -94,8 +95,8 @@ def test_what_is_beside_the_protocol(process: Any) -> None:
 
 
 def test_probes_need_no_token(process: Any) -> None:
-    """Fails if a probe over grpc.health.v1 is refused: a kubelet has no token; or if it says anything of a model to who
-    has none."""
+    """Fails if a probe over grpc.health.v1 without a token is refused (a kubelet has no token), or learns anything
+    about a model."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING
@@ -127,12 +128,13 @@ def test_probes_need_no_token(process: Any) -> None:
     ],
 )
 def test_what_a_token_is_not_for(process: Any, name: str, fields: Any) -> None:
-    """Fails if a token controls the server or reaches a model that it isn't for."""
+    """Fails if a token without the right to control the server controls it, or if a token reaches a model outside its
+    list."""
     assert call(process, name, "r-secret", fields) is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_what_a_token_is_for(process: Any) -> None:
-    """Fails if a right token is refused, or sees models that it isn't for."""
+    """Fails if a valid token is refused, or sees models outside its list."""
     headers = {"authorization": "Bearer r-secret"}
     given = triton.InferInput("x", [1, 4], "FP32")
     given.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -146,7 +148,7 @@ def test_what_a_token_is_for(process: Any) -> None:
 
 
 def test_http_wants_it_too(process: Any) -> None:
-    """Fails if the HTTP face leaves a door open; probes are to be open."""
+    """Fails if an HTTP path other than a probe needs no token."""
     with triton_http.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
         assert client.is_server_ready()
         for refused in (
@@ -166,7 +168,7 @@ def test_http_wants_it_too(process: Any) -> None:
 
 
 OPEN = {("GET", "/"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready")}
-# What a token without control may do on the server as a whole: what comes back is about its own models.
+# Calls on the whole server that a token without control may make. The answers cover the token's own models only.
 READ = {
     ("GET", path)
     for path in (
@@ -178,13 +180,13 @@ READ = {
 
 
 def routes() -> set[tuple[str, str]]:
-    """Method and path of everything that the HTTP face answers, from its own table."""
+    """Returns the method and path of every HTTP route, from the server's own table."""
     application = web.Application()
     rest = http_front._Rest(None, 1)  # type: ignore[arg-type]
     rest.add_to(application)
     rest.close()
     found = {(r.method, r.resource.canonical) for r in application.router.routes() if r.resource is not None}
-    return {route for route in found if route[0] != "HEAD"}  # aiohttp's own, for each GET
+    return {route for route in found if route[0] != "HEAD"}  # aiohttp adds HEAD for each GET
 
 
 BODIES = {
@@ -203,7 +205,7 @@ def status(process: Any, method: str, path: str, token: str | None, model: str) 
 
 @pytest.mark.parametrize("token", [None, "wrong", ""])
 def test_every_route_wants_a_token(process: Any, token: str | None) -> None:
-    """Fails if one path of the HTTP face, a new one too, answers a caller without a token that the server knows."""
+    """Fails if any HTTP path, including future paths, answers a caller without a valid token."""
     table = routes()
     assert len(table) > 30
     assert table >= OPEN | READ
@@ -212,12 +214,13 @@ def test_every_route_wants_a_token(process: Any, token: str | None) -> None:
     assert {found[route] for route in OPEN} == {200}
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     for method, path in table:
-        if method == "POST":  # before it looks at what was sent
+        if method == "POST":  # the refusal comes before the body is read
             assert plain(process, re.sub("{.*?}", "1", path), b"[", **headers)[0] == 401, path
 
 
 def test_what_a_token_is_not_for_over_http(process: Any) -> None:
-    """Fails if a token controls the server over one of the paths, or reaches a model that it isn't for."""
+    """Fails if a token controls the server over an HTTP path without that right, or reaches a model outside its
+    list."""
     table = routes()
     found = {route: status(process, *route, "r-secret", "pair") for route in table - OPEN}
     assert {route for route, code in found.items() if code != 403} == READ
@@ -232,13 +235,13 @@ def test_what_a_token_is_not_for_over_http(process: Any) -> None:
         ("", r"holds no \[\[token\]\]"),
         ("[[token]]\nname = 'a'", "needs a name and either"),
         ("[[token]]\nname = 'a'\nsha256 = 'xyz'", "64 hex digits"),
-        ("[[token]]\nname = 'a'\ntoken = ''", "isn't empty"),
-        ("[[token]]\nname = 'a'\ntoken = 't'\ncontroll = true", "nothing else"),
+        ("[[token]]\nname = 'a'\ntoken = ''", "non-empty text"),
+        ("[[token]]\nname = 'a'\ntoken = 't'\ncontroll = true", "may only have"),
         ("[[token", "can't read the tokens"),
     ],
 )
 def test_a_bad_file_of_tokens(tmp_path: Path, text: str, says: str) -> None:
-    """Fails if a mistake in the file opens the server or isn't named."""
+    """Fails if a mistake in the file opens the server to everybody, or if the error doesn't name the mistake."""
     path = tmp_path / "tokens.toml"
     path.write_text(text)
     with pytest.raises(BadRepository, match=says):
@@ -246,7 +249,7 @@ def test_a_bad_file_of_tokens(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_the_header() -> None:
-    """Fails if something that is no bearer token is taken for one."""
+    """Fails if another header value is taken for a bearer token."""
     assert bearer("Bearer abc") == "abc"
     assert bearer("bearer  abc ") == "abc"
     assert bearer("Basic abc") is bearer("Bearer ") is bearer("abc") is bearer(None) is None
@@ -274,7 +277,7 @@ def live(port: int, pki: Path, root: str, client: str | None = None) -> bool:
 
 def live_over_https(port: int, pki: Path, root: str, client: str | None = None) -> bool:
     context = ssl.create_default_context(cafile=str(pki / f"{root}.pem"))
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # these certificates say only what they have to
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # these certificates have only the required fields
     if client:
         context.load_cert_chain(pki / f"{client}.pem", pki / f"{client}.key")
     try:
@@ -286,7 +289,7 @@ def live_over_https(port: int, pki: Path, root: str, client: str | None = None) 
 
 
 def test_tls(repository: Path, start: Start, pki: Path) -> None:
-    """Fails if a client takes a certificate of another issuer, or a plain connection gets through."""
+    """Fails if a client accepts a certificate of another issuer, or a plain connection is accepted."""
     tls = {"tls_certificate": str(pki / "ca-server.pem"), "tls_key": str(pki / "ca-server.key")}
     process = start(repository, http_port=0, **tls)
     port = process.ports["grpc"]
@@ -304,8 +307,8 @@ def test_tls(repository: Path, start: Start, pki: Path) -> None:
 
 
 def test_mutual_tls(repository: Path, start: Start, pki: Path, cli: Any) -> None:
-    """Fails if a client without a certificate, or with one that another issuer signed, gets through, on either face; or
-    if ``accel infer`` can't show one."""
+    """Fails if a client without a certificate, or with a certificate of another issuer, gets an answer over gRPC or
+    HTTP. Also fails if ``accel infer`` can't send a certificate."""
     process = start(
         repository,
         http_port=0,

@@ -13,14 +13,14 @@ import pytest
 import tritonclient.grpc as triton
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serving import Start, linear
 from tritonclient.utils import InferenceServerException
 
 import accel
-from accel.serve import proto
-from accel.serve.inference import ServeError
-from accel.serve.process import ServingProcess
-from accel.serve.repository import Repository
+from accel.serve.models.repository import Repository
+from accel.serve.process.serving import ServingProcess
+from accel.serve.protocol import messages as proto
+from accel.serve.protocol.inference import ServeError
+from tests.support.serving import Start, linear
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def ask(client: Any, rows: int = 1) -> None:
 
 
 def test_server(client: Any) -> None:
-    """Fails if the server doesn't say that it lives and what it can."""
+    """Fails if the server doesn't report that it is live, or doesn't list its extensions."""
     assert client.is_server_live()
     assert client.is_server_ready()
     metadata = client.get_server_metadata()
@@ -50,7 +50,7 @@ def test_server(client: Any) -> None:
 
 
 def test_model(client: Any) -> None:
-    """Fails if metadata has no batch or config has one, or an unknown model is ready."""
+    """Fails if the metadata lacks the batch dim, if the config has the batch dim, or if an unknown model is ready."""
     metadata = client.get_model_metadata("linear")
     assert (metadata.name, list(metadata.versions), metadata.platform) == ("linear", ["1"], "onnxruntime_onnx")
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("x", "FP32", [-1, 4])]
@@ -67,7 +67,8 @@ def test_model(client: Any) -> None:
 
 
 def test_statistics_add_up(client: Any) -> None:
-    """Fails if a request or a row isn't counted, or counted twice, or a refused one is no failure."""
+    """Fails if a request or a row is missing in the counts or counted twice, or if a refused request isn't counted as a
+    failure."""
     for rows in (1, 2, 3):
         ask(client, rows)
     with pytest.raises(InferenceServerException):
@@ -82,8 +83,8 @@ def test_statistics_add_up(client: Any) -> None:
 
 
 def test_every_failure_is_counted(process: Any, client: Any) -> None:
-    """Fails if a request that gets an error, before its model sees it or after the model has answered, is no failure
-    in the statistics, or a success."""
+    """Fails if the statistics don't count a request with an error as a failure, whether the error comes before the run
+    or after it."""
 
     def refused(x: triton.InferInput, **options: Any) -> None:
         with pytest.raises(InferenceServerException):
@@ -104,7 +105,7 @@ def test_every_failure_is_counted(process: Any, client: Any) -> None:
     ask(client)
     no_room = triton.InferRequestedOutput("y")
     no_room.set_shared_memory("nothing", 12)
-    refused(given(), outputs=[no_room])  # the model runs, its response goes nowhere
+    refused(given(), outputs=[no_room])  # the model runs, and its response is lost
     ask(client)
     found = process.server.repository.get("linear").statistics()
     assert (found.received, found.success.count, found.fail.count) == (8, 2, 6)
@@ -119,7 +120,7 @@ def test_every_failure_is_counted(process: Any, client: Any) -> None:
 
 
 def test_load_and_unload(client: Any, repository: Path) -> None:
-    """Fails if a command doesn't do what it says, or the index doesn't show it."""
+    """Fails if loading or unloading has no effect, or if the index doesn't show the effect."""
     states = {m.name: m.state for m in client.get_model_repository_index().models}
     assert states == {"linear": "READY", "pair": "READY"}
     client.unload_model("linear")
@@ -138,7 +139,7 @@ def test_load_and_unload(client: Any, repository: Path) -> None:
 
 
 def says(call: Any) -> str:
-    """The code of the error that ``call`` gets, without its prefix."""
+    """Returns the code of the error that ``call`` raises, without its prefix."""
     with pytest.raises(InferenceServerException) as caught:
         call()
     return str(caught.value.status()).removeprefix("StatusCode.")
@@ -146,7 +147,7 @@ def says(call: Any) -> str:
 
 @pytest.mark.parametrize("name", ["../outside", "..", "../models/linear", "/outside", "linear/1", "linear/../linear"])
 def test_names_that_lead_out_of_the_repository(client: Any, repository: Path, name: str) -> None:
-    """There is a model where they lead to. Fails if one of them is loaded, asked or unloaded, or hears another code."""
+    """Fails if such a name loads, reaches or unloads the existing model it leads to, or gets another code."""
     linear(repository.parent / "outside" / "1")
     x = triton.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -166,7 +167,7 @@ def test_names_that_lead_out_of_the_repository(client: Any, repository: Path, na
 
 @pytest.mark.parametrize("version", ["..", "../1", "../../outside/1", "1/../1", "/1"])
 def test_versions_that_lead_out_of_the_model(client: Any, repository: Path, version: str) -> None:
-    """There is a model where they lead to. Fails if one of them is taken, or hears another code."""
+    """Fails if such a version is accepted although it leads to an existing model, or if it gets another code."""
     linear(repository.parent / "outside" / "1")
     x = triton.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -181,13 +182,13 @@ def test_versions_that_lead_out_of_the_model(client: Any, repository: Path, vers
 
 
 def test_a_model_that_is_not_there(client: Any) -> None:
-    """Fails if loading or unloading it hears another code."""
+    """Fails if loading or unloading a missing model gets another code."""
     assert says(lambda: client.load_model("nothing")) == "NOT_FOUND"
     assert says(lambda: client.unload_model("nothing")) == "NOT_FOUND"
 
 
 def test_load_with_another_config(client: Any) -> None:
-    """Fails if a config that comes with the load isn't the one that counts until the next load."""
+    """Fails if a config in a load request isn't used, or is used beyond the next load."""
     client.load_model("linear", config='{"max_batch_size": 2}')
     assert client.get_model_config("linear").config.max_batch_size == 2
     with pytest.raises(InferenceServerException, match="batch-size must be <= 2"):
@@ -201,7 +202,7 @@ def test_load_with_another_config(client: Any) -> None:
 
 
 def test_settings(client: Any) -> None:
-    """Fails if a setting isn't kept, a model's isn't its own, or a wrong one is taken."""
+    """Fails if a setting isn't kept, a model's setting changes another model's, or a wrong setting is accepted."""
     assert client.get_trace_settings().settings["trace_level"].value == ["OFF"]
     client.update_trace_settings("linear", {"trace_rate": "7"})
     assert client.get_trace_settings("linear").settings["trace_rate"].value == ["7"]
@@ -219,7 +220,7 @@ def test_settings(client: Any) -> None:
 
 
 def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
-    """Fails if the status isn't empty, or registering is taken."""
+    """Fails if the status isn't empty, or registering succeeds."""
     assert not client.get_cuda_shared_memory_status().regions
     with pytest.raises(InferenceServerException, match="GPUs not supported"):
         client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8)
@@ -227,15 +228,15 @@ def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
 
 
 def test_every_method_is_there() -> None:
-    """Fails if the protocol has a method that the server hasn't."""
-    from accel.serve.grpc_front import _Servicer
+    """Fails if the server lacks a method of the protocol."""
+    from accel.serve.transports.grpc.front import _Servicer
 
     assert len(proto.methods()) == 20
     assert all(callable(getattr(_Servicer, name)) for name in proto.methods())
 
 
 def test_health(process: Any) -> None:
-    """Fails if the standard probe doesn't know the server's state, also while it ends."""
+    """Fails if the standard health probe doesn't report the server's state, also while the server ends."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         status = health_pb2.HealthCheckResponse
@@ -246,8 +247,8 @@ def test_health(process: Any) -> None:
 
 
 def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if who watches hears that the server serves while its models load, or doesn't hear of the end of loading,
-    of a broken model where that counts, or of the drain."""
+    """Fails if a watching client hears that the server serves while its models load. Also fails if the client doesn't
+    hear that loading has ended, that a model is broken (if strict readiness counts it), or that the server drains."""
     released = threading.Event()
     real = Repository.start
 
@@ -272,7 +273,7 @@ def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pyt
     def listen(self: ServingProcess) -> None:
         real_listen(self)
         threading.Thread(target=watch, args=(self.ports["grpc"],), daemon=True).start()
-        found.put(found.get(timeout=60))  # the first word is there before the models load
+        found.put(found.get(timeout=60))  # the first status comes before the models load
         released.set()
 
     monkeypatch.setattr(ServingProcess, "_listen", listen)

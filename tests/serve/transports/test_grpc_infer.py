@@ -1,4 +1,4 @@
-"""Inference over gRPC, asked by Triton's own client."""
+"""Inference over gRPC with Triton's own client."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from onnx import TensorProto
-from serving import WEIGHTS, Start, identity, linear
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
 
-from accel.serve.process import ServingProcess
-from accel.serve.tensors import DATATYPES
+from accel.serve.process.serving import ServingProcess
+from accel.serve.protocol.tensors import DATATYPES
+from tests.support.serving import WEIGHTS, Start, identity, linear
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
@@ -37,7 +37,7 @@ def client(process: ServingProcess) -> Any:
 
 @pytest.fixture
 def stub(process: ServingProcess) -> Any:
-    """The protocol itself, for what the client never sends."""
+    """Returns a stub of the protocol, for messages that Triton's client never sends."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         yield GRPCInferenceServiceStub(channel)
 
@@ -49,14 +49,14 @@ def tensor(name: str, value: np.ndarray, kind: str | None = None) -> triton.Infe
 
 
 def refused(call: Any) -> tuple[str, str]:
-    """Code and text of the error that ``call`` gets."""
+    """Returns the code and the text of the error that ``call`` raises."""
     with pytest.raises(InferenceServerException) as caught:
         call()
     return caught.value.status(), caught.value.message()
 
 
 def test_infer(client: Any) -> None:
-    """Fails if the numbers, the id, the model's version or the wire form (raw, one entry an output) are wrong."""
+    """Fails if the numbers, the id, the model's version or the wire format (raw, one entry per output) are wrong."""
     result = client.infer("linear", [tensor("x", X)], request_id="7")
     np.testing.assert_allclose(result.as_numpy("y"), X @ WEIGHTS, rtol=1e-5)
     response = result.get_response()
@@ -66,7 +66,7 @@ def test_infer(client: Any) -> None:
 
 
 def test_strings_and_several_inputs(client: Any) -> None:
-    """Fails if strings are changed, or inputs or outputs are mixed up."""
+    """Fails if strings change, or inputs or outputs are mixed up."""
     a, b = np.array([[1, 2], [3, 4]]), np.array([[10, 20], [30, 40]])
     text = np.array([["é"], [""]], dtype=object)
     result = client.infer("pair", [tensor("text", text), tensor("b", b), tensor("a", a)])
@@ -75,7 +75,7 @@ def test_strings_and_several_inputs(client: Any) -> None:
 
 
 def test_only_what_was_asked_for_comes_back_in_that_order(client: Any) -> None:
-    """Fails if an output that wasn't asked for is sent, or the order is the model's."""
+    """Fails if an output that wasn't requested is sent, or the order is the model's."""
     one = np.ones((1, 2), dtype=np.int64)
     inputs = [tensor("a", one), tensor("b", one), tensor("text", np.array([["t"]], dtype=object))]
     asked = [triton.InferRequestedOutput("same"), triton.InferRequestedOutput("total")]
@@ -95,7 +95,7 @@ KINDS = {
 
 @pytest.fixture
 def kinds(tmp_path: Path, start: Start) -> int:
-    """The port of a server with a model for each datatype, which gives back its three elements."""
+    """Returns the port of a server with a model for each datatype. Each model returns its three elements unchanged."""
     assert set(KINDS) == set(DATATYPES)
     for kind, number in KINDS.items():
         identity(tmp_path / "kinds" / kind / "1", number, [3])
@@ -103,7 +103,7 @@ def kinds(tmp_path: Path, start: Start) -> int:
 
 
 def test_every_datatype(kinds: int) -> None:
-    """Fails if a datatype that a model can have doesn't come back as it went."""
+    """Fails if a datatype of a model comes back changed."""
     with triton.InferenceServerClient(f"127.0.0.1:{kinds}") as client:
         for kind in sorted(set(KINDS) - {"BYTES"}):
             values = np.array([0, 1, 1]).astype(DATATYPES[kind].numpy)
@@ -114,7 +114,7 @@ def test_every_datatype(kinds: int) -> None:
             assert response.raw_output_contents[0] == values.tobytes(), kind
 
 
-# The field that each datatype comes in, values that are easily lost (the largest, the smallest), and what doesn't fit.
+# For each datatype: its typed field, values that are easily lost (largest and smallest), and values that don't fit.
 TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
     "BOOL": ("bool_contents", [True, False, True], []),
     "INT8": ("int_contents", [-128, 127, 0], [128, -129]),
@@ -132,8 +132,8 @@ TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
 
 
 def test_typed_contents_of_every_datatype(kinds: int) -> None:
-    """Fails if contents in the typed field of a datatype don't arrive as they were sent, another field or a value that
-    doesn't fit is taken, or FP16 and BF16, which have no field, are read from one."""
+    """Fails if contents in the typed field of a datatype change, or if another field or a value that doesn't fit is
+    accepted. Also fails if FP16 and BF16, which have no typed field, are read from one."""
 
     def request(kind: str, field: str, values: list[Any]) -> Any:
         made = service_pb2.ModelInferRequest(model_name=kind)
@@ -159,17 +159,17 @@ def test_typed_contents_of_every_datatype(kinds: int) -> None:
             else:
                 assert raw == np.array(values, DATATYPES[kind].numpy).tobytes(), kind
             for other in fields.keys() - {field}:
-                says(request(kind, other, fields[other]), f"'x' is {kind}, its contents are in {other}")
+                says(request(kind, other, fields[other]), f"'x' is {kind}, but its contents are in {other}")
             for value in beyond:
                 says(request(kind, field, [value, *values[1:]]), "'x'")
         for kind in KINDS.keys() - TYPED:
             assert kind in ("FP16", "BF16")
             for field, values in fields.items():
-                says(request(kind, field, values), f"'x' is {kind}, which goes into raw_input_contents only")
+                says(request(kind, field, values), f"'x' is {kind}; send it in raw_input_contents")
 
 
 def test_classification(tmp_path: Path, start: Start) -> None:
-    """Fails if the largest isn't first, or its index, value or label is wrong."""
+    """Fails if the largest value isn't first, or if its index, value or label is wrong."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
     (tmp_path / "linear" / "config.pbtxt").write_text(
@@ -211,7 +211,7 @@ def test_classification(tmp_path: Path, start: Start) -> None:
 def test_what_is_refused_and_how(
     client: Any, process: ServingProcess, name: str, inputs: Any, options: Any, code: str, says: str
 ) -> None:
-    """Fails if a wrong request is run, or gets another code or text than Triton gives; or is left in the books."""
+    """Fails if a wrong request runs, stays pending, or gets another code or text than from Triton."""
     if "outputs" in options:
         options = {"outputs": [triton.InferRequestedOutput(o) for o in options["outputs"]]}
     status, text = refused(lambda: client.infer(name, [tensor(n, v) for n, v in inputs], **options))
@@ -221,7 +221,7 @@ def test_what_is_refused_and_how(
 
 
 def test_typed_contents(stub: Any) -> None:
-    """Fails if contents in typed fields are misread, or mixing them with raw ones, or the wrong field, is taken."""
+    """Fails if typed contents are misread, or are accepted together with raw contents or in the wrong field."""
     request = service_pb2.ModelInferRequest(model_name="linear")
     given = request.inputs.add(name="x", datatype="FP32", shape=[2, 4])
     given.contents.fp32_contents.extend(X.ravel().tolist())
@@ -270,7 +270,7 @@ def test_the_callback_client(client: Any) -> None:
 
 
 def test_the_asyncio_client(process: ServingProcess) -> None:
-    """Fails if the asyncio client is answered otherwise than the plain one."""
+    """Fails if the asyncio client gets other answers than the synchronous client."""
 
     async def ask() -> np.ndarray:
         async with triton_aio.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -282,7 +282,8 @@ def test_the_asyncio_client(process: ServingProcess) -> None:
 
 
 def test_a_stream(client: Any) -> None:
-    """Fails if a stream's answers come in another order, an error ends the stream, or the final mark is missing."""
+    """Fails if the answers of a stream come in another order, if an error ends the stream, or if the final flag is
+    missing."""
     found: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: found.put((result, error)))
     for i in range(20):

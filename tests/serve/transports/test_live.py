@@ -1,4 +1,4 @@
-"""The live page, in a real browser and by its numbers."""
+"""The live page: its data, and its display in a real browser."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http as triton
-from browser import browser, document, screenshot
-from serving import Start, plain
 from tritonclient.utils import InferenceServerException
 
-from accel.serve import live
-from accel.serve.inference import LATENCIES_NS
+from accel.serve.protocol.inference import LATENCIES_NS
+from accel.serve.transports.http import live
+from tests.support.browser import browser, document, screenshot
+from tests.support.serving import Start, plain
 
 BOUNDS = [ns / 1e9 for ns in LATENCIES_NS]
 TOKENS = f"""
@@ -32,7 +32,7 @@ models = ["lin*"]
 
 
 def ask(process: Any, rows: int = 2, times: int = 1, **headers: str) -> None:
-    """Some successes and one failure of ``linear``."""
+    """Sends some successful requests and one failing request to ``linear``."""
     given = triton.InferInput("x", [rows, 4], "FP32")
     given.set_data_from_numpy(np.ones((rows, 4), np.float32))
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
@@ -48,7 +48,7 @@ def figures(process: Any, **headers: str) -> dict[str, Any]:
 
 
 def test_what_it_draws(repository: Path, start: Start) -> None:
-    """Fails if a model is left out, a broken one has no reason, or the figures aren't those of the statistics."""
+    """Fails if a model is missing, if a broken model has no reason, or if the numbers differ from the statistics."""
     (repository / "broken" / "1").mkdir(parents=True)
     (repository / "broken" / "1" / "model.onnx").write_bytes(b"no model")
     process = start(repository, http_port=0)
@@ -69,8 +69,8 @@ def test_what_it_draws(repository: Path, start: Start) -> None:
 
 
 def test_without_a_token_it_says_nothing(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if the page, or what it asks for, tells a caller without a token a model's name, or one with a token of
-    models that it isn't for; or if the page may load something from elsewhere."""
+    """Fails if the page or its data show a model's name to a caller without a token, or show a token models outside its
+    list. Also fails if the page may load content from another host."""
     (tmp_path / "tokens.toml").write_text(TOKENS)
     process = start(repository, http_port=0, tokens=str(tmp_path / "tokens.toml"))
     status, text = plain(process, "/")
@@ -90,7 +90,8 @@ def test_without_a_token_it_says_nothing(repository: Path, start: Start, tmp_pat
 
 @contextmanager
 def feeding(*bodies: Any) -> Iterator[str]:
-    """The page with these answers to its questions, one after another, the last one again and again; its address."""
+    """Serves the page with the given answers to its requests, one after another, and then the last one again and again.
+    Yields the address."""
     left = list(bodies)
 
     class Feed(http.server.BaseHTTPRequestHandler):
@@ -106,7 +107,7 @@ def feeding(*bodies: Any) -> Iterator[str]:
             self.wfile.write(text.encode())
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Feed)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -142,15 +143,15 @@ def body(time: float, name: str = "minilm", **changes: Any) -> dict[str, Any]:
 
 
 def shown(text: str, model: str) -> dict[str, str]:
-    """The figures of a model's card by name."""
+    """Returns the numbers on a model's card by name."""
     card = text.partition(f'data-model="{model}"')[2].partition("</article>")[0]
     return dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", card))
 
 
 @browser
 def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a rate isn't requests over time, a percentile isn't in its bucket, the histogram has no bars, or a
-    hostile name becomes part of the page."""
+    """Fails if a rate isn't requests over time, if a percentile is outside its bucket, if the histogram has no bars, or
+    if a hostile name becomes markup in the page."""
     hostile = "<img src=x onerror=alert(1)>"
     first = body(1000.0, received=100, success=100, latency={0.001: 100}, inference_count=100, execution_count=100)
     second = body(
@@ -166,7 +167,7 @@ def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
     found = shown(text, "minilm/1")
     assert found["requests/s"] == "100"  # 400 in 4 seconds
     assert (found["in the queue"], found["answered"], found["failed"], found["mean batch"]) == ("7", "490", "10", "4")
-    # Of the 390 new ones 351 took 1 to 2.5 ms and 39 took 50 to 100 ms: p99 is nine tenths up the second bucket.
+    # Of the 390 new requests 351 took 1 to 2.5 ms and 39 took 50 to 100 ms: p99 is nine tenths up the second bucket.
     assert found["p50"] == "1.8 ms"
     assert found["p90"] == "2.5 ms"
     assert found["p99"] == "95 ms"
@@ -178,8 +179,8 @@ def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
 
 @browser
 def test_the_page_of_a_server(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if the page doesn't show a real server's models, asks for no token where one is wanted, keeps one in the
-    address, or is an empty window; or if its colours don't follow the reader's."""
+    """Fails if the page is empty, doesn't show a real server's models, or doesn't ask for a required token. Also fails
+    if the page keeps the token in the address, or if its colors don't follow the reader's setting."""
     from PIL import Image
 
     process = start(repository, http_port=0)

@@ -1,9 +1,10 @@
-"""Triton's Python client as it was years ago, from an environment of its own: it can't be installed beside the new one.
+"""An old release of Triton's Python client, from an environment of its own, because it can't be installed beside the
+new release.
 
 ``make test`` makes that environment. By hand:
 
-python -m venv old && old/bin/pip install --no-deps -r tests/serve/old_tritonclient.txt
-ACCEL_OLD_TRITONCLIENT=old python -m pytest tests/serve/test_old_client.py
+python -m venv old && old/bin/pip install --no-deps -r tests/serve/transports/old_tritonclient.txt
+ACCEL_OLD_TRITONCLIENT=old python -m pytest tests/serve/transports/test_old_client.py
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import WEIGHTS
+
+from tests.support.serving import WEIGHTS
 
 SCRIPT = """
 import json, queue, sys
@@ -82,7 +84,8 @@ print(json.dumps(found))
     reason="ACCEL_OLD_TRITONCLIENT names no environment",
 )
 def test_an_older_client(repository: Path, serve: Any) -> None:
-    """Fails if a call of the old client isn't understood, or it doesn't understand an answer."""
+    """Fails if the server doesn't understand a call of the old client, or if the old client doesn't understand an
+    answer."""
     served = serve(str(repository), "--mode", "explicit", "--load-model", "*")
     ports = served.wait_for("serving")["ports"]
     python = Path(os.environ["ACCEL_OLD_TRITONCLIENT"]) / "bin" / "python"

@@ -5,7 +5,7 @@ python -m venv kserve && kserve/bin/pip install kserve==0.21.0
 python -m venv perf && perf/bin/pip install --no-deps tritonclient==2.51.0 nvidia-cuda-runtime-cu12
 (perf_analyzer comes with that wheel; it wants libb64.so.0d of the system and libcudart.so.12 on LD_LIBRARY_PATH)
 ACCEL_KSERVE=kserve ACCEL_PERF_ANALYZER=perf/bin/perf_analyzer \
-    python -m pytest -m nightly tests/serve/test_other_clients.py
+    python -m pytest -m nightly tests/serve/transports/test_other_clients.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving import WEIGHTS, plain
+
+from tests.support.serving import WEIGHTS, plain
 
 KSERVE = """
 import asyncio, json, sys
@@ -82,7 +83,7 @@ print(json.dumps(found, default=lambda value: value.decode()))
 
 
 def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
-    """Fails if the health addresses say nothing: KServe's REST client reads the JSON that the protocol gives them."""
+    """Fails if the health addresses return no body. KServe's REST client reads the JSON that the protocol defines."""
     process = start(repository, http_port=0)
     assert json.loads(plain(process, "/v2/health/live")[1]) == {"live": True}
     assert json.loads(plain(process, "/v2/health/ready")[1]) == {"ready": True}
@@ -94,7 +95,8 @@ def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif("ACCEL_KSERVE" not in os.environ, reason="ACCEL_KSERVE names no environment")
 def test_the_client_of_kserve(repository: Path, serve: Any) -> None:
-    """Fails if a call of KServe's clients isn't understood, or they don't understand an answer."""
+    """Fails if the server doesn't understand a call of KServe's clients, or if these clients don't understand an
+    answer."""
     ports = serve(str(repository)).wait_for("serving")["ports"]
     python = Path(os.environ["ACCEL_KSERVE"]) / "bin" / "python"
     ran = subprocess.run(
@@ -128,7 +130,7 @@ def test_the_client_of_kserve(repository: Path, serve: Any) -> None:
     ids=["grpc", "http", "stream", "grpc-memory", "http-memory"],
 )
 def test_perf_analyzer(repository: Path, serve: Any, tmp_path: Path, face: str, options: list[str]) -> None:
-    """Fails if perf_analyzer can't read the model's metadata, config or statistics, or a request of it fails."""
+    """Fails if perf_analyzer can't read the model's metadata, config or statistics, or one of its requests fails."""
     served = serve(str(repository))
     ports = served.wait_for("serving")["ports"]
     report = tmp_path / "report.csv"

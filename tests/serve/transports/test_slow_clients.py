@@ -1,4 +1,4 @@
-"""Clients that don't finish what they say, don't read what they get, or connect and say nothing."""
+"""Clients that don't finish their request, don't read their answer, or connect and send nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from serving import FLOAT, ask, client, identity, linear
 
-from accel.serve import proto
-from accel.serve.grpc_arrivals import Arrivals
+from accel.serve.protocol import messages as proto
+from accel.serve.transports.grpc.arrivals import Arrivals
+from tests.support.serving import FLOAT, ask, client, identity, linear
 
 INFER = f"/{proto.SERVICE}/ModelInfer"
 STREAM = f"/{proto.SERVICE}/ModelStreamInfer"
@@ -25,7 +25,7 @@ STREAM = f"/{proto.SERVICE}/ModelStreamInfer"
 
 @pytest.fixture
 def served(tmp_path: Path, serve: Any) -> Any:
-    """``linear`` and ``same``, whose output is as large as its input, on sixteen threads."""
+    """Serves ``linear`` and ``same``, whose output is as large as its input, on sixteen threads."""
     linear(tmp_path / "models" / "linear" / "1")
     identity(tmp_path / "models" / "same" / "1", FLOAT)
     (tmp_path / "models" / "same" / "config.pbtxt").write_text("max_batch_size: 0")
@@ -38,8 +38,10 @@ def own_channel(port: int) -> grpc.Channel:
     return grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)])
 
 
+@pytest.mark.proof
 def test_clients_that_never_finish_their_message(served: Any) -> None:
-    """Fails if as many half-sent requests as there are threads, over gRPC and over HTTP, keep others out for good."""
+    """Fails if as many half-sent requests as there are threads, over gRPC and over HTTP, block other clients for
+    good."""
     released = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -63,7 +65,7 @@ def test_clients_that_never_finish_their_message(served: Any) -> None:
 
 
 def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
-    """Fails if a call is cut off that crowds nobody out, or one that has just come."""
+    """Fails if a call is cut off although it blocks no other call, or although it has just begun."""
 
     class Call:
         cancelled = False
@@ -88,7 +90,8 @@ def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
         threads[-1].start()
         assert arrived.acquire(timeout=30)
         now[0] += 1.0
-    assert arrivals.sweep() == 1  # the only one that is older than five seconds; two are more than half of eight
+    # Six calls are two more than half of eight, but only one is older than five seconds.
+    assert arrivals.sweep() == 1
     now[0] += 10.0
     assert arrivals.sweep() == 2
     assert [call.cancelled for call in calls] == [True, True, False, False, False, False]
@@ -102,7 +105,8 @@ def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
 
 
 def test_clients_that_do_not_read(served: Any) -> None:
-    """Fails if answers that nobody reads keep others out, or a stream that isn't read is answered without end."""
+    """Fails if unread answers block other clients, or if a client that doesn't read its stream gets answers without
+    end."""
     request = proto.message("ModelInferRequest")(model_name="same")
     request.inputs.add(name="x", datatype="FP32", shape=[1 << 18])
     request.raw_input_contents.append(bytes(1 << 20))
@@ -136,13 +140,13 @@ def test_clients_that_do_not_read(served: Any) -> None:
                 ask(made, client_timeout=60)
             steady(sent)
             ask(made, client_timeout=60)
-        assert sent[0] < 700  # 128 unanswered ones, and what the connection's own buffers hold
+        assert sent[0] < 700  # 128 unanswered requests, and those in the connection's buffers
         assert len(next(unread)) > 1 << 20
         assert served.end() == 0
 
 
 def steady(sent: list[int]) -> None:
-    """Wait until nothing more has been sent for a second, for at most a minute."""
+    """Waits until nothing has been sent for a second, but at most a minute."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         before = list(sent)
@@ -152,10 +156,11 @@ def steady(sent: list[int]) -> None:
     pytest.fail(f"still sending: {sent}")
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_ten_thousand_connections_left_open(served: Any, record_property: Any) -> None:
-    """Fails if connections that say nothing keep others out, slow them to a halt, or stay when their clients go. Where
-    the system allows fewer open files than that takes, there are fewer connections, and the output says how many."""
+    """Fails if silent connections block other clients, slow them to a halt, or stay open when their clients are gone.
+    If the system allows too few open files, the test opens fewer connections and its output says how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(10_000, hard - 500)
     record_property("connections", count)

@@ -1,6 +1,6 @@
-"""Python reads this first in every process of a server that is started with this folder on its path: in models under
-``bad`` the first number of the input decides what happens. 1 raises, 2 says so and hangs, 3 reads where nothing is,
-5 says so and takes its time."""
+"""Python imports this file first in every process of a server that has this folder on its path. In models under
+``bad``, the first number of the input decides what happens: 1 raises, 2 prints a line and hangs, 3 reads invalid
+memory, 5 prints a line and takes 3 s."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _open = base.open_session
 
 
 def say(text: str) -> None:
-    """A line of its own: in one piece, as several may be said at once."""
+    """Prints a line in one write, because several processes may print at once."""
     os.write(2, f"{text}\n".encode())
 
 

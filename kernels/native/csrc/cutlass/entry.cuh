@@ -1,5 +1,5 @@
-// How a GEMM of CUTLASS 2 or 3 (a class with an Adapter and the Adapter's arguments for a problem) becomes an entry of the
-// library's table.
+// Makes a GEMM of CUTLASS 2 or 3 an entry of the library's table. The GEMM is a class with an Adapter, and the
+// Adapter's arguments for a problem.
 #pragma once
 #include "../gemm.cuh"
 #include "cutlass/cutlass.h"
@@ -19,7 +19,7 @@ constexpr int kDtype<cutlass::float_e4m3_t> = ACCEL_FP8;
 template <class Made>
 int workspace(const accel_gemm_problem& p, size_t* bytes) {
   if (!Made::runs_here()) {
-    cudaGetLastError();  // what asking left behind: the next launch would be blamed for it
+    cudaGetLastError();  // clears the error of this query, which the next launch would report
     return ACCEL_WRONG_ARCH;
   }
   *bytes = Made::Adapter::get_workspace_size(Made::arguments(p));

@@ -1,9 +1,9 @@
-// The one node of the epilogue tree that CUTLASS doesn't have: the activation, chosen at run time.
+// The only node of the epilogue tree that CUTLASS doesn't have: an activation that is chosen at run time.
 #pragma once
 #include "../activate.cuh"
 #include "cutlass/array.h"
 
-// act(x), which of them being a second operand with the same number everywhere: one kernel serves every activation.
+// act(x). The activation's number is a second operand, equal for all elements, so one kernel serves every activation.
 template <class T>
 struct Activation;
 

@@ -1,4 +1,5 @@
-// The same epilogue tree on CUTLASS 2: mma.sync, cp.async, stream-K. For sm_80, sm_86, sm_89, and sm_120's fp16 and int8.
+// The same epilogue tree on CUTLASS 2: mma.sync, cp.async, stream-K. For sm_80, sm_86, sm_89, and sm_120's fp16 and
+// int8.
 #pragma once
 #include <type_traits>
 
@@ -6,7 +7,7 @@
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/default_gemm_universal_with_visitor.h"
 #include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
-// After the rest: it doesn't include what it names.
+// Included last, because it doesn't include the headers that it needs.
 #include "cutlass/epilogue/threadblock/fusion/visitors.hpp"
 #include "entry.cuh"
 #include "functors.cuh"
@@ -19,7 +20,7 @@ using PerRow = Stride<_1, _0, int64_t>;
 using PerColumn = Stride<_0, _1, int64_t>;
 using Dense = Stride<int64_t, _1, int64_t>;
 
-// CUTLASS loads the source whether it is there or not: without one every element is out of bounds, and zero.
+// CUTLASS always loads the source. If there is none, every element is out of bounds, and so zero.
 template <class Layout, class Out>
 struct Residual : visitor::VisitorAuxLoad<Layout, Out, Dense> {
   using Base = visitor::VisitorAuxLoad<Layout, Out, Dense>;
@@ -76,11 +77,11 @@ struct Gemm {
     typename Tree::Arguments tree{summed, {static_cast<Out*>(p.out), dense}};
     const int m = static_cast<int>(p.m), n = static_cast<int>(p.n), k = static_cast<int>(p.k);
     return typename Adapter::Arguments(cutlass::gemm::GemmUniversalMode::kGemm, {m, n, k},
-                                       1,     // split-K slices: stream-K finds its own
+                                       1,     // split-K slices: stream-K chooses the split itself
                                        tree, p.a, p.b, nullptr, nullptr, p.m * p.k, p.n * p.k, 0, 0, p.k, p.k, 0, 0);
   }
 
-  // Whether the current device runs it: one library may hold these for another GPU alone.
+  // Tells whether the current device runs it, because a library may hold code only for another GPU.
   static bool runs_here() { return cutlass::gemm::device::GemmUniversalBase<Kernel>::maximum_active_blocks() > 0; }
 };
 }  // namespace accel2x

@@ -1,5 +1,5 @@
 // act(row_scale * col_scale * (a @ b^T) + bias) + residual on CUTLASS 3: TMA, warp-specialized, one epilogue tree for
-// sm_90a, sm_100a and sm_120a. a (M, K) and b (N, K) are dense; an operand that is NULL costs nothing but its constant.
+// sm_90a, sm_100a and sm_120a. a (M, K) and b (N, K) are dense. A NULL operand is replaced by a constant.
 #pragma once
 #include <type_traits>
 
@@ -18,7 +18,8 @@ using namespace cute;
 namespace fusion = cutlass::epilogue::fusion;
 constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 
-// kSwap: the kernel computes the transposed product, so that the many columns of a small M fill its tile's rows.
+// kSwap: computes the transposed product. If M is small, the many columns of the problem then fill the rows of the
+// tile.
 template <class Arch, class In, class Out, class Tile, class CtaTile, class Cluster, class Mainloop, class Schedule,
           bool kSwap>
 struct Gemm {
@@ -26,7 +27,7 @@ struct Gemm {
   static constexpr int kAlignIn = 16 / sizeof(In), kAlignOut = 16 / sizeof(Out);
   using LayoutOut = std::conditional_t<kSwap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
 
-  // A vector along M of the problem runs down the rows of the tile, or along its columns where the product is swapped.
+  // A vector along M of the problem runs along the rows of the tile, or along its columns if the product is swapped.
   using DownRows = fusion::Sm90ColBroadcast<0, CtaTile, float, float, Stride<_1, _0, int64_t>>;
   using AlongRows = fusion::Sm90RowBroadcast<0, CtaTile, float, float, Stride<_0, _1, int64_t>>;
   using OfM = std::conditional_t<kSwap, AlongRows, DownRows>;
@@ -35,7 +36,7 @@ struct Gemm {
   using Times = fusion::Sm90Compute<cutlass::multiplies, float, float, kRound>;
   using Plus = fusion::Sm90Compute<cutlass::plus, float, float, kRound>;
   using Act = fusion::Sm90Compute<Activation, float, float, kRound>;
-  // beta * C + x leaves C unread where beta is 0.
+  // beta * C + x doesn't read C if beta is 0.
   using PlusSource = fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Out, float, kRound>;
 
   using ByRow = fusion::Sm90EVT<Times, OfM, fusion::Sm90AccFetch>;
@@ -64,7 +65,7 @@ struct Gemm {
     const auto second_stride = cutlass::make_cute_packed_stride(typename Kernel::StrideB{}, {n, k, 1});
     const auto out_stride = cutlass::make_cute_packed_stride(typename Kernel::StrideD{}, {m, n, 1});
     Out* out = static_cast<Out*>(p.out);
-    // A descriptor is made of C also where nothing reads it: it then has to be any good address.
+    // A descriptor of C is made even if nothing reads C, so C needs some valid address.
     const Out* source = p.residual ? static_cast<const Out*>(p.residual) : out;
 
     typename ByRow::Arguments by_row{{p.row_scale, 1.0f, {}}, {}, {}};
@@ -82,7 +83,7 @@ struct Gemm {
             hardware};
   }
 
-  // What is compiled for one architecture is registered for no other.
+  // Registers code only for the architecture that it is compiled for.
   static bool runs_here() { return true; }
 };
 }  // namespace accel3x

@@ -6,7 +6,7 @@ using In = ACCEL_IN;
 using Out = ACCEL_OUT;
 constexpr int kK = 128 / sizeof(In);  // one swizzle of shared memory
 
-// Two multiprocessors share a tile of 256 rows: each finishes 128 of them.
+// Two multiprocessors share a tile of 256 rows. Each computes 128 of them.
 template <int kM, int kN, bool kSwap = false>
 using Sm100 = Gemm<
     cutlass::arch::Sm100, In, Out, Shape<Int<kM>, Int<kN>, Int<kK>>, Shape<_128, Int<kN>, Int<kK>>,

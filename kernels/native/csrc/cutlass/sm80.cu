@@ -1,4 +1,4 @@
-// Ampere, and what runs its instructions. ACCEL_IN, ACCEL_OUT: element types; ACCEL_UNIT: their names.
+// Ampere, and later GPUs that run its instructions. ACCEL_IN, ACCEL_OUT: element types; ACCEL_UNIT: their names.
 #include "gemm2x.cuh"
 
 using namespace accel2x;
@@ -8,7 +8,7 @@ constexpr int kBytes = sizeof(In);
 using Instruction =
     std::conditional_t<kBytes == 1, cutlass::gemm::GemmShape<16, 8, 32>, cutlass::gemm::GemmShape<16, 8, 16>>;
 
-// K in bytes; three stages of the largest fit in the 99 KB of sm_86, sm_89 and sm_120.
+// K is in bytes. Three stages of the largest tile fit in the 99 KB of sm_86, sm_89 and sm_120.
 template <int kM, int kN, int kKBytes, int kWarpM, int kWarpN, int kStages>
 using Sm80 = Gemm<In, Out, kM, kN, kKBytes / kBytes, kWarpM, kWarpN, kStages, Instruction>;
 

@@ -20,7 +20,7 @@ using Sm90 = Gemm<cutlass::arch::Sm90, In, Out, Shape<Int<kM>, Int<kN>, Int<kK>>
 
 using T128x128 = Sm90<128, 128, Shape<_2, _1, _1>, Cooperative, CooperativeStore>;
 #ifdef ACCEL_FP8_IN
-// The tensor cores keep 14 bits of an fp8 sum, so it is added up in registers every 128 of K: twice the accumulators,
+// The tensor cores keep 14 bits of an fp8 sum, so registers add it up every 128 of K. This doubles the accumulators,
 // which spill from 128x256 on.
 using T128x192 = Sm90<128, 192, Shape<_2, _1, _1>, Cooperative, CooperativeStore>;
 #else

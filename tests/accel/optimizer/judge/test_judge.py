@@ -1,4 +1,5 @@
-"""What judges candidates: which samples, which code of a metric, and what a source that gives NaN is told."""
+"""The judge of candidates: which samples it uses, how it identifies a metric's code, and how it reports a source that
+gives NaN."""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx_builder import FLOAT, artifact, node, save_data
 
 import accel
-from accel.api.optimize import seen_note
 from accel.artifact import Artifact
 from accel.errors import UsageError
 from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.judge import Judge, Judgement
+from accel.optimizer.judge.comparison import Judge, Judgement
+from accel.optimizer.notes import seen_note
+from tests.support.onnx_builder import FLOAT, artifact, node, save_data
 
 
 def twice(folder: Path, factor: float = 2.0, name: str = "m.onnx") -> Artifact:
-    """``y = log(factor * x)``: NaN where x is negative."""
+    """Makes ``y = log(factor * x)``, which is NaN for negative x."""
     nodes = [node("Mul", "x f", "m"), node("Log", "m", "y")]
     shape = ["batch", 3]
     constants = {"f": np.float32(factor)}
@@ -48,8 +49,8 @@ def scaled(y):
 
 @pytest.mark.parametrize("part", ["inside", "level", "helper"])
 def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -> None:
-    """Fails if a judgement of before is taken for a metric whose own lines are the same, but not a function beside it,
-    a number of its module or a file that it imports: the source would have the new value and candidates the old."""
+    """Fails if the judge reuses a cached judgement although a function, a module constant or an imported file that the
+    metric uses has changed. Then the source would have the new value, and candidates the old one."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
     keys, values = [], []
     for turn in (1, 2):
@@ -58,7 +59,7 @@ def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -
         (tmp_path / f"{helper}.py").write_text(f"def factor():\n    return {number}\n")
         said = {name: turn if name == part else 1 for name in ("inside", "level")}
         file = tmp_path / "metric.py"
-        # Where the helper is to change, nothing else does: its file is swapped under one name.
+        # To change the helper alone, its file is replaced under the same name.
         body = METRIC.format(helper="factors" if part == "helper" else helper, **said)
         if part == "helper":
             (tmp_path / f"{helper}.py").replace(tmp_path / "factors.py")
@@ -76,7 +77,7 @@ def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -
 
 
 def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
-    """Fails if two metrics of the same lines with other variables around them share what is cached."""
+    """Fails if two metrics with the same code and different closure variables share a cache entry."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
 
     def made(factor: float) -> Any:
@@ -89,8 +90,8 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
-    """Fails if a metric that has no value for one candidate (a correlation of constant outputs) ends the run instead of
-    rejecting that candidate, or is accepted for the source."""
+    """Fails if a metric without a value for one candidate (a correlation of constant outputs) ends the run instead of
+    rejecting that candidate, or if a source without a value is accepted."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 
@@ -107,29 +108,30 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])
 def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, tmp_path: Path) -> None:
-    """Fails if what calibrated judges although there are other samples, or if anything is said of it then."""
+    """Fails if samples that calibrated are judged on although there are other samples, or if the judge then says that
+    it saw all samples."""
     judge = Judge(twice(tmp_path), samples(tmp_path, count), None, skip=count // 2)
     rows = np.concatenate([feeds["x"] for feeds in judge._feeds()])
     assert len(rows) == judged
-    assert rows.min() > 3 * (count // 2)  # samples are numbered through
+    assert rows.min() > 3 * (count // 2)  # sample n has the number n
     assert not judge.saw_all
 
 
 def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
-    """Fails if what was judged on both samples is taken for a judgement on the second alone: each is one batch."""
+    """Fails if a cached judgement on both samples is reused for the second sample alone. Either is one batch."""
     source, data = twice(tmp_path), samples(tmp_path, 2)
     assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
     assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})
 
 
 def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
-    """Fails if somebody isn't told that int8 was judged on nothing but the sample that calibrated it, or is told so
-    where others judge, or where nothing was quantized."""
+    """Fails if the report doesn't warn that int8 was judged on the only sample, which also calibrated it, or if it
+    warns although other samples judge or no candidate is quantized."""
     source, one, two = twice(tmp_path), samples(tmp_path, 1), samples(tmp_path, 2)
     judgement = Judgement(drop=0.0, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
     int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))
     said = seen_note([fp32, int8], Judge(source, one, None, skip=1))
-    assert said.startswith("what is quantized is judged on the samples that calibrated it")
+    assert said.startswith("quantized candidates are judged on the samples that calibrated them")
     assert "--eval-data" in said
     assert seen_note([fp32], Judge(source, one, None, skip=1)) == ""
     assert seen_note([int8], Judge(source, two, None, skip=1)) == ""
@@ -137,8 +139,7 @@ def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
 
 
 def test_a_source_that_gives_nan_on_the_data(tmp_path: Path) -> None:
-    """Fails if somebody whose model gives NaN for samples of the data isn't told for how many, or is told of a model
-    that doesn't."""
+    """Fails if the report doesn't say for how many samples the source gives NaN, or says it of a source without NaN."""
     source = twice(tmp_path)
     judge = Judge(source, samples(tmp_path, 20, negative=5), None)
     assert "the source itself gives NaN for 5 of 20 samples of" in judge.nan_note()

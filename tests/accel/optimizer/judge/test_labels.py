@@ -1,4 +1,4 @@
-"""accel optimize --labels: metrics that need nothing but labels."""
+"""accel optimize --labels: metrics that need only labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from accel.artifact import Artifact
 from accel.errors import BadData, UnknownName, UsageError
-from accel.optimizer.label_metric import mean_iou, read_labels, spearman
+from accel.optimizer.judge.label_metric import mean_iou, read_labels, spearman
 
 
 def save(path: Path, **arrays: Any) -> Path:
@@ -21,10 +21,11 @@ def save(path: Path, **arrays: Any) -> Path:
     return path
 
 
-@settings(deadline=None)  # importing scipy takes longer than a sample may
+@settings(deadline=None)  # importing scipy takes longer than the deadline of a sample
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=30))
 def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
-    """Fails if equal values don't share their rank, or anything else makes it another number than scipy's."""
+    """Fails if Spearman's rank correlation differs from scipy's, for example because equal values don't share their
+    rank."""
     from scipy.stats import spearmanr
 
     a, b = (np.array(values, np.float64) for values in zip(*pairs, strict=True))
@@ -35,7 +36,7 @@ def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_top_k(tmp_path: Path) -> None:
-    """Fails if a label among the k largest isn't counted, or one outside is."""
+    """Fails if a label among the k largest scores doesn't count, or a label outside them does."""
     scores = np.array([[3, 2, 1, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 2]))
     assert read_labels(labels)({"logits": scores}, {}) == 0.0
@@ -45,8 +46,8 @@ def test_top_k(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
-    """Fails if it is another number than the mean of scikit-learn's Jaccard indices over the classes that occur, or if
-    places without a label count."""
+    """Fails if IoU differs from the mean of scikit-learn's Jaccard indices over the classes that occur, or if places
+    without a label count."""
     from sklearn.metrics import jaccard_score
 
     rng = np.random.default_rng(seed)
@@ -59,7 +60,8 @@ def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
 
 
 def test_iou_of_a_segmentation(tmp_path: Path) -> None:
-    """Fails if labels of places aren't judged by IoU by themselves, against the output that has their shape."""
+    """Fails if labels per pixel aren't judged by IoU by default, or are compared with another output than the one of
+    their shape."""
     labels = np.array([[[0, 1], [1, 1]], [[0, 0], [2, -1]]])
     scores = np.full((2, 3, 2, 2), -1.0, np.float32)
     for (sample, y, x), label in np.ndenumerate(labels):
@@ -67,7 +69,7 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
     metric = read_labels(save(tmp_path / "y.npz", label=labels))
     assert metric.kind == "iou"
     assert metric({"logits": scores, "features": np.ones((2, 8))}, {}) == 1.0
-    scores[0, 0, 0, 0] = -2.0  # one place of class 0 becomes class 1: 2/3 and 3/4 are left
+    scores[0, 0, 0, 0] = -2.0  # one pixel of class 0 becomes class 1, so the IoUs are 2/3 and 3/4
     scores[0, 1, 0, 0] = 2.0
     assert metric({"logits": scores}, {}) == pytest.approx((2 / 3 + 3 / 4 + 1) / 3)
     with pytest.raises(UsageError, match=r"\[samples, classes, 2, 2\]"):
@@ -77,8 +79,8 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
 
 
 def test_iou_with_channels_last(tmp_path: Path) -> None:
-    """Fails if [samples, ..., classes], as Keras has it, isn't judged as [samples, classes, ...] is; if the wrong axis
-    has the classes where sizes are equal; or if features of each place are taken for a segmentation."""
+    """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...], if the judge
+    takes the wrong axis for the classes although sizes are equal, or takes features per pixel for a segmentation."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
     labels = rng.integers(-1, 3, (4, 6, 5))
@@ -87,7 +89,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
     last = np.moveaxis(scores, 1, -1)
     assert metric({"mask": last, "pooled": np.ones((4, 8))}, {}) == metric({"mask": scores}, {}) == wanted
     assert metric({"mask": scores, "features": np.ones((4, 6, 5, 16))}, {}) == wanted
-    with pytest.raises(UsageError, match=r"2 outputs are .*pass --metric with a function that takes the one"):
+    with pytest.raises(UsageError, match=r"2 outputs fit .*pass --metric with a function that reads the right output"):
         metric({"mask": last, "features": np.ones((4, 6, 5, 16))}, {})
     pictures = read_labels(save(tmp_path / "p.npz", label=labels[..., None]))
     assert pictures({"mask": last}, {}) == wanted
@@ -98,7 +100,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
     either, square = rng.normal(size=(4, 3, 3)), labels[:, :3, 0]
     read = read_labels(save(tmp_path / "s.npz", label=square))
     assert read({"y": either}, {}) == mean_iou(either.argmax(1), square, 3) != mean_iou(either.argmax(2), square, 3)
-    with pytest.raises(UsageError, match="2 outputs"):  # which of them has the classes can't be known
+    with pytest.raises(UsageError, match="2 outputs"):  # the judge can't know which of the outputs has the classes
         read({"y": either, "z": rng.normal(size=(4, 3, 7))}, {})
     with pytest.raises(
         BadData, match=r"the label of sample \d at \[\d, \d\] is 2, and the output 'mask' has 2 classes"
@@ -107,7 +109,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
 
 
 def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
-    """Fails if [samples, 1], as Keras' datasets have it, isn't one label a sample, of integers and of floats."""
+    """Fails if labels of shape [samples, 1], as in Keras' datasets, aren't read as one integer or float per sample."""
     scores = np.eye(5, dtype=np.float32)
     column = read_labels(save(tmp_path / "y.npz", label=np.array([[0], [1], [2], [3], [0]], np.uint8)))
     assert (column.kind, column({"logits": scores}, {})) == ("top1", 0.8)
@@ -116,8 +118,8 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
-    """Fails if one-hot rows, class numbers as floats or from 1 on aren't told what to save instead, or if labels that
-    are none of these are told so."""
+    """Fails if the error for one-hot labels, for float class numbers, or for class numbers from 1 on doesn't say what
+    to save instead, or if other labels get that advice."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 
@@ -133,19 +135,21 @@ def test_labels_in_another_form(tmp_path: Path) -> None:
     assert "one-hot" not in refused(np.eye(7, dtype=np.int64)[classes] * 2)
     assert "one-hot" not in refused(np.ones((20, 7), np.int64))
     found = refused(classes.astype(np.float32))
-    assert "0 outputs are one number a sample" in found
+    assert "needs one output of one number a sample, and 0 outputs fit" in found
     assert "if they are classes, save them as integers, y.astype('int64')" in found
     assert "save them as integers" in refused(classes.astype(np.float64), "top1")
     assert "save them as integers" not in refused(classes + 0.5)
     found = refused(classes + 1)
-    assert "the label of sample 6 is 7, and the output 'logits' has 7 classes, 0 to 6 (2 labels are no class)" in found
-    assert found.endswith("; they start at 1: save y - 1")
+    assert (
+        "the label of sample 6 is 7, and the output 'logits' has 7 classes, 0 to 6 (2 labels are not a class)" in found
+    )
+    assert found.endswith("; the labels start at 1: save y - 1")
     for other in (np.where(classes == 0, -1, classes + 1), classes + 2, np.where(classes == 0, 8, classes)):
-        assert refused(other).endswith("leave such samples out")
+        assert refused(other).endswith("leave these samples out")
 
 
 def test_any_top_k(tmp_path: Path) -> None:
-    """Fails if K isn't the number that was asked for, or a K that every label is within says something."""
+    """Fails if K isn't the number that the user asked for, or if a K that includes every class is accepted."""
     scores = np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 1]))
     assert read_labels(labels, "top2")({"logits": scores}, {}) == 0.5
@@ -157,19 +161,19 @@ def test_any_top_k(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_no_classes(tmp_path: Path) -> None:
-    """Fails if a label beyond the classes, or a negative one, counts as a wrong answer, or if the value, its sample or
-    the number of classes isn't named."""
+    """Fails if a label beyond the classes or below 0 counts as a wrong answer, or if the error doesn't name the value,
+    its sample and the number of classes."""
     scores = {"logits": np.zeros((4, 10), np.float32), "pooled": np.zeros((4, 3, 2), np.float32)}
     for wrong, kind in ((10, "top1"), (-1, "top1"), (10, "top5")):
         path = save(tmp_path / "y.npz", label=np.array([0, 9, wrong, wrong]))
         with pytest.raises(BadData) as caught:
             read_labels(path, kind)(scores, {})
         assert f"the label of sample 2 is {wrong}, and the output 'logits' has 10 classes, 0 to 9" in str(caught.value)
-        assert "(2 labels are no class)" in str(caught.value)
-        with pytest.raises((BadData, UsageError)):  # features that are wide enough aren't judged in place of classes
+        assert "(2 labels are not a class)" in str(caught.value)
+        with pytest.raises((BadData, UsageError)):  # wide features aren't taken for classes
             read_labels(path, kind)({**scores, "embedding": np.zeros((4, 512), np.float32)}, {})
     places = np.zeros((2, 3, 3), np.int64)
-    places[1, 2, 0], places[0, 0, 0] = 5, -1  # the second says that its place doesn't count
+    places[1, 2, 0], places[0, 0, 0] = 5, -1  # the label -1 excludes its pixel
     segmented = read_labels(save(tmp_path / "s.npz", label=places))
     with pytest.raises(BadData, match=r"sample 1 at \[2, 0\] is 5, and the output 'masks' has 5 classes, 0 to 4;"):
         segmented({"masks": np.zeros((2, 5, 3, 3), np.float32)}, {})
@@ -178,7 +182,7 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
 def test_labels_judge_a_real_net(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Fails if the judgement isn't the accuracy on these labels, or if other labels take the cached one."""
+    """Fails if the judgement isn't the accuracy on these labels, or if other labels reuse its cache entry."""
     test = np.load(digits_data[1])
     inputs = save(tmp_path / "x.npz", image=test["image"])
     words = ["optimize", digits.path, "--target", "tensorrt-rtx", "--precision", "fp32", "--data", inputs, "--json"]
@@ -193,7 +197,7 @@ def test_labels_judge_a_real_net(
 
 
 def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a wrong file of labels is a traceback, or judges anyway."""
+    """Fails if a wrong file of labels ends in a traceback, or is used anyway."""
     words = ["optimize", digits.path, "--target", "ort-cpu", "--data", digits_data[0], "-o", tmp_path / "out"]
     short = save(tmp_path / "short.npz", label=np.arange(3))
     flat = save(tmp_path / "flat.npz", label=np.zeros((128, 2), np.int64))
@@ -201,7 +205,7 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
     beyond = save(tmp_path / "beyond.npz", label=np.where(np.arange(128) == 7, 10, 0))
     for extra, message in (
         (["--labels", short], "short.npz: 'label' has 3 labels for 128 samples"),
-        (["--labels", one_hot], "needs (there are logits [128, 10]); they look one-hot: save y.argmax(1)"),
+        (["--labels", one_hot], "outputs fit (there are logits [128, 10]); they look one-hot: save y.argmax(1)"),
         (["--labels", beyond], "the label of sample 7 is 10, and the output 'logits' has 10 classes"),
         (
             ["--labels", flat, "--label-metric", "top1"],
@@ -219,5 +223,5 @@ def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[P
         read_labels(save(tmp_path / "f.npz", label=np.ones(3)), "top1")
     with pytest.raises(BadData, match="one finite number a sample"):
         read_labels(save(tmp_path / "n.npz", label=np.array([np.nan])))
-    with pytest.raises(UsageError, match="0 outputs are one number a sample"):
+    with pytest.raises(UsageError, match="needs one output of one number a sample, and 0 outputs fit"):
         read_labels(save(tmp_path / "s.npz", label=np.ones(3)))({"y": np.ones((3, 4))}, {})

@@ -1,5 +1,5 @@
-"""What noise may do to accel optimize: a verdict it decided is said so, advised on and not repeated from the cache; and
-what a budget of time may not be overrun by."""
+"""Noise in accel optimize. The report says which verdicts noise decided, and gives advice. The search doesn't take
+verdicts that noise decided from the cache. The search ends with its time budget."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_builder as build
 import pytest
 
 from accel.artifact import Artifact
-from accel.bench import paired
-from accel.bench.report import BenchReport, Row
 from accel.cache import StageCache
-from accel.converters.simplify import SimplifyConfig
+from accel.converters.graph.simplify import SimplifyConfig
 from accel.errors import BadData
+from accel.optimizer.attempt import attempt
 from accel.optimizer.budget import SECONDS_A_CANDIDATE, SOURCES, Budget, OutOfTime
-from accel.optimizer.candidate import CandidateResult, attempt
+from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.choice import fastest
-from accel.optimizer.measurement import Effort, measured
-from accel.optimizer.noise import noise_notes, outcome_is_open, seems_faster
-from accel.optimizer.recipes import Recipe
+from accel.optimizer.measure.noise import noise_notes, outcome_is_open, seems_faster
+from accel.optimizer.measure.timing import Effort, measured
+from accel.optimizer.measure.workload import workload
+from accel.optimizer.recipes.recipe import Recipe, Step
 from accel.optimizer.search import not_faster
-from accel.optimizer.workload import workload
 from accel.progress import report, watched_by
-from accel.target import Target
+from accel.tables.target import Target
+from accel.timing import paired
+from accel.timing.report import BenchReport, Row
+from tests.support import onnx_builder as build
 
 HIDDEN = {"verdict": "no measurable difference", "speedup": 1.5, "ci95": [0.9, 2.0], "noise_floor": 0.31}
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Artifact:
-    """A model that is never run here."""
+    """Makes a model that no test here runs."""
     return build.square_root_of_square(tmp_path / "small.onnx")
 
 
@@ -42,7 +43,8 @@ def row(name: str, ms: float, **measured: Any) -> CandidateResult:
 
 
 def test_a_row_that_noise_decided_says_so() -> None:
-    """Fails if the noise floor, the interval or the advice is missing where noise decided, or is there where not."""
+    """Fails if the noise floor, the interval or the advice is missing although noise decided, or is given although it
+    didn't."""
     source = row("source", 10.0, verdict="baseline")
     hidden = row("int8", 6.7, **HIDDEN)
     same = row("fp32", 10.0, verdict="no measurable difference", speedup=1.01, ci95=[1.0, 1.02], noise_floor=0.31)
@@ -60,7 +62,7 @@ def test_a_row_that_noise_decided_says_so() -> None:
 
 
 def test_noise_below_the_choice_is_no_news() -> None:
-    """Fails if somebody is told to measure again for a candidate that is slower than the one taken anyway."""
+    """Fails if a note advises the user to measure again for a candidate that is slower than the chosen one anyway."""
     source, best = row("source", 10.0, verdict="baseline"), row("a", 3.0, verdict="faster", speedup=3.3)
     hidden = row("b", 6.7, **HIDDEN)
     assert fastest(source, [hidden, best]) is best
@@ -71,7 +73,7 @@ def test_noise_below_the_choice_is_no_news() -> None:
 
 
 def test_options_that_noise_decided_say_so() -> None:
-    """Fails if session options are left for noise without a word."""
+    """Fails if session options that noise hid are dropped without a note."""
     base = row("a", 10.0, round_medians_ms=[10.0] * 9)
     wild = row("a, 1 thread", 8.0, round_medians_ms=[5.0, 15.0, 8.0] * 3)
     not_faster(wild, base, 0.4)
@@ -81,7 +83,8 @@ def test_options_that_noise_decided_say_so() -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> list[str]:
-    """Stands for the benchmark: one candidate, this many times as fast; the names it was called with."""
+    """Replaces the benchmark by one that reports this speedup and verdict for the only candidate. Returns the list of
+    the names that the benchmark was called with."""
     called: list[str] = []
 
     def measure(candidates: Any, feeds: Any, **_: Any) -> BenchReport:
@@ -107,7 +110,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> l
 def test_what_noise_decided_is_not_taken_from_the_cache(
     small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str, times: int
 ) -> None:
-    """Fails if a candidate that lost by noise loses again from the cache, or if a verdict is measured twice."""
+    """Fails if a verdict that noise decided is reused from the cache, or if a clear verdict is measured twice."""
     called = scripted(monkeypatch, speedup, verdict)
     cache = StageCache(tmp_path / "cache")
     work = workload(small.signature, None, objective="latency", sizes={}, batch=None, lengths=None, cores=1)
@@ -125,7 +128,7 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
 
 
 class Clock:
-    """Seconds, as the test says."""
+    """Tells the time, in seconds, that the test sets."""
 
     now = 0.0
 
@@ -134,7 +137,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Fails if work that reports its progress goes on beyond its share, or if who watches hears nothing meanwhile."""
+    """Fails if work that reports its progress runs beyond its share of the budget, or if the watcher doesn't get its
+    messages."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
@@ -157,14 +161,15 @@ def test_what_is_under_way_is_given_up_with_the_budget() -> None:
 def test_building_leaves_the_time_to_measure_what_was_built(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, at_least: int
 ) -> None:
-    """Fails if more is built than there is time to measure, or building ends although there is time for more."""
+    """Fails if the search builds more candidates than it has time to measure, or stops building although there is time
+    for more."""
     clock = Clock()
     budget = Budget(seconds, clock)
 
     def judging(*_: Any) -> None:
         clock.now += 2.0
 
-    monkeypatch.setattr("accel.optimizer.candidate.judged", judging)
+    monkeypatch.setattr("accel.optimizer.attempt.judged", judging)
     rows = []
     for index in range(10):
         recipe = Recipe(name=f"c{index}", target=Target.get("ort-cpu"), precision="fp32", stages=())
@@ -178,8 +183,8 @@ def test_building_leaves_the_time_to_measure_what_was_built(
 def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a stage runs on although the time to measure is spent, its row doesn't say why it isn't measured, or
-    nobody is told what the time went to, what was missed for it and what helps."""
+    """Fails if a stage continues although the time to measure is spent, if the candidate's row doesn't say so, or if
+    the note leaves out the slow steps, the untried candidates or the advice."""
     clock = Clock()
     budget = Budget(100.0, clock)
 
@@ -190,7 +195,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
 
     monkeypatch.setattr("accel.stage._make", endless)
     recipe = Recipe(
-        name="a", target=Target.get("ort-cpu"), precision="fp32", stages=(("simplify", SimplifyConfig(), 1.0),)
+        name="a", target=Target.get("ort-cpu"), precision="fp32", stages=(Step("simplify", SimplifyConfig(), 1.0),)
     )
     made = attempt(recipe, small, None, None, 0.01, StageCache(), budget)  # type: ignore[arg-type]
     assert (made.status, made.out_of_time) == ("not tried", True)
@@ -199,8 +204,8 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     assert "the budget of 100 s was too short to try or measure a, b, c, d and 2 more: a: simplify took 80 s;" in note
     assert "--budget-seconds" in note
     assert "--precision" in note
-    assert "samples" not in note  # there was nothing to calibrate
-    with budget.spending("b: quantize"):
+    assert "samples" not in note  # no stage calibrated
+    with budget.spending("b: quantize", quantizing=True):
         clock.now += 200.0
     with budget.spending("opening the model"):
         clock.now += 1.0  # too little to be named
@@ -210,7 +215,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
 
 
 def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
-    """Fails if a budget that left no time for any candidate isn't said beside the result, or stderr doesn't say it."""
+    """Fails if neither the result nor stderr says that the budget left no time for any candidate."""
     build.artifact(
         tmp_path / "m.onnx",
         [build.node("Tanh", "x", "y")],
@@ -227,7 +232,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """Stands for a candidate's process: a block takes no time."""
+    """Stands for a candidate's process whose blocks take no time."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None
@@ -237,7 +242,7 @@ class Lane:
 
 
 def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if rounds go on after the time of the measurement is over, or fewer are timed than a verdict takes."""
+    """Fails if rounds continue after the time limit, or if fewer rounds are timed than a verdict needs."""
     lanes: Any = [Lane("a"), Lane("b"), Lane("a (again)")]
     assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=0.0)) == 5
     assert len(paired._run_rounds(lanes, 50, 0.2, 0, 0.0, 0.05, ends=float("inf"))) == 50
@@ -246,8 +251,8 @@ def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_that_the_source_cannot_run_are_found_first(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    """Fails if a token that the vocabulary doesn't have is found when candidates are made, or sample and input aren't
-    named."""
+    """Fails if a token beyond the vocabulary is found only when candidates are made, or if the error doesn't name the
+    sample and the input."""
     import accel
 
     build.artifact(
@@ -265,7 +270,7 @@ def test_samples_that_the_source_cannot_run_are_found_first(
     def never(*_: Any) -> None:
         raise AssertionError("a candidate was made")
 
-    monkeypatch.setattr("accel.api.optimize.attempt", never)
+    monkeypatch.setattr("accel.optimizer.run.attempt", never)
     for given in ({"data": "bad.npz"}, {"data": "good.npz", "eval_data": "bad.npz"}):
         files = {name: tmp_path / file for name, file in given.items()}
         with pytest.raises(

@@ -1,4 +1,5 @@
-"""What accel optimize measures on: objective, batch, lengths; and that what it found is how the model is loaded."""
+"""The workload of accel optimize: objective, batch and lengths. Also: the model is loaded with the options that were
+measured."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 import accel
 from accel.artifact import Artifact, Manifest
-from accel.bench.blocks import BlockRunner, Candidate
-from accel.bench.paired import measure
-from accel.bench.report import Row
-from accel.cpu import available_cores
 from accel.errors import AccelError, BadData, BadInputSpec, UnknownName, UsageError
-from accel.optimizer.measurement import _a_request
-from accel.optimizer.workload import PassCandidate, PassSession, Workload, _few, read_lengths, workload
+from accel.machine import available_cores
+from accel.optimizer.measure.timing import _a_request
+from accel.optimizer.measure.workload import PassCandidate, PassSession, Workload, _few, read_lengths, workload
+from accel.proof.stream import SampleStream
 from accel.runtimes.base import BaseSession, SessionOptions, open_session
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources import open_source
-from accel.verify.stream import SampleStream
+from accel.sources.source import Source
+from accel.timing.blocks import BlockRunner, Candidate
+from accel.timing.paired import measure
+from accel.timing.report import Row
 
 TEXT = Signature(
     (TensorSpec("ids", "int64", ("batch", "length"), (0, 99)), TensorSpec("mask", "int64", ("batch", "length"))),
@@ -38,7 +39,7 @@ TEXT = Signature(
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Token ids to a sum of embeddings, through two products: dynamic batch and length."""
+    """Makes a model from token ids to a sum of embeddings, through two products, with dynamic batch and length."""
     rng = np.random.default_rng(0)
 
     def weight(name: str, *shape: int) -> onnx.TensorProto:
@@ -61,13 +62,14 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     path = tmp_path_factory.mktemp("text") / "text.onnx"
     onnx.save(model, path)
-    return open_source(path, inputs=["ids:int64[batch,length]{0..99}"], dims={"length": (4, 16, 128)})
+    return Source(path, inputs=["ids:int64[batch,length]{0..99}"], dims={"length": (4, 16, 128)}).open()
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -> None:
-    """Fails if the options aren't taken, if no samples per second come out, if they aren't batch over time, or if what
-    was chosen isn't how the folder is loaded."""
+    """Fails if the options of the throughput objective are refused, if the report lacks samples per second, if they
+    aren't batch over time, or if the folder is loaded with other options than the chosen ones."""
     words = ["optimize", text_model.path, "--input", "ids:int64[batch,length]{0..99}", "--dim", "length=4:16:128"]
     words += ["--objective", "throughput", "--batch", "4", "--lengths", "8,8,64", "--rounds", "5"]
     ran = cli(*words, "--target", "openvino", "--precision", "fp32", "-o", tmp_path / "out", "--json")
@@ -93,8 +95,8 @@ def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -
 def test_what_is_recorded_is_what_is_loaded(
     text_model: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if session options that were found fastest are lost on the way to accel.load or accel bench, or if a
-    number of threads or streams that is asked for there doesn't count."""
+    """Fails if accel.load or accel bench loses the fastest session options, or ignores the threads or streams that the
+    caller passes."""
 
     def scripted(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
         for row in (source, *rows):
@@ -117,10 +119,10 @@ def test_what_is_recorded_is_what_is_loaded(
         seen.append(dict(candidate.options))
         raise AccelError("enough")
 
-    monkeypatch.setattr("accel.bench.paired.Lane", lane)
+    monkeypatch.setattr("accel.timing.paired.Lane", lane)
     for asked in ({}, {"threads": 1}, {"streams": 3}):
         with pytest.raises(AccelError, match="enough"):
-            accel.benchmark([tmp_path / "out"], **asked)
+            accel.bench([tmp_path / "out"], **asked)
     assert seen[0] == {"streams": 1, **options}
     assert seen[1] == {"threads": 1, "streams": 1, "spinning": False}
     assert seen[2] == {"threads": available_cores(), "streams": 3, "spinning": False}
@@ -130,15 +132,15 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel bench times an artifact that was chosen with two streams in another state than accel optimize
-    chose it in and accel serve runs it in: one session with two streams and as many runs under way, neither one run at
-    a time nor two sessions; or if its streams stay where one thread is asked for."""
+    """Fails if accel bench times an artifact with two streams in another way than accel optimize chose it and accel
+    serve runs it. That way is one session with two streams and two runs under way, neither one run at a time nor two
+    sessions. Also fails if the recorded streams remain although the caller asks for one thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
     words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
     if runtime == "openvino":
         path = accel.export(path, to="openvino", out=tmp_path / "ir", **words).path
-    artifact = open_source(path, **words) if runtime == "onnxruntime" else open_source(path)
+    artifact = Source(path, **words).open() if runtime == "onnxruntime" else Source(path).open()
     recorded = {"runtime": runtime, "options": {"threads": 2, "streams": 2}}
     manifest = Manifest(kind=artifact.kind, signature=artifact.signature, files={}, session=recorded)
     chosen = replace(artifact, manifest=manifest)
@@ -148,7 +150,7 @@ def test_streams_are_one_session_wherever_it_runs(
         lanes.append(candidate)
         raise AccelError("enough")
 
-    monkeypatch.setattr("accel.bench.paired.Lane", lane)
+    monkeypatch.setattr("accel.timing.paired.Lane", lane)
     for asked in ({}, {"streams": 2}, {"threads": 1}):
         with pytest.raises(AccelError, match="enough"):
             measure([Candidate("m", chosen)], feeds, **asked)
@@ -163,13 +165,13 @@ def test_streams_are_one_session_wherever_it_runs(
 
         def both(feeds: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
-                met.append(together.wait())  # breaks, and with it the test, where the other run isn't under way
+                met.append(together.wait())  # the barrier breaks and the test fails if the runs don't overlap
             return run(feeds)
 
         monkeypatch.setattr(session, "run", both)
         return session
 
-    monkeypatch.setattr("accel.bench.blocks.open_session", watched)
+    monkeypatch.setattr("accel.timing.blocks.open_session", watched)
     for candidate, streams in zip(lanes, (2, 2, 1), strict=True):
         opened.clear()
         met.clear()
@@ -185,13 +187,13 @@ def test_streams_are_one_session_wherever_it_runs(
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path) -> None:
-    """Fails if requests that are under way together get one another's outputs, come back in another order, or can't
-    be sent from several threads."""
+    """Fails if concurrent requests get each other's outputs, come back in another order, or can't be sent from several
+    threads."""
     artifact = text_model
     if runtime == "openvino":
         words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
         accel.export(text_model.path, to="openvino", out=tmp_path / "ir", **words)
-        artifact = open_source(tmp_path / "ir")
+        artifact = Source(tmp_path / "ir").open()
     requests = [text_model.signature.example_inputs(seed=i, batch=1 + i % 3, length=4 + i) for i in range(24)]
     with open_session(artifact, runtime, {"threads": 2}) as session:
         assert session.streams == 1
@@ -220,7 +222,7 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """Fails if a timed pass leaves out a length, or its outputs aren't those of each request."""
+    """Fails if a timed pass leaves out a length, or if its outputs aren't the outputs of each request."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
     made = PassCandidate(
@@ -239,13 +241,14 @@ def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
 
 
 def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None:
-    """Fails if the energy or the phases of a whole pass are called those of one request, or the phases get lost."""
+    """Fails if the report gives the energy or the phases of a whole pass as those of one request, or loses the
+    phases."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     work = Workload(objective="throughput", mix=mix, batch=2, repeats=2, note="")
     candidate = work.candidate(Candidate(name="x", artifact=text_model, options={"threads": 1}))
     assert isinstance(candidate, PassCandidate)
     session = PassSession(candidate)
-    assert session.phases is None  # a CPU runtime can't tell them apart
+    assert session.phases is None  # a CPU runtime doesn't report phases
     session._session.phases = lambda feeds: {"compute": float(feeds["ids"].shape[1])}  # type: ignore[attr-defined]
     assert session.phases is not None
     a_pass = session.phases(mix[0])
@@ -260,10 +263,10 @@ def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None
 
 
 def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a session that takes two runs at once is given one at a time by the server."""
-    from accel.serve.executor import make_executor
-    from accel.serve.inference import InferenceRequest
-    from accel.serve.scheduling import Scheduling
+    """Fails if the server runs one request at a time in a session that takes two at once."""
+    from accel.serve.protocol.inference import InferenceRequest
+    from accel.serve.scheduling.executor import make_executor
+    from accel.serve.scheduling.options import Scheduling
 
     signature = Signature((TensorSpec("x", "float32", ("batch", 2)),), (TensorSpec("y", "float32", ("batch", 2)),))
     together = threading.Barrier(2, timeout=30)
@@ -272,7 +275,7 @@ def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         streams = 2
 
         def run(self, feeds: Any) -> dict[str, np.ndarray]:
-            together.wait()  # breaks, and with it the test, where the other run isn't under way
+            together.wait()  # the barrier breaks and the test fails if the runs don't overlap
             return {"y": feeds["x"]}
 
         def close(self) -> None: ...
@@ -303,8 +306,8 @@ def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300))
 def test_few_lengths_stand_for_many(lengths: list[int]) -> None:
-    """Fails if there are more than eight, one that didn't occur, or if the sum is off by more than a share of the
-    spread: the cost of a request grows with its length."""
+    """Fails if more than eight lengths are chosen, a chosen length doesn't occur in the data, or the sum of lengths is
+    off by more than a share of the spread. The cost of a request grows with its length."""
     found = _few(lengths)
     assert len(found) == min(8, len(lengths))
     assert set(found) <= set(lengths)
@@ -314,7 +317,7 @@ def test_few_lengths_stand_for_many(lengths: list[int]) -> None:
 
 
 def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
-    """Fails if a list, a file, or the data isn't read as it is, padding counted as length."""
+    """Fails if lengths from a list, a file or the data are misread, or if padding counts as length."""
     assert read_lengths("8, 16,128", TEXT, None) == ("length", [8, 16, 128])
     assert read_lengths([8, 8], TEXT, None) == ("length", [8, 8])
     (tmp_path / "lengths.txt").write_text("8\n16\n16\n")
@@ -324,7 +327,7 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
     assert read_lengths("data", TEXT, SampleStream(tmp_path / "d.npz", TEXT)) == ("length", [5, 32, 9])
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for text, error, words in (
-        ("8,x", BadData, "is no file"),
+        ("8,x", BadData, "is not a file"),
         (str(tmp_path / "binary"), BadData, "whole numbers, one a line"),
         ("0", BadInputSpec, "from 1 on"),
         ("data", UsageError, "pass --data"),
@@ -337,7 +340,8 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
 
 
 def test_a_workload_that_cannot_be() -> None:
-    """Fails if a batch or length that the model was never checked at is measured, or a contradiction is overlooked."""
+    """Fails if accel optimize measures a batch or length that the model was never checked at, or misses a
+    contradiction."""
     common: dict[str, Any] = {"objective": "latency", "sizes": {}, "batch": None, "lengths": None, "cores": 2}
     for change, error, words in (
         ({"lengths": "8,256"}, BadInputSpec, "pass --dim length=4:16:256"),
@@ -359,7 +363,7 @@ def test_a_workload_that_cannot_be() -> None:
 
 
 def test_session_options_that_are_none() -> None:
-    """Fails if an option that there is not, or one that makes no sense, is a traceback or taken."""
+    """Fails if an unknown or nonsensical session option ends in a traceback or is accepted."""
     with pytest.raises(UnknownName, match="unknown session option 'thread'"):
         SessionOptions.of({"thread": 2})
     with pytest.raises(UnknownName, match="graph level"):

@@ -1,4 +1,4 @@
-"""The search for the layers that have to stay float: planted ones are found, and only those."""
+"""The search for the layers that have to stay float finds the planted layers, and only those."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from cpu_features import needs_vnni
 from onnx import TensorProto, helper, numpy_helper
 
 from accel.api.optimize import optimize
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.converters.quantize import QuantizeConfig
-from accel.converters.quantize_sensitivity import Sensitivity, sensitivities
-from accel.optimizer.assignment import assigned, cost, upgrades
+from accel.converters.quantize.sensitivity import Sensitivity, sensitivities
+from accel.converters.quantize.stage import QuantizeConfig
 from accel.optimizer.budget import OutOfTime
-from accel.optimizer.judge import Judge, Judgement
-from accel.optimizer.mixed_precision import _halves, assign
-from accel.optimizer.recipes import Request, recipes, searched
-from accel.sources.onnx_file import open_onnx
-from accel.target import Target
+from accel.optimizer.judge.comparison import Judge, Judgement
+from accel.optimizer.mixed.assignment import assigned, cost, upgrades
+from accel.optimizer.mixed.halves import halves
+from accel.optimizer.mixed.search import assign
+from accel.optimizer.recipes.candidates import recipes, searched
+from accel.optimizer.recipes.recipe import RecipeRequest
+from accel.sources.onnx.file import open_onnx
+from accel.tables.target import Target
+from tests.support.cpu_features import needs_vnni
 
 LAYERS = 6
 PLANTED = {"layer_1", "layer_4"}
@@ -37,8 +39,9 @@ _WEIGHTS = [(_RNG.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ 
 
 
 def planted(path: Path) -> Artifact:
-    """The sum of six layers. In front of two of them one channel is three thousand times as large as the others, and
-    its weights that much smaller: nothing to float32, and in eight bits nothing is left of the other channels."""
+    """Makes the sum of six layers. In front of two of them, one channel is three thousand times as large as the others,
+    and its weights are that much smaller. Float32 computes these layers as well as the others, but eight bits leave
+    nothing of the other channels."""
     nodes, constants, terms = [], {}, []
     for index in range(LAYERS):
         name = f"layer_{index}"
@@ -90,7 +93,7 @@ def data(folder: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["ort-cpu", "tensorrt"])
 def test_outlier_layers_are_the_most_sensitive(form: str, src: Artifact, data: Path) -> None:
-    """Fails if a layer is blamed for what another one loses, or a layer isn't measured at all."""
+    """Fails if a layer is blamed for another layer's error, or isn't measured at all."""
     found = sensitivities(src, QuantizeConfig(form=form, data=data, samples=32))
     assert {row.node for row in found[:2]} == PLANTED
     assert {row.node for row in found} == {f"layer_{i}" for i in range(LAYERS)}
@@ -102,8 +105,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if all of int8 passes, if a layer too many stays float, if what was found isn't what is built, or if the
-    report doesn't show what each layer loses and which of them stay."""
+    """Fails if the search accepts pure int8, keeps more layers in float than needed, builds another model than it
+    found, or if the report lacks a layer's error or the list of float layers."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -112,7 +115,7 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
     assert set(row.trajectory.kept) == PLANTED
     assert row.trajectory.confirmed
     tries = row.trajectory.tries
-    assert not tries[0].within  # with all of them in int8
+    assert not tries[0].within  # all layers in int8
     assert tries[0].kept == ()
     assert [one.judged_on for one in tries][-1] == "held out"
     assert tries[-1].within
@@ -135,7 +138,7 @@ def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_pa
 
 @pytest.mark.slow
 def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search can't be done in OpenVINO's form, or if what OpenVINO then runs has other layers in int8."""
+    """Fails if the search doesn't work for OpenVINO, or if OpenVINO runs other layers in int8 than the search chose."""
     result = optimize(
         src, out=tmp_path / "out", target="openvino", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -148,8 +151,8 @@ def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tm
 
 
 def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if the command doesn't know the word, or the shipped file doesn't say how its layers were chosen and what
-    the others compute in."""
+    """Fails if the command doesn't accept `--precision mixed`, or if the manifest doesn't record how the layers were
+    chosen and in what precision the others compute."""
     pytest.importorskip("tensorrt_rtx_bindings")
     done = cli(
         "optimize", src.path, "-o", tmp_path / "out", "--target", "tensorrt-rtx", "--precision", "mixed",
@@ -167,13 +170,13 @@ def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path
 
 
 def candidates(src: Artifact, data: Path | None) -> Any:
-    request = Request(targets=(Target.get("ort-cpu"),), precisions=("mixed",), data=data, samples=32, threads=1)
+    request = RecipeRequest(targets=(Target.get("ort-cpu"),), precisions=("mixed",), data=data, samples=32, threads=1)
     return recipes(src, request)
 
 
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
-    """Fails if the second half of the data isn't asked: there alone the input has values that nothing was calibrated
-    for."""
+    """Fails if the search ignores the held-out half of the data. Only there, the input has values that calibration
+    didn't see."""
     needs_vnni()
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
     x[40:, 0] = 2000.0
@@ -191,7 +194,8 @@ def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: 
 
 
 def test_halves_keep_what_belongs_to_a_sample(src: Artifact, tmp_path: Path) -> None:
-    """Fails if labels go to another half than their samples, or a metric over all samples is computed on half."""
+    """Fails if labels go to another half than their samples, or if a metric over all samples is computed on half of
+    them."""
     from contextlib import ExitStack
 
     def metric(outputs: Any, data: Any) -> float:
@@ -200,26 +204,26 @@ def test_halves_keep_what_belongs_to_a_sample(src: Artifact, tmp_path: Path) -> 
 
     path = samples(tmp_path / "d.npz", 10, label=np.arange(10), names=np.array(3))
     with ExitStack() as stack:
-        search, held_out, reason = _halves(Judge(src, path, metric), stack)
+        search, held_out, reason = halves(Judge(src, path, metric), stack)
         assert held_out is not None
         assert not reason
-        assert (search[1].reference_metric(), held_out[1].reference_metric()) == (10.0, 35.0)
+        assert (search.judge.reference_metric(), held_out.judge.reference_metric()) == (10.0, 35.0)
         pairs = samples(tmp_path / "p.npz", 10, pair=np.zeros((4, 2), int))
         whole = Judge(src, pairs, metric)
-        search, held_out, reason = _halves(whole, stack)
-        assert (search, held_out) == (("all", whole), None)
+        search, held_out, reason = halves(whole, stack)
+        assert (search.name, search.judge, held_out) == ("all", whole, None)
         assert "keep labels in the data" in reason
 
 
 def test_it_needs_data(src: Artifact) -> None:
-    """Fails if layers are chosen on random inputs."""
+    """Fails if the search chooses layers on random inputs."""
     made, (left_out,) = candidates(src, None)
     assert not made
     assert "pass --data" in left_out.reason
 
 
 def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Artifact:
-    """A model from x to y."""
+    """Saves a model from x to y."""
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in "xy"]
     tensors = [numpy_helper.from_array(value, name) for name, value in constants.items()]
     graph = helper.make_graph(nodes, "g", [ends[0]], [ends[1]], tensors)
@@ -229,7 +233,7 @@ def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Art
 
 
 class FloatNeeded(Judge):
-    """Says what is right by the dtypes of the layers' weights, 0 for int8."""
+    """Judges a candidate by the dtypes of its layers' weights, with 0 for int8."""
 
     def __init__(self, src: Artifact, right: Any) -> None:
         super().__init__(src, None, None)
@@ -244,8 +248,8 @@ class FloatNeeded(Judge):
 
 
 def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
-    """Fails if layers are left float whatever they cost: it is enough that one of two stays float, and the one that
-    loses more in int8 does eight times the work."""
+    """Fails if the search ignores the cost of float layers. One of the two layers has to stay float, and the layer with
+    the larger int8 error does eight times the work."""
     needs_vnni()
     rng = np.random.default_rng(3)
     constants: dict[str, np.ndarray] = {}
@@ -271,8 +275,9 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
-    """Fails if every layer that isn't int8 has the one base, if what fp16 loses isn't measured, or if the cast isn't
-    told: the weights of two constant channels differ by less than fp16 can say, and that difference is what counts."""
+    """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast doesn't get
+    the layers to keep in fp32. The weights of two constant channels differ by less than fp16 resolves, and the result
+    depends on the difference."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -293,7 +298,9 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
     src = saved(tmp_path / "m.onnx", nodes, constants)
     data = samples(tmp_path / "d.npz")
     target = Target.get("tensorrt-rtx")
-    ((recipe,), _) = recipes(src, Request(targets=(target,), precisions=("mixed",), data=data, samples=32, threads=1))
+    ((recipe,), _) = recipes(
+        src, RecipeRequest(targets=(target,), precisions=("mixed",), data=data, samples=32, threads=1)
+    )
     judge = FloatNeeded(src, lambda weights: weights["layer_2"] == TensorProto.FLOAT)
     made, found = assign(recipe, src, judge, 0.01, StageCache(tmp_path / "cache"))
     assert found.base == "fp16"
@@ -307,8 +314,8 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 
 def test_the_order_of_the_steps() -> None:
-    """Fails if a step isn't weighed by its cost, a layer gets to float32 before its base, an infinite error is no
-    number, or a layer goes by a base that doesn't help."""
+    """Fails if a step isn't weighed by its cost, a layer goes to float32 before the base precision, an infinite error
+    breaks the order, or a layer tries a base precision that doesn't help."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
@@ -328,15 +335,15 @@ def test_the_order_of_the_steps() -> None:
 
 
 def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
-    """Fails if a search that has begun takes as long as it likes, or hands out what it hasn't confirmed."""
+    """Fails if a search continues beyond the time budget, or returns a result that it hasn't confirmed."""
     ((recipe,), _) = candidates(src, data)
     with pytest.raises(OutOfTime):
         assign(recipe, src, Judge(src, data, None), 0.005, StageCache(), lambda: True)
 
 
 def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if a model that int8 breaks is left in float32 though most of its layers could be int8, or if nobody hears
-    that a metric can't be halved."""
+    """Fails if a model that int8 breaks stays in float32 although most of its layers work in int8, or if no note says
+    that a metric can't be computed on halves."""
     words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
     result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
     rows = {row.name: row for row in result.candidates}
@@ -349,9 +356,10 @@ def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tm
 
 
 def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> None:
-    """Fails if a search is made that was asked for anyway, of a candidate that calibrates nothing, or in kernels."""
+    """Fails if a mixed search is added although the user asked for mixed anyway, or for a candidate that isn't
+    calibrated."""
     target = Target.get("ort-cpu")
-    request = Request(targets=(target,), precisions=None, data=data, samples=32, threads=1)
+    request = RecipeRequest(targets=(target,), precisions=None, data=data, samples=32, threads=1)
     made, _ = recipes(src, request)
     found = {recipe.name: searched(src, recipe, request) for recipe in made}
     assert {name: one and one.name for name, one in found.items()} == {
@@ -364,7 +372,8 @@ def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> Non
 
 
 def likeness(outputs: Any, data: Any) -> float:
-    """Without labels: which sample an output belongs to is in nothing but its place."""
+    """Compares outputs with references from the data, without labels. Only the position of an output tells its
+    sample."""
     reference = sum(np.tanh(data["x"] @ _WEIGHTS[index]) for index in range(LAYERS))
     found = outputs["y"]
     return float(np.sum(found * reference) / np.linalg.norm(found) / np.linalg.norm(reference))

@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, chromium
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accel
 from accel.artifact import Artifact, Manifest
-from accel.converters.quantize_sensitivity import Sensitivity
+from accel.converters.quantize.sensitivity import Sensitivity
 from accel.optimizer.candidate import CandidateResult
-from accel.optimizer.judge import Judgement
-from accel.optimizer.mixed_precision import Trajectory, Try
-from accel.optimizer.report_page import Axis, figures, pareto, sensitivity, write_page
+from accel.optimizer.judge.comparison import Judgement
+from accel.optimizer.mixed.trajectory import Trajectory, Try
+from accel.optimizer.report.page import Axis, figures, pareto, sensitivity, write_page
 from accel.signature import Signature, TensorSpec
+from tests.support.browser import browser, chromium
 
 HOSTILE = "</title></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
 
 
 def looked_at(page: Path, *words: str) -> str:
-    """What Chromium prints for these words; the page is opened from the disk, with no network to load from."""
+    """Returns Chromium's output for these arguments. Chromium opens the page from the disk, without a network."""
     command = chromium(page.parent, "--window-size=1100,1700", "--virtual-time-budget=2000", *words, f"file://{page}")
-    for _ in range(2):  # that the browser itself fell over says nothing of the page
+    for _ in range(2):  # tries again if the browser itself crashes, which says nothing about the page
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if ran.returncode == 0:
             return ran.stdout
@@ -52,7 +52,7 @@ def candidate(name: str, ms: float | None, drop: float | None, status: str = "pa
 
 
 def artifact(name: str = "model") -> Artifact:
-    """One with a history of a stage that says everything a report shows, under that name."""
+    """Makes an artifact whose only stage records everything that a report shows, under the given name."""
     gate = {
         "gate": "outputs", "case": f"batch=1 {name}", "output": name, "metric": "rel_l2", "value": 0.003, "limit": 0.02,
         "passed": True, "note": "",
@@ -99,9 +99,11 @@ def written(path: Path, name: str = "model", notes: tuple[str, ...] = ("measured
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a part of the page is missing, a point lies outside the plot, or better isn't up and faster not left."""
+    """Fails if a part of the page is missing, a point lies outside the plot, a better candidate isn't higher, or a
+    faster candidate isn't farther left."""
     text = written(tmp_path / "report.html")
-    assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", text)  # nothing is loaded, nothing is run
+    # The page loads no files and runs no code.
+    assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", text)
     shown = looked_at(tmp_path / "report.html", "--dump-dom")
     for part in ('id="pareto"', 'id="candidates"', 'id="latency"', 'id="stages"', 'class="sensitivity"', 'id="kernels"',
                  'id="chain"', 'id="command"', "not tried", "1 fused from several nodes"):  # fmt: skip
@@ -113,11 +115,12 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert set(points) == {"source", "best model", "wrong"}
     assert all(64 <= x <= 696 and 16 <= y <= 316 for x, y in points.values())
     assert points["wrong"][0] < points["best model"][0] < points["source"][0]
-    assert points["source"][1] < points["best model"][1] < points["wrong"][1]  # svg counts downwards
+    assert points["source"][1] < points["best model"][1] < points["wrong"][1]  # in SVG, y grows downwards
 
 
 def test_everything_measured_is_in_the_table() -> None:
-    """Fails if a figure of the measurement is left out, stands under another title, or a column is empty."""
+    """Fails if the table leaves out a figure of the measurement, puts it under another title, or has an empty
+    column."""
     rows = [candidate("source", 10.0, None), candidate("best", 2.5, 0.004, "chosen", megabytes=3.25)]
     more = {"load_ms": 12.5, "first_run_ms": 3.0, "peak_rss_mb": 345.6, "joules_per_run": 0.25}
     phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
@@ -134,7 +137,7 @@ def test_everything_measured_is_in_the_table() -> None:
 
 
 def test_names_in_the_plot_are_apart() -> None:
-    """Fails if the names of points that lie close together are written over one another."""
+    """Fails if the names of close points overlap."""
     rows = [candidate("source", 10.0, None)]
     rows += [candidate(f"openvino int8 and more {i}", 5 + i / 100, 0.004 + i / 1e5) for i in range(4)]
     drawn = pareto(rows, 0.01)
@@ -145,7 +148,7 @@ def test_names_in_the_plot_are_apart() -> None:
 
 @browser
 def test_light_and_dark(tmp_path: Path) -> None:
-    """Fails if the page is empty, or isn't light on dark where the reader's system is dark."""
+    """Fails if the page is empty, or isn't light on dark although the reader's system is dark."""
     page = tmp_path / "report.html"
     look = """
     <script>
@@ -158,7 +161,7 @@ def test_light_and_dark(tmp_path: Path) -> None:
         shot = tmp_path / f"{name}.png"
         looked_at(page, f"--screenshot={shot}", *words)
         assert shot.read_bytes()[:4] == b"\x89PNG"
-        assert shot.stat().st_size > 30_000  # an empty window is a tenth of that
+        assert shot.stat().st_size > 30_000  # an empty window has a tenth of these bytes
         match = re.search(r'data-colours="([^"]*)"', looked_at(page, "--dump-dom", *words))
         assert match
         paper[name], ink[name] = (sum(map(int, re.findall(r"\d+", colour))) for colour in match[1].split("/"))
@@ -170,18 +173,19 @@ def test_light_and_dark(tmp_path: Path) -> None:
 
 @browser
 def test_hostile_names(tmp_path: Path) -> None:
-    """Fails if a name from a model, a manifest or a command becomes part of the page."""
+    """Fails if a name from a model, a manifest or a command becomes part of the page's markup."""
     text = written(tmp_path / "report.html", HOSTILE, notes=(HOSTILE,))
     assert "<img" not in text
     assert "<script" not in text
     shown = looked_at(tmp_path / "report.html", "--dump-dom")
     assert "<img" not in shown
     assert "<title>owned" not in shown
-    assert shown.count("onerror=") >= 8  # there as text
+    assert shown.count("onerror=") >= 8  # the names appear as text
 
 
 def test_the_frontier() -> None:
-    """Fails if a candidate that another beats in both is on the line, or one that none beats isn't."""
+    """Fails if the frontier includes a candidate that another beats in both speed and quality, or leaves out an
+    unbeaten one."""
     rows = [candidate("source", 10, None), candidate("a", 5, 1e-3), candidate("b", 6, 1e-2), candidate("c", 2, 0.1)]
     drawn = pareto(rows, 0.01)
     assert drawn is not None
@@ -197,8 +201,8 @@ def test_the_frontier() -> None:
 
 
 def test_what_stays_float_and_why() -> None:
-    """Fails if a searched candidate has no table or two, a layer has another's precision, or the nodes that a cast kept
-    in float32 aren't listed."""
+    """Fails if a searched candidate has no sensitivity table or two, a layer shows the wrong precision, or the page
+    doesn't list the nodes that a cast kept in float32."""
     layers = [
         Sensitivity(node="a", op="MatMul", error=0.5, work=3e6),
         Sensitivity(node="b", op="Gemm", error=1e-5, work=1e6),
@@ -224,7 +228,8 @@ def test_what_stays_float_and_why() -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the missing extra ends the run, isn't named, or an older page stays beside the new choice."""
+    """Fails if the missing extra ends the run, if the warning doesn't name it, or if an older page stays beside the new
+    choice."""
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "optimize.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -235,7 +240,7 @@ def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a report.html that accel did not write is overwritten."""
+    """Fails if accel overwrites a report.html that accel did not write."""
     (tmp_path / "report.html").write_text("mine")
     with pytest.raises(accel.AccelError, match="not made by accel"):
         accel.optimize(digits.path, out=tmp_path, target="ort-cpu")
@@ -252,8 +257,8 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
-    """Fails if an axis is labelled with numbers as they fall, which rounded to three digits lie at uneven distances, or
-    if a tick lies elsewhere than its number."""
+    """Fails if tick labels aren't round numbers (rounded to three digits, other numbers lie at uneven distances), or if
+    a tick isn't at the place of its number."""
     axis = Axis(values, 0, 600, log=log)
     ticks = axis.ticks()
     assert [tick["text"] for tick in ticks] == texts
@@ -263,7 +268,7 @@ def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4), st.booleans())
 def test_an_axis_of_any_numbers_has_its_ticks(values: list[float], log: bool) -> None:
-    """Fails if numbers of some spread have no ticks, more than there is room for, or such as lie off the axis."""
+    """Fails if, for any spread of numbers, an axis has no ticks, more ticks than room, or ticks beyond its ends."""
     ticks = Axis(values, 0.0, 100.0, log=log).ticks()
     assert 1 <= len(ticks) <= 7
     assert all(0 <= tick["at"] <= 100 for tick in ticks)

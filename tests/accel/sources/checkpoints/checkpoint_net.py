@@ -6,7 +6,7 @@ import torch
 
 
 class Net(torch.nn.Module):
-    """Token ids [batch, length] to scores [batch, length, 11]."""
+    """Maps token ids [batch, length] to scores [batch, length, 11]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Run by torchrun in the tests: two ranks shard the net with FSDP2, train it a step and save it as torchtitan does."""
+"""Torchrun starts this script in the tests: two ranks shard the net with FSDP2, train it for a step, and save it as
+torchtitan does."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from checkpoint_net import Net
 
 
 def main(folder: Path) -> None:
-    """Leaves ``folder/step-1`` (the model's own names), ``folder/nested`` (under ``model``) and the whole weights."""
+    """Writes ``folder/step-1`` (the model's own names), ``folder/nested`` (the names under ``model``) and the whole
+    weights."""
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(3)

@@ -1,13 +1,13 @@
-"""Records the DeepSpeed checkpoints under ``checkpoints/deepspeed`` with the real library. Not run by the suite.
+"""Records the DeepSpeed checkpoints under ``recorded/deepspeed`` with the real library. The suite doesn't run it.
 
     make record                                                          (makes an environment with deepspeed 0.19.8)
-    DS_ACCELERATOR=cpu python tests/accel/record_deepspeed.py            (in one that is there; no GPU)
+    DS_ACCELERATOR=cpu python tests/accel/sources/checkpoints/record_deepspeed.py    (in an existing one; no GPU)
 
-Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks, saves it, and writes beside it what
-DeepSpeed's own ``zero_to_fp32`` makes of it (``expected.safetensors``), which the reader must equal bit for bit.
+Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. The case also saves the
+output of DeepSpeed's own ``zero_to_fp32`` (``expected.safetensors``), which accel's reader must equal bit for bit.
 
-Run again, it writes the same bytes, but for the padding of the last rank's shards at ZeRO 3, which DeepSpeed doesn't
-initialise (``fp32_flat_groups``, ``frozen_param_fragments``). On another kind of CPU last bits may differ.
+A second run writes the same bytes, except the padding of the last rank's shards at ZeRO 3, which DeepSpeed doesn't
+initialize (``fp32_flat_groups``, ``frozen_param_fragments``). On another kind of CPU, the last bits may differ.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OUT = HERE / "checkpoints" / "deepspeed"
+OUT = HERE / "recorded" / "deepspeed"
 
-# ZeRO stage and precision of the parameters.
+# The ZeRO stage and the precision of the parameters.
 CASES = {"zero1_bf16": (1, "bf16"), "zero2_fp32": (2, "fp32"), "zero3_bf16": (3, "bf16"), "zero0_fp32": (0, "fp32")}
 
 
 def train(rank: int, case: str, port: int) -> None:
-    """One rank of one case."""
+    """Runs one rank of one case."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -61,11 +61,11 @@ def train(rank: int, case: str, port: int) -> None:
 
 
 def main() -> None:
-    """Record every case."""
+    """Records every case."""
     import torch.multiprocessing
     from safetensors.torch import save_file
 
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks: on several threads sums are rounded in another order
+    os.environ["OMP_NUM_THREADS"] = "1"  # in the ranks: several threads would round sums in another order
     for case in CASES:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

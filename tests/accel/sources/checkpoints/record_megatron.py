@@ -1,10 +1,11 @@
-"""Records the Megatron checkpoints under ``checkpoints/megatron`` with the real library. Not run by the suite.
+"""Records the Megatron checkpoints under ``recorded/megatron`` with the real library. The suite doesn't run it.
 
-    python tests/accel/record_megatron.py            (needs megatron-core 0.16.1 and torch, no GPU)
+    python tests/accel/sources/checkpoints/record_megatron.py            (needs megatron-core 0.16.1 and torch, no GPU)
 
-A small GPT (grouped-query attention, SwiGLU, RMSNorm) is made on two tensor-parallel gloo ranks and saved twice: with
-``dist_checkpointing`` (torch_dist), and in the older layout of one folder a rank: megatron-core's ``state_dict``, put
-into a file as the training script does. ``expected.safetensors`` is what the library itself loads on one rank.
+Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice: with
+``dist_checkpointing`` (torch_dist), and in the older layout with a folder for each rank. The older layout holds
+megatron-core's ``state_dict`` in a file, as the training script writes it. ``expected.safetensors`` holds the weights
+that the library itself loads on one rank.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-OUT = Path(__file__).parent / "checkpoints" / "megatron"
+OUT = Path(__file__).parent / "recorded" / "megatron"
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 6}
 
 
 def model(ranks: int) -> Any:
-    """This rank's part of the GPT."""
+    """Makes this rank's part of the GPT."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    # Megatron asks for the device and waits for it even where nothing is on one.
+    # Megatron reads the CUDA device and synchronizes with it, even if nothing is on a GPU.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
     parallel_state.initialize_model_parallel(ranks, 1)
@@ -47,7 +48,7 @@ def model(ranks: int) -> Any:
 
 
 def run(rank: int, ranks: int, port: int) -> None:
-    """Two ranks save; one loads what they saved."""
+    """Saves the GPT on two ranks, and loads the saved files on one."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -70,7 +71,7 @@ def run(rank: int, ranks: int, port: int) -> None:
         return
     with torch.no_grad():
         for name, tensor in gpt.named_parameters():
-            if tensor.ndim == 1:  # norms are all ones and the same on every rank: give them something to mix up
+            if tensor.ndim == 1:  # norms are all ones on every rank: makes them differ
                 mark = 0 if "layernorm" in name else rank
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name) + mark)))
     if rank == 0:
@@ -86,7 +87,7 @@ def run(rank: int, ranks: int, port: int) -> None:
     body = {"args": arguments, "checkpoint_version": 3.0, "iteration": 2, "model": gpt.state_dict()}
     torch.save(body, legacy / "model_optim_rng.pt")
     torch.distributed.barrier()
-    if rank == 0:  # the metadata remembers where it was written: any other name of that length will do
+    if rank == 0:  # replaces the path in the metadata by a name of the same length
         here = str(OUT).encode()
         metadata = folder / ".metadata"
         metadata.write_bytes(metadata.read_bytes().replace(here, b"x" * len(here)))
@@ -95,7 +96,7 @@ def run(rank: int, ranks: int, port: int) -> None:
 
 
 def main() -> None:
-    """Record both layouts."""
+    """Records both layouts."""
     import torch.multiprocessing
 
     shutil.rmtree(OUT, ignore_errors=True)

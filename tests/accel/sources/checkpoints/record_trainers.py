@@ -1,8 +1,8 @@
-"""Records ``checkpoints/lightning`` and ``checkpoints/accelerate`` with the real libraries. Not run by the suite.
+"""Records ``recorded/lightning`` and ``recorded/accelerate`` with the real libraries. The suite doesn't run it.
 
-    python tests/accel/record_trainers.py            (needs lightning 2.6.6, accelerate 1.15.0 and torch, no GPU)
+    python tests/accel/sources/checkpoints/record_trainers.py    (lightning 2.6.6, accelerate 1.15.0, torch; no GPU)
 
-Beside each: ``expected.safetensors``, the weights that the library had in memory.
+Writes ``expected.safetensors`` beside each: the weights that the library had in memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-OUT = HERE / "checkpoints"
+OUT = HERE / "recorded"
 
 
 def net() -> Any:
-    """The net of ``checkpoint_net.py``, with weights of its own."""
+    """Makes the net of ``checkpoint_net.py`` with weights of its own."""
     sys.path.insert(0, str(HERE))
     import torch
     from checkpoint_net import Net
@@ -28,14 +28,14 @@ def net() -> Any:
 
 
 def keep(model: Any, folder: Path) -> None:
-    """Write what the library had in memory."""
+    """Writes the weights that the library has in memory."""
     from safetensors.torch import save_file
 
     save_file({n: t.detach().clone() for n, t in model.state_dict().items()}, str(folder / "expected.safetensors"))
 
 
 def lightning() -> None:
-    """A Trainer's checkpoint with hyperparameters, and one of Fabric."""
+    """Records a Trainer's checkpoint with hyperparameters, and one of Fabric."""
     import lightning as L
     import torch
 
@@ -69,7 +69,7 @@ def lightning() -> None:
 
 
 def accelerate() -> None:
-    """save_state with and without safetensors, and save_model in shards."""
+    """Records save_state with and without safetensors, and save_model in shards."""
     import torch
     from accelerate import Accelerator
 
@@ -86,7 +86,7 @@ def accelerate() -> None:
 
 
 def main() -> None:
-    """Record both."""
+    """Records both."""
     for name in ("lightning", "accelerate"):
         shutil.rmtree(OUT / name, ignore_errors=True)
     lightning()

@@ -1,8 +1,9 @@
-"""Checkpoints of other trainers: each format read back bit for bit, without its library.
+"""Checkpoints of other trainers: accel reads each format bit for bit, without its library.
 
-The folders under ``checkpoints`` were recorded with the real libraries (``record_*.py``), with what those libraries
-make of them beside (``expected.safetensors``). torch.distributed.checkpoint's are made here by torch itself. Megatron's
-pipeline stages and its layouts before version 2 are written here by hand, as its training script lays them out.
+The real libraries recorded the folders under ``recorded`` (``record_*.py``), and beside them what each library reads
+from them (``expected.safetensors``). torch itself makes the checkpoints of torch.distributed.checkpoint here.
+Megatron's pipeline stages and its layouts before version 2 are written here by hand, as its training script lays them
+out.
 """
 
 from __future__ import annotations
@@ -26,39 +27,39 @@ from safetensors.torch import load_file
 
 from accel.artifact import file_sha256
 from accel.errors import BadSource
-from accel.sources.checkpoint import Checkpoint, LazyTensor, open_checkpoint
-from accel.sources.checkpoint_names import fit
+from accel.sources.checkpoints.checkpoint import Checkpoint, LazyTensor, open_checkpoint
+from accel.sources.checkpoints.names import fit
 from accel.sources.python_object import load_object
-from accel.sources.weights import load_weights
+from accel.sources.torch.weights import load_weights
 
 HERE = Path(__file__).parent
-RECORDED = HERE / "checkpoints"
+RECORDED = HERE / "recorded"
 NET = f"{HERE / 'checkpoint_net.py'}:make"
 IDS = "ids:int64[batch,length]{0..10}"
 
 
 def net() -> torch.nn.Module:
-    """The net of the recordings, with other weights than any of them."""
+    """Makes the net of the recordings, with other weights than any recording."""
     torch.manual_seed(99)
     made: torch.nn.Module = load_object(NET, "factory")[1]()
     return made
 
 
 def equals(module: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    """Every tensor of the module is bit for bit the expected one."""
+    """Asserts that every tensor of the module equals the expected one bit for bit."""
     for name, value in module.state_dict().items():
         assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp32", "zero3_bf16"])
 def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
-    """Fails if a rank's part, an odd size, padding, a tied weight, a buffer or the master weights are put together in
-    any other way than DeepSpeed does."""
+    """Fails if accel joins a rank's part, an odd size, padding, a tied weight, a buffer or the master weights in
+    another way than DeepSpeed."""
     folder = RECORDED / "deepspeed" / case
     expected = load_file(folder / "expected.safetensors")
     module = net()
     found = load_weights(module, folder)
-    if case.startswith("zero1"):  # zero_to_fp32 itself leaves a frozen parameter out there
+    if case.startswith("zero1"):  # zero_to_fp32 leaves out a frozen parameter at ZeRO 1
         raw = torch.load(folder / "global_step2" / "mp_rank_00_model_states.pt", weights_only=True, mmap=True)["module"]
         expected["frozen"] = raw["frozen"].float()
     equals(module, expected)
@@ -71,14 +72,14 @@ def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
 
 
 def test_the_master_weights_are_not_the_rounded_ones() -> None:
-    """Fails if the test above would pass with the bfloat16 parameters too."""
+    """Fails if the test above would also pass with the bfloat16 parameters."""
     folder = RECORDED / "deepspeed" / "zero1_bf16"
     expected = load_file(folder / "expected.safetensors")["up.weight"]
     assert not torch.equal(expected, expected.bfloat16().float())
 
 
 def test_deepspeed_without_zero() -> None:
-    """Fails if a folder without the ranks' parts is refused, or its module isn't taken as saved."""
+    """Fails if a folder without the ranks' parts is refused, or if its module isn't read as saved."""
     folder = RECORDED / "deepspeed" / "zero0_fp32"
     module = net()
     assert load_weights(module, folder).format == "DeepSpeed"
@@ -87,8 +88,8 @@ def test_deepspeed_without_zero() -> None:
 
 
 def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
-    """Fails if the command doesn't work as documented, the ONNX file computes with other weights, or the manifest lacks
-    the format, what was chosen, or the sha256 of a file that was read."""
+    """Fails if the command doesn't work as documented, if the ONNX file has other weights, or if the manifest lacks the
+    format, the chosen step, or the sha256 of a file that was read."""
     folder, out = RECORDED / "deepspeed" / "zero3_bf16", tmp_path / "my.onnx"
     ran = cli("export", NET, "--weights", folder, "--input", IDS, "-o", out, "-q")
     assert ran.code == 0, ran.stderr
@@ -113,9 +114,8 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Fails if query-key-value of grouped queries, the halves of SwiGLU, a row- or column-parallel layer, the
-    vocabulary or the stacked layers are joined in any other way than Megatron does, or a norm isn't found under both
-    its names."""
+    """Fails if accel joins grouped query-key-value, the halves of SwiGLU, a row- or column-parallel layer, the
+    vocabulary or the stacked layers in another way than Megatron, or doesn't find a norm under both its names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -138,8 +138,8 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
-    """Fails if layers of later stages, or of the chunks of an interleaved schedule, keep their local numbers, or the
-    last stage's copy of the embedding is called unexpected. (Written by hand in Megatron's layout.)"""
+    """Fails if layers of later stages, or of the chunks of an interleaved schedule, keep their local numbers, or if the
+    last stage's copy of the embedding counts as unexpected. (Written by hand in Megatron's layout.)"""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)
@@ -167,7 +167,7 @@ def test_megatron_pipeline_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0.0, 1.0])
 def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
-    """Fails if the rows of query, key and value aren't put into today's order. (Written by hand.)"""
+    """Fails if the rows of query, key and value aren't brought into today's order. (Written by hand.)"""
     heads, size = 4, 3
     today = torch.randn(heads, 3, size, 5)
     order = (1, 0, 2, 3) if version == 0 else (0, 2, 1, 3)
@@ -194,10 +194,10 @@ def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
 )
 def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
     """Fails if hyperparameters (a Namespace, a Path) get a checkpoint refused, the module's prefix isn't found, a tied
-    weight that was saved once is missed, or a shard isn't read."""
+    weight that was saved once counts as missing, or a shard isn't read."""
     module = net()
     found = load_weights(module, RECORDED / path)
-    # Fabric saved the net untrained, as Accelerate did.
+    # Fabric and Accelerate saved the same untrained net.
     beside = "lightning" if path == "lightning/trainer.ckpt" else "accelerate"
     equals(module, load_file(RECORDED / beside / "expected.safetensors"))
     assert found.format == format
@@ -206,7 +206,7 @@ def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two FSDP ranks of torch itself saved."""
+    """Returns a folder that two FSDP ranks of torch saved."""
     folder = tmp_path_factory.mktemp("dcp")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ran = subprocess.run(
@@ -224,10 +224,10 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "step-1", "nested", "accelerate"])
 def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> None:
-    """Fails if a rank's piece goes to the wrong place, the optimizer's states are called unexpected, or anything
-    differs from what torch's own dcp.load reads."""
+    """Fails if a rank's piece goes to the wrong place, the optimizer's states count as unexpected, or a weight differs
+    from what torch's own dcp.load reads."""
     folder = sharded / place
-    if place == "accelerate":  # its FSDP folders hold the same, under this name
+    if place == "accelerate":  # Accelerate's FSDP folders have this name and the same files
         folder = tmp_path / "state"
         shutil.copytree(sharded / "nested", folder / "pytorch_model_fsdp_0")
     module = net()
@@ -257,7 +257,8 @@ def _as_checkpoint(state: dict[str, torch.Tensor]) -> Checkpoint:
     others=st.booleans(),
 )
 def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
-    """Fails if any wrapper's names, or tensors of other modules beside a prefix, keep a model from its own weights."""
+    """Fails if the names that a wrapper adds, or tensors of other modules beside the prefix, prevent a model from
+    loading its weights."""
     module = net()
     state = module.state_dict()
     named = {front + name.replace("up.", "".join(inside) + "up."): value for name, value in state.items()}
@@ -269,7 +270,7 @@ def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
 
 
 def test_names_that_do_not_fit() -> None:
-    """Fails if the first name that is wrong, the closest one, or the way out isn't in the sentence."""
+    """Fails if the error doesn't name the first wrong name, the closest name in the checkpoint, and the fix."""
     state = dict(net().state_dict())
     renamed = {name.replace("up.", "upp."): value for name, value in state.items()}
     with pytest.raises(
@@ -286,7 +287,7 @@ def test_names_that_do_not_fit() -> None:
 
 
 def test_a_tensor_is_in_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if loading puts all tensors of a checkpoint together before it copies the first."""
+    """Fails if loading reads all tensors of a checkpoint before it copies the first."""
     state = dict(net().state_dict())
     alive: list[str] = []
     most = 0
@@ -306,7 +307,7 @@ def test_a_tensor_is_in_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
     tensors = {n: LazyTensor(shape=tuple(v.shape), read=lazily(n, v)) for n, v in state.items()}
     checkpoint = Checkpoint(format="test", path=Path("test.pt"), tensors=tensors, files=())
-    monkeypatch.setattr("accel.sources.weights.open_checkpoint", lambda _: checkpoint)
+    monkeypatch.setattr("accel.sources.torch.weights.open_checkpoint", lambda _: checkpoint)
     module = net()
     load_weights(module, Path("test.pt"))
     equals(module, state)

@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged, hostile, mixed or of another model: each refused in one sentence, nothing executed."""
+"""Checkpoints that are damaged, hostile, mixed or of another model: accel refuses each in one sentence and runs no code
+in them."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import AccelError, BadSource, InvalidModel, UsageError
-from accel.sources.checkpoint import open_checkpoint
+from accel.sources.checkpoints.checkpoint import open_checkpoint
+from accel.sources.checkpoints.unpickle import Record, read_pickle, read_torch
 from accel.sources.python_object import load_object
-from accel.sources.unpickle import Record, read_pickle, read_torch
-from accel.sources.weights import load_weights
+from accel.sources.torch.weights import load_weights
 
 HERE = Path(__file__).parent
-RECORDED = HERE / "checkpoints"
+RECORDED = HERE / "recorded"
 NET = f"{HERE / 'checkpoint_net.py'}:make"
 ZERO1 = "deepspeed/zero1_bf16/global_step2"
 ZERO3 = "deepspeed/zero3_bf16/global_step2"
@@ -41,14 +42,14 @@ def net() -> torch.nn.Module:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """A copy of the recordings that a test may damage."""
+    """Copies the recordings, so that a test may damage them."""
     shutil.copytree(RECORDED, tmp_path / "checkpoints")
     return tmp_path / "checkpoints"
 
 
 @pytest.fixture
 def plain_dcp(tmp_path: Path) -> Path:
-    """A folder of torch.distributed.checkpoint from one process."""
+    """Makes a folder of torch.distributed.checkpoint from one process."""
     import warnings
 
     with warnings.catch_warnings():
@@ -58,7 +59,7 @@ def plain_dcp(tmp_path: Path) -> Path:
 
 
 class Payload:
-    """Pickles to a call that makes a file, in one of the ways that code hides in a pickle."""
+    """Pickles to a call that makes a file, in one of the ways to hide code in a pickle."""
 
     def __init__(self, way: str, mark: Path) -> None:
         self.way, self.mark = way, mark
@@ -84,12 +85,12 @@ WAYS = ["system", "touch", "exec", "eval", "getattr", "load"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: Path, way: str) -> None:
-    """Fails if a payload planted in any file that a reader unpickles runs, or isn't refused."""
+    """Fails if a payload planted in any file that accel unpickles runs, or isn't refused."""
     mark = tmp_path / "ran"
     payload = Payload(way, mark)
 
     def zipped(file: Path) -> Path:
-        """The file as it was, with the payload beside its contents."""
+        """Returns the original archive with the payload beside its contents."""
         body = torch.load(file, weights_only=False) if "deepspeed" not in str(file) else {"module": {}}
         torch.save({**body, "extra": payload}, file)
         return file
@@ -116,7 +117,7 @@ def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: 
 
 
 def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
-    """Fails if the piece of a shard, which is a pickle of its own, can run what it likes."""
+    """Fails if the code in a piece of a shard, which is a pickle of its own, runs."""
     mark = tmp_path / "ran"
     buffer = io.BytesIO()
     torch.save({"a": Payload("system", mark)}, buffer)
@@ -132,7 +133,7 @@ def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
 
 
 def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
-    """Fails if a listed name leads to the library's own class, whose constructor or __setstate__ would run."""
+    """Fails if unpickling a listed name loads the library's own class, whose constructor or __setstate__ would run."""
     import argparse
 
     body = {"args": argparse.Namespace(a=1), "path": Path("x"), "meta": dcp.metadata.BytesStorageMetadata()}
@@ -158,7 +159,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(), "experts"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f / "layer_00-model_00-model_states.pt").touch(), "pipeline engine"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: (f.parent / "latest").write_text("global_step9"), "names 'global_step9'"),
-    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f.parent / "latest").write_text("../x"), "no folder's name"),
+    ("deepspeed/zero1_bf16", ZERO1, lambda f: (f.parent / "latest").write_text("../x"), "no name of a folder"),
     ("deepspeed/zero1_bf16", ZERO1, lambda f: ((f.parent / "latest").unlink(), shutil.copytree(f, f.parent / "step9")),
      "several tags .global_step2, step9. and no 'latest'"),
     ("deepspeed/zero1_bf16", ZERO1,
@@ -169,14 +170,15 @@ DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
     ("deepspeed/zero2_fp32", "deepspeed/zero2_fp32/global_step2", lambda f: _another_step(f),
      "different saves .steps 2.0 and 5.0"),
     ("deepspeed/zero2_fp32", "deepspeed/zero2_fp32/global_step2", lambda f: _shorter(f), "holds .* its shapes need"),
-    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f / "mp_rank_01"), "lacks mp_rank_01 .it was saved with 2 x 1"),
+    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f / "mp_rank_01"), "lacks mp_rank_01 .the save has 2 x 1"),
     ("megatron/legacy", LEGACY, lambda f: (f / "mp_rank_01" / "model_optim_rng.pt").unlink(), "lacks model_optim_rng"),
     ("megatron/legacy", LEGACY, lambda f: _edit(f / "mp_rank_01" / "model_optim_rng.pt", "iteration", 9), "mixes"),
-    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f), "names iter_0000002, which isn't there"),
+    ("megatron/legacy", LEGACY, lambda f: shutil.rmtree(f), "names iter_0000002, which does not exist"),
     ("megatron/legacy", LEGACY, lambda f: (f.parent / "latest_checkpointed_iteration.txt").write_text("../2"),
      "which is no iteration"),
     ("megatron/legacy", LEGACY, lambda f: _unknown(f), "'decoder.mystery.weight' differs between the tensor-parallel"),
-    ("megatron/torch_dist", TORCH_DIST, lambda f: (f / ".metadata").unlink(), "has no .metadata: the save was never"),
+    ("megatron/torch_dist", TORCH_DIST, lambda f: (f / ".metadata").unlink(),
+     "has no .metadata: the save did not finish"),
     ("megatron/torch_dist", TORCH_DIST, lambda f: (f / "__1_0.distcp").unlink(), "lacks __1_0.distcp"),
     ("megatron/torch_dist", TORCH_DIST, lambda f: os.truncate(f / "__1_0.distcp", 900), "is truncated .900 bytes"),
     ("megatron/torch_dist", TORCH_DIST, lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
@@ -188,7 +190,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], Any], str]] = [
 
 
 def _edit(file: Path, key: str, value: object) -> None:
-    from accel.sources.unpickle import _listed
+    from accel.sources.checkpoints.unpickle import _listed
 
     with _listed():
         body = torch.load(file, weights_only=True)
@@ -215,7 +217,7 @@ def _shorter(folder: Path) -> None:
 def _rewrite(file: Path, state: dict[str, Any]) -> None:
     names = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
     kept = {name: state[name] for name in names}
-    file.unlink()  # its tensors are still mapped
+    file.unlink()  # the tensors are still mapped
     torch.save({"optimizer_state_dict": {**kept, "zero_stage": 2}}, file)
 
 
@@ -233,7 +235,7 @@ def _unknown(folder: Path) -> None:
 def test_what_is_missing_or_mixed_is_named(
     recorded: Path, checkpoint: str, place: str, damage: Callable[[Path], Any], words: str
 ) -> None:
-    """Fails if a checkpoint that lacks a part, or has one of another save, is read as if it were whole."""
+    """Fails if a checkpoint that lacks a part, or contains a part of another save, is read as complete."""
     damage(recorded / place)
     with pytest.raises(UsageError, match=words) as caught:
         load_weights(net(), recorded / checkpoint)
@@ -250,7 +252,7 @@ def read_all(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_truncated_and_empty_files(recorded: Path, file: Path) -> None:
-    """Fails if a file that was cut short anywhere gives a model, or anything but an accel error."""
+    """Fails if a file that is cut off anywhere gives a model, or anything but an accel error."""
     checkpoint = recorded / Path(*file.parts[:2])
     data = (RECORDED / file).read_bytes()
     unread = ("common.pt", "latest_checkpointed_iteration.txt", "latest")
@@ -265,7 +267,7 @@ def test_truncated_and_empty_files(recorded: Path, file: Path) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_metadata_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Fails if bytes of the pickle that were changed at random bring anything but an accel error or a checkpoint."""
+    """Fails if random changes in the pickle's bytes give anything but an accel error or a checkpoint."""
     good = (RECORDED / TORCH_DIST / ".metadata").read_bytes()
     folder = tmp_path_factory.getbasetemp() / "flipped"
     if not folder.is_dir():
@@ -284,8 +286,8 @@ def test_metadata_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, d
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Fails if changed bytes in a rank's file bring anything but an accel error or a checkpoint. Only the pickle in
-    the file is changed: what the tensors hold is nobody's to check."""
+    """Fails if changed bytes in a rank's file give anything but an accel error or a checkpoint. Only the pickle in the
+    file changes, because no reader can check the numbers in the tensors."""
     place, file = data.draw(
         st.sampled_from(
             [
@@ -298,7 +300,7 @@ def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFa
     base = tmp_path_factory.getbasetemp() / "ranks"
     if not base.is_dir():
         shutil.copytree(RECORDED, base)
-    # The archive is written anew, so that its checksums fit what was changed.
+    # Writes the archive anew, so that its checksums match the changed bytes.
     with zipfile.ZipFile(RECORDED / file) as old, zipfile.ZipFile(base / file, "w") as new:
         for info in old.infolist():
             bad = bytearray(old.read(info))
@@ -314,7 +316,8 @@ def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFa
 
 
 def test_dicts_and_classes_of_trainers(tmp_path: Path) -> None:
-    """Fails if a dict of a listed class gets a checkpoint refused, or one's own class doesn't or isn't named."""
+    """Fails if a dict of a listed class gets a checkpoint refused, or if a checkpoint with a class of the user is
+    accepted, or refused without the class's name."""
     file = tmp_path / "a.ckpt"
     state = {"state_dict": dict(net().state_dict())}
     torch.save({**state, "hyper_parameters": collections.defaultdict(dict, {"a": {"b": 1}})}, file)
@@ -330,7 +333,7 @@ def test_dicts_and_classes_of_trainers(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
-    """Fails if weights of another model are loaded, or the sentence doesn't name what is wrong."""
+    """Fails if accel loads weights of another model, or if the error doesn't name the difference."""
     other = torch.nn.Sequential(torch.nn.Linear(3, 2))
     for folder in ("deepspeed/zero3_bf16", "megatron/legacy", "lightning/trainer.ckpt", "accelerate/state"):
         with pytest.raises(BadSource, match=r"lacks '0\.weight' \(2 missing, \d+ unexpected"):
@@ -343,13 +346,13 @@ def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
         load_weights(smaller, recorded / "deepspeed/zero2_fp32")
     whole = net()
     whole.version = torch.tensor(1.5)
-    with pytest.raises(BadSource, match=r"'version' is torch.int64, the model's is torch.float32"):
+    with pytest.raises(BadSource, match=r"'version' is torch.int64 in .* and torch.float32 in the model"):
         load_weights(whole, recorded / "deepspeed/zero2_fp32")
 
 
 def test_paths_that_are_no_checkpoint(recorded: Path, tmp_path: Path, cli: Any) -> None:
     """Fails if a folder without a checkpoint, one rank's file, or a checkpoint without code gives a traceback or no
-    way out."""
+    fix."""
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(BadSource, match="is no checkpoint that accel reads"):
@@ -370,7 +373,7 @@ def test_paths_that_are_no_checkpoint(recorded: Path, tmp_path: Path, cli: Any) 
 
 
 def test_metadata_that_points_elsewhere(plain_dcp: Path, tmp_path: Path) -> None:
-    """Fails if a folder can have files outside of it read, or pieces put outside their tensor."""
+    """Fails if the metadata can make accel read files outside the folder, or put pieces outside their tensor."""
     metadata = pickle.loads((plain_dcp / ".metadata").read_bytes())
     (tmp_path / "__0_0.distcp").write_bytes((plain_dcp / "__0_0.distcp").read_bytes())
     for info in metadata.storage_data.values():
@@ -387,5 +390,5 @@ def test_metadata_that_points_elsewhere(plain_dcp: Path, tmp_path: Path) -> None
         load_weights(net(), plain_dcp)
     entry.chunks[0].sizes = torch.Size([6, 5])
     (plain_dcp / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(InvalidModel, match=r"knows 30 of the 35 numbers of 'model\.up\.weight'"):
+    with pytest.raises(InvalidModel, match=r"lists 30 of the 35 numbers of 'model\.up\.weight'"):
         load_weights(net(), plain_dcp)

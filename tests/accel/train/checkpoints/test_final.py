@@ -1,4 +1,4 @@
-"""``final/``: a run folder that needs nothing else to be exported."""
+"""``final/``: a run folder can be exported without any other file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SMALL, config_of, trainer_of
 
 from accel.cli import group, run
 from accel.errors import InvalidModel
-from accel.sources import open_source
-from accel.sources.torch_source import module_of
-from accel.train import final
-from accel.train.launch import train
+from accel.sources.source import Source
+from accel.sources.torch.source import module_of
+from accel.train.checkpoints import final
+from accel.train.run.launch import train
+from tests.support.runs import SMALL, config_of, trainer_of
 
 _OWN = """
 import torch
@@ -43,8 +43,8 @@ def _trained(home: Path, out: Path) -> None:
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
-    """Fails if, with the factory's file and what that imports gone and the run folder moved, ``accel export`` doesn't
-    find the model, or gives another one."""
+    """Fails if ``accel export`` can't find the model, or gives another model, after the factory's file and its imports
+    are deleted and the run folder is moved."""
     home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
     _trained(home, out)
     shutil.rmtree(home)
@@ -65,37 +65,37 @@ def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if weights are put into what an edited factory makes now, in silence or in an error about names, or a copy
-    in the run folder that was edited is used."""
+    """Fails if export loads the weights into the model that an edited factory makes now, if it doesn't warn that the
+    factory changed, or if it uses a copy in the run folder that was edited."""
     home, out = tmp_path / "home", tmp_path / "run"
     source = home / "own.py"
     home.mkdir()
     source.write_text(SMALL.read_text())
     train(config_of(model=f"{source}:model", steps=1), out)
-    expected = open_source(out).signature
+    expected = Source(out).open().signature
     source.write_text(SMALL.read_text().replace("layers=3", "layers=2"))
-    assert open_source(out).signature == expected
+    assert Source(out).open().signature == expected
     assert run(group, ["export", str(out), "-o", str(tmp_path / "own.onnx"), "--no-cache"]) == 0
     assert f"{source} changed after the training" in " ".join(capsys.readouterr().err.split())
     (out / "final" / "own.py").write_text(source.read_text())
     with pytest.raises(InvalidModel, match="not the file that training wrote"):
-        open_source(out)
+        Source(out).open()
 
 
 def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> None:
-    """Fails if a run with micro-batches of 1, whose samples needn't be of one length, trains to its end and then has no
-    ``final/``, or that doesn't say what the model takes."""
+    """Fails if a run with micro-batches of 1 on samples of different lengths ends without ``final/``, or if ``final/``
+    doesn't name the model's inputs."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef uneven():\n"
         "    return [(ids[: 4 + index % 5], targets[: 4 + index % 5]) for index, (ids, targets) in enumerate(data())]\n"
     )
     trainer_of(tmp_path, steps=1, data=f"{source}:uneven", micro_batch=1).run()
-    assert [spec.name for spec in open_source(tmp_path).signature.inputs] == ["ids"]
+    assert [spec.name for spec in Source(tmp_path).open().signature.inputs] == ["ids"]
 
 
 def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if weights that don't fit one file lose a tensor, or the index names the wrong file."""
+    """Fails if weights in several files lose a tensor, or if the index names the wrong file."""
     monkeypatch.setattr(final, "SHARD_BYTES", 10_000)
     trainer = trainer_of(tmp_path, steps=1)
     trainer.run()
@@ -103,17 +103,18 @@ def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch:
     assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     assert len(files) > 3
     trained = trainer.module.state_dict()
-    read = module_of(open_source(tmp_path)).state_dict()
+    read = module_of(Source(tmp_path).open()).state_dict()
     assert set(read) == set(trained)
     assert all(torch.equal(read[name], value) for name, value in trained.items())
 
 
 def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
-    """Fails if a file of ``final/`` that training didn't write is exported, or a whole one isn't opened."""
+    """Fails if a file in ``final/`` that training didn't write is exported, or if an unchanged folder can't
+    be opened."""
     train(config_of(steps=1), tmp_path)
-    artifact = open_source(tmp_path)
+    artifact = Source(tmp_path).open()
     assert [str(spec) for spec in artifact.signature.inputs] == ["ids:int64[batch,16]{0..60}"]
     weights = tmp_path / "final" / "model-00001-of-00001.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(InvalidModel, match="not the file that training wrote"):
-        open_source(tmp_path)
+        Source(tmp_path).open()

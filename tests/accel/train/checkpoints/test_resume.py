@@ -1,4 +1,4 @@
-"""Checkpoints of one process: which stay, which are taken up, and which are refused."""
+"""Checkpoints of one process: which are kept, which can be resumed, and which are refused."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import shlex
 from pathlib import Path
 
 import pytest
-from runs import SMALL, config_of, rows_of, trainer_of
 
 from accel.cli import group, run
 from accel.errors import BadCheckpoint, BadConfig, TrainingFailed
-from accel.train.launch import train
-from accel.train.layout import join
 from accel.train.loop import Trainer
+from accel.train.parallel.layout import join
+from accel.train.run.launch import train
+from tests.support.runs import SMALL, config_of, rows_of, trainer_of
 
 
 def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
-    """Fails if more than ``keep`` are kept, the best one goes, or a finished run leaves an unfinished folder."""
+    """Fails if more than ``keep`` checkpoints stay, the best one is deleted, or an unfinished folder stays."""
     source = tmp_path / "scores.py"
     source.write_text(
         "score = [0.1, 0.9, 0.5, 0.4, 0.3, 0.2]\ndef evaluate(module):\n    return {'top1': score.pop(0)}\n"
@@ -30,9 +30,9 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
-    """Fails if a run that was killed after it had noted its best step and before that was written, whose best
-    checkpoint can't be read, or which is asked for another metric than before, never keeps a best one again, or names
-    it."""
+    """Fails if a run never keeps a best checkpoint again, or still names the old one, after one of three events: the
+    run was killed before it wrote its best checkpoint, the best checkpoint is damaged, or the config now names another
+    metric."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})
@@ -52,20 +52,20 @@ def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None
 
 
 def test_a_best_that_is_no_number_is_said(tmp_path: Path) -> None:
-    """Fails if a metric that is nan means that no checkpoint is ever the best, in silence."""
+    """Fails if a metric that is nan silently prevents a best checkpoint."""
     source = tmp_path / "source.py"
     source.write_text("def evaluate(model):\n    return {'top1': float('nan')}\n")
     trainer_of(tmp_path, steps=1, evaluate=f"{source}:evaluate", checkpoint={"best": "top1"}).run()
-    assert {"note": f"top1 is nan at step 1 and can't be the best; look at {source}:evaluate"} in rows_of(tmp_path)
+    assert {"note": f"top1 is nan at step 1 and can't be the best; check {source}:evaluate"} in rows_of(tmp_path)
     assert not (tmp_path / "checkpoints" / "best.json").exists()
 
 
 def test_a_best_that_nothing_measures_is_refused(tmp_path: Path) -> None:
-    """Fails if a mistyped metric means that no checkpoint is ever the best, in silence."""
+    """Fails if a mistyped metric silently prevents a best checkpoint."""
     source = tmp_path / "scores.py"
     source.write_text("def evaluate(module):\n    return {'top1': 0.5, 'loss': 1.0}\n")
     config = config_of(evaluate=f"{source}:evaluate", evaluate_every=1, checkpoint={"best": "-los"})
-    with pytest.raises(BadConfig, match=r"best is '-los', and evaluate measures top1, loss; name one of them"):
+    with pytest.raises(BadConfig, match=r"best is '-los', and evaluate measures top1, loss; use one of these metrics"):
         Trainer(config, tmp_path, join(config)).run()
 
 
@@ -91,16 +91,20 @@ def scores(module):
             {},
             r"evaluate .*failing.py:raises failed at step 2 \(KeyError: 'labels'; .*; the weights are in .*/",
         ),
-        ("several", {}, r"several returned a Tensor for 'off', which is no number; .*; the weights are in .*/final"),
-        ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', and evaluate measures top1; name .*/final"),
-        ("raises", {"evaluate_every": 1}, "evaluate .* failed at step 1 .*; step 1 is saved, mend it and run"),
+        ("several", {}, r"several returned a Tensor for 'off', which is not a number; .*; the weights are in .*/final"),
+        ("scores", {"checkpoint": {"best": "top5"}}, r"best is 'top5', and evaluate measures top1; use .*/final"),
+        (
+            "raises",
+            {"evaluate_every": 1},
+            "evaluate .* failed at step 1 .*; step 1 is saved, correct the function and run",
+        ),
     ],
 )
 def test_an_evaluation_that_fails_costs_no_step(
     tmp_path: Path, name: str, tables: dict[str, object], says: str
 ) -> None:
-    """Fails if what was trained is lost with a metric that raises, is no number or isn't there, the function isn't
-    named, or the same command doesn't go on, with it mended, at the step that was measured."""
+    """Fails if a metric that raises, isn't a number or is missing loses the trained weights, if the error doesn't name
+    the function, or if the same command with a corrected function doesn't go on at the measured step."""
     source = tmp_path / "failing.py"
     source.write_text(_FAILING)
     (tmp_path / "run").mkdir()
@@ -143,9 +147,10 @@ def evaluate(module):
 
 
 def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the evaluations are no curve in the log, a loss that evaluate measures looks like the training's, or
-    whoever keeps the best checkpoint isn't told that final/ is another one, or the line that exports it doesn't do so
-    as it is printed: with the inputs, which the factory doesn't declare, and quotes around what a shell would read."""
+    """Fails if the log lacks the evaluations, or if the output doesn't distinguish the loss of evaluate from the
+    training loss. Also fails if the output doesn't say that the best checkpoint isn't the last checkpoint. The printed
+    command has to export the best checkpoint as it is, with the inputs that the factory doesn't declare and with shell
+    quotes."""
     source, out, onnx = tmp_path / "scores.py", tmp_path / "my run", tmp_path / "best.onnx"
     source.write_text(_SCORED)
     config = tmp_path / "run.toml"
@@ -159,7 +164,7 @@ def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.Capt
     first, export, best = said.out.strip().splitlines()
     assert "; evaluate: loss 0.5000" in first
     assert export == f"now: accel export '{out}' -o model.onnx"
-    assert "the best (step 2, loss 0.9000)" in best
+    assert "the best weights (step 2, loss 0.9000)" in best
     words = shlex.split(best.partition(": accel ")[2])
     assert words[2:4] == ["--weights", str(out / "checkpoints" / "step-00000002")]
     assert words[4:] == ["--input", "ids:int64[batch,3]{0..6}", "-o", "model.onnx"]
@@ -169,7 +174,7 @@ def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
-    """Fails if a shard that is cut, changed in one bit or missing is loaded, isn't named, or ends the run."""
+    """Fails if a shard that is cut, missing or changed in one bit is loaded, isn't named, or ends the run."""
     trainer = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
     batches = trainer.batches()
     losses = []
@@ -189,14 +194,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     assert resumed.step == 2
     assert shard.name in resumed.checkpoints.damaged[0]
     assert resumed.one_step(resumed.batches())["loss"] == losses[2]
-    resumed.save()  # writes the damaged one anew
+    resumed.save()  # overwrites the damaged checkpoint
     again = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
     again.resume()
     assert (again.step, again.checkpoints.damaged) == (3, [])
 
 
 def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    """Fails if a folder without its last file is resumed from, or a run whose checkpoints are all bad starts over."""
+    """Fails if a run resumes from a folder without run.json, or starts over although its only checkpoints
+    are damaged."""
     trainer = trainer_of(tmp_path)
     trainer.one_step(trainer.batches())
     trainer.save()
@@ -212,8 +218,8 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
-    """Fails if a run that goes on with another batch or seed, or more data, and so elsewhere in it, doesn't say so, or
-    one that goes on as it was does."""
+    """Fails if a run that resumes with another batch, seed or number of samples doesn't note that its order changes, or
+    if an unchanged run notes it."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []
@@ -232,18 +238,18 @@ def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a run takes up weights of another model that happen to be in its folder."""
+    """Fails if a run resumes from another model's weights that happen to be in its folder."""
     trainer = trainer_of(tmp_path)
     trainer.one_step(trainer.batches())
     trainer.save()
     other = tmp_path / "other.py"
     other.write_text(SMALL.read_text())
-    with pytest.raises(BadCheckpoint, match=r"is of the model .*small.py:model, not .*other.py:model"):
+    with pytest.raises(BadCheckpoint, match=r"is of the model .*small_gpt.py:model, not .*other.py:model"):
         trainer_of(tmp_path, model=f"{other}:model").resume()
 
 
 def test_a_checkpoint_of_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """Fails if a run whose model factory was edited takes up a part of the old weights, or starts over in silence."""
+    """Fails if a run whose model factory was edited loads a part of the old weights, or silently starts over."""
     source = tmp_path / "source.py"
     source.write_text(SMALL.read_text())
     trainer = trainer_of(tmp_path, model=f"{source}:model")
@@ -280,8 +286,8 @@ def overflows(outputs, targets):
 
 @pytest.mark.parametrize(("mode", "overflows"), [("fp32", False), ("bf16", False), ("fp16", True)])
 def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mode: str, overflows: bool) -> None:
-    """Fails if a checkpoint with parameters that had no gradient so far, or of steps that were all skipped, is refused,
-    or their first moments, made only after it, differ from those of a run that never stopped."""
+    """Fails if a checkpoint is refused because some parameters had no gradient yet or all steps were skipped, or if the
+    moments created after the resume differ from those of a run that never stopped."""
     source = tmp_path / "source.py"
     first = "from pathlib import Path\n\nfrom accel.train.loss import cross_entropy\n"
     source.write_text(SMALL.read_text().replace("import os\n", f"import os\n{first}", 1) + _LATE)
@@ -304,5 +310,5 @@ def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mo
     assert losses[0] == losses[1]
     with pytest.raises(
         BadCheckpoint, match=r"the optimizer has changed since .* is not in it; give another"
-    ):  # moments of another kind aren't in there
+    ):  # the checkpoint has no moments of SGD
         trainer_of(tmp_path, **{**tables, "optimizer": {"name": "sgd"}}).resume()

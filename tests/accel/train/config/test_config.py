@@ -1,4 +1,4 @@
-"""TrainConfig: read, overridden, written back, and refused in one sentence where it can't run."""
+"""TrainConfig: reading, overrides, writing, and the one-sentence refusal of a config that can't run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.errors import BadConfig, BadData
-from accel.train import layout
-from accel.train.config import TrainConfig
-from accel.train.data import MicroBatches, Order, loader
+from accel.train.config.rules import check
+from accel.train.config.schedule import learning_rate
+from accel.train.config.schema import TrainConfig
+from accel.train.data.samples import MicroBatches, Order, loader
 from accel.train.loss import cross_entropy
-from accel.train.schedule import learning_rate
+from accel.train.parallel import layout
 
 
 def _config(**tables: object) -> TrainConfig:
@@ -24,7 +25,7 @@ def _config(**tables: object) -> TrainConfig:
 
 
 def test_toml_and_overrides(tmp_path: Path) -> None:
-    """Fails if an override is lost, read as another type, or the written config reads back as another one."""
+    """Fails if an override is lost or read as another type, or if the written config reads back differently."""
     file = tmp_path / "run.toml"
     file.write_text(
         "model = 'm:f'\nsteps = 7\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n"
@@ -44,8 +45,8 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
     [
         ("stepz = 3", "", "has no stepz"),
         ("[optimizer]\nlearning = 3", "", "has no optimizer.learning"),
-        ("steps = 'many'", "", "steps is 'many', it has to be a whole number"),
-        ("steps = [", "", "is no TOML file"),
+        ("steps = 'many'", "", "steps is 'many', but has to be a whole number"),
+        ("steps = [", "", "is not a TOML file"),
         ("optimizer = 3", "", "optimizer is a table"),
         ("tensor_parallel = 'all'", "", "tensor_parallel is a table of texts"),
         ("[tensor_parallel]\nhead = 3", "", "tensor_parallel is a table of texts"),
@@ -55,7 +56,7 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: str) -> None:
-    """Fails if an unknown key, a wrong type or a broken file is read as something, or the message doesn't say which."""
+    """Fails if an unknown key, a wrong type or a broken file is accepted, or if the error doesn't name it."""
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(BadConfig, match=says):
@@ -95,22 +96,22 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
         ({"optimizer": {"lr": float("nan")}}, 1, "optimizer.lr is nan"),
         ({"steps": 5, "schedule": {"warmup": 5}}, 1, "leave steps after the warm-up"),
         ({"precision": {"mode": "O3"}}, 1, "is 0 in float16"),
-        ({"checkpoint": {"best": "top1"}}, 1, "nothing measures it; give evaluate, or --checkpoint.best="),
-        ({"evaluate_every": 5}, 1, "evaluate_every is 5, and there is nothing to run; give evaluate"),
+        ({"checkpoint": {"best": "top1"}}, 1, "nothing measures it; give evaluate, or pass --checkpoint.best= to"),
+        ({"evaluate_every": 5}, 1, "evaluate_every is 5, and there is nothing to run; give evaluate a function"),
         ({}, 0, "at least one rank"),
     ],
 )
 def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says: str) -> None:
-    """Fails if a config that can't run gets as far as a process group, or the one sentence lacks the fix."""
+    """Fails if a config that can't run gets as far as a process group, or if the one-sentence error lacks the fix."""
     with pytest.raises(BadConfig) as caught:
-        _config(**tables).validate(world)
+        check(_config(**tables), world)
     assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
-    """Fails if a rank that evaluates for longer than torch's half an hour, which ``hang_seconds`` allows, costs the
-    run, because the others gave it up in the group that they wait in."""
+    """Fails if an evaluation within ``hang_seconds`` but longer than torch's half hour ends the run, because the other
+    ranks' process group timed out."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:
@@ -127,14 +128,15 @@ def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, ha
 
 
 def test_apex_names() -> None:
-    """Fails if O0 to O3 stand for other modes than apex's."""
+    """Fails if O0 to O3 stand for other modes than in apex."""
     modes = [_config(precision={"mode": f"O{n}"}).precision.resolved for n in range(4)]
     assert modes == ["fp32", "autocast-fp16", "fp16", "fp16-only"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_global_batch_is_the_same_on_any_world(ranks: int) -> None:
-    """Fails if the samples of a step depend on the number of ranks, repeat in an epoch, or a resumed order differs."""
+    """Fails if the samples of a step depend on the number of ranks, repeat within an epoch, or change after
+    a resume."""
 
     def steps(count: int, first: int = 0) -> list[list[int]]:
         orders = [iter(Order(50, global_batch=8, rank=rank, ranks=ranks, seed=3, first=first)) for rank in range(ranks)]
@@ -150,7 +152,7 @@ def test_the_global_batch_is_the_same_on_any_world(ranks: int) -> None:
 
 
 def test_the_loader_resumes_exactly() -> None:
-    """Fails if a loader that starts at a step gives other batches than one that got there."""
+    """Fails if a loader that starts at a step gives other batches than a loader that ran up to this step."""
     data = [(index, -index) for index in range(40)]
     common = {"global_batch": 8, "micro_batch": 2, "rank": 1, "ranks": 2, "seed": 1, "processes": 0}
     through = iter(loader(data, first=0, **common))  # type: ignore[arg-type]
@@ -167,8 +169,8 @@ def test_the_loader_resumes_exactly() -> None:
 def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
     length: int, each: int, ranks: int, first: int
 ) -> None:
-    """Fails if a rank runs out of micro-batches before another, a sample of an epoch is lost or seen twice, or a
-    resumed run sees others."""
+    """Fails if a rank runs out of micro-batches before another rank, if an epoch loses or repeats a sample, or if a
+    resumed run sees other samples."""
     size = max(1, each // 2)
     batch = size * 2 * ranks
 
@@ -190,7 +192,7 @@ def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
 
 
 def test_a_rank_without_samples_only_takes_part() -> None:
-    """Fails if a rank that has no sample of a last batch gives one, or none of its micro-batches."""
+    """Fails if a rank without samples in the last batch yields a sample, or yields too few micro-batches."""
     data = [(index, -index) for index in range(5)]
     common = {"global_batch": 4, "micro_batch": 1, "ranks": 2, "seed": 1, "processes": 0, "drop_last": False}
     parts = [iter(loader(data, first=1, rank=rank, **common)) for rank in range(2)]  # type: ignore[arg-type]
@@ -199,15 +201,15 @@ def test_a_rank_without_samples_only_takes_part() -> None:
 
 
 def test_data_shorter_than_a_batch() -> None:
-    """Fails if a run on too little data loops over nothing instead of saying so."""
-    with pytest.raises(BadData, match="the data has 7 samples, a global batch takes 8"):
+    """Fails if a run on too little data loops without end instead of raising BadData."""
+    with pytest.raises(BadData, match="the data has 7 samples, and global_batch is 8"):
         Order(7, global_batch=8, rank=0, ranks=1, seed=0)
     with pytest.raises(BadData, match="the data has 0 samples"):
         Order(0, global_batch=8, rank=0, ranks=1, seed=0, drop_last=False)
 
 
 def test_schedules() -> None:
-    """Fails if warm-up, the shape of the descent or its floor are off."""
+    """Fails if the warm-up, the shape of the decay or its floor is wrong."""
 
     def rates(name: str) -> list[float]:
         config = _config(steps=12, optimizer={"lr": 1.0}, schedule={"name": name, "warmup": 2, "floor": 0.1})
@@ -224,12 +226,12 @@ def test_schedules() -> None:
         (
             {"logits": torch.zeros(2, 3)},
             torch.zeros(2, dtype=torch.int64),
-            "the model returns a dict, and without a loss",
+            "the model returns a dict, and the default loss takes a tensor of class scores",
         ),
         (torch.zeros(2, 3), torch.zeros(2, dtype=torch.float64), "the targets are float64, .*squared_error"),
     ],
 )
 def test_what_the_loss_of_classes_does_not_take(outputs: Any, targets: torch.Tensor, says: str) -> None:
-    """Fails if outputs or targets that need a loss of the user's own end in an error of torch's."""
+    """Fails if outputs or targets that the default loss can't take end in an error of torch."""
     with pytest.raises(BadConfig, match=says):
         cross_entropy(outputs, targets)

@@ -1,4 +1,4 @@
-"""Documents of any length in sequences of one length: nothing is lost, and each is trained as if it were alone."""
+"""Documents of any length in sequences of one length: no document is lost, and each trains as if it were alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.nn import functional as F
 
 from accel.errors import BadConfig, BadData
 from accel.examples.gpt import GPT, GPTConfig
-from accel.sources import open_source
+from accel.sources.source import Source
+from accel.train.batch import call
 from accel.train.build import make_data
-from accel.train.config import TrainConfig
-from accel.train.inputs import call
-from accel.train.layout import join
+from accel.train.config.schema import TrainConfig
+from accel.train.data.packing import OwnDocument, Packed, best_fit, keep_apart
 from accel.train.loop import Trainer
 from accel.train.loss import cross_entropy
-from accel.train.packing import OwnDocument, Packed, best_fit, keep_apart
+from accel.train.parallel.layout import join
+from tests.support.runs import SMALL
 
-SMALL = Path(__file__).parent / "small.py"
 Document = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -39,7 +39,7 @@ def _documents(*lengths: int) -> list[Document]:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=30))
 def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
-    """Fails if a document is lost, doubled, or put where there is no room, or two sequences would fit into one."""
+    """Fails if a document is lost, doubled or put where it doesn't fit, or if two sequences would fit into one."""
     found = best_fit(lengths, 12)
     assert sorted(i for inside in found for i in inside) == list(range(len(lengths)))
     filled = [sum(lengths[i] for i in inside) for inside in found]
@@ -48,7 +48,8 @@ def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
 
 
 def test_a_sequence_says_where_each_token_stands() -> None:
-    """Fails if positions aren't counted anew, padding is counted, or tokens and targets come apart."""
+    """Fails if positions don't restart with each document, if padding counts as targets, or if tokens and targets come
+    apart."""
     documents = _documents(3, 2)
     (tokens, positions, numbers), targets = Packed(documents, 8)[0]
     assert tokens.tolist() == [*documents[0][0].tolist(), *documents[1][0].tolist(), 0, 0, 0]
@@ -60,13 +61,13 @@ def test_a_sequence_says_where_each_token_stands() -> None:
 @pytest.mark.parametrize(
     ("documents", "says"),
     [
-        (_documents(3, 9), "document 1 has 9 tokens, pack takes 8; cut it, or use --pack=9"),
+        (_documents(3, 9), "document 1 has 9 tokens, and pack is 8; cut it, or use --pack=9"),
         ([(torch.zeros(3, dtype=torch.long), torch.zeros(2, dtype=torch.long))], "the same length"),
         ([(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2, dtype=torch.long))], r"has tokens \[3, 2\]"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(documents: list[Document], says: str) -> None:
-    """Fails if a document is cut, or something that is none gets into a sequence."""
+    """Fails if a document is cut, or if a sample that is no document gets into a sequence."""
     with pytest.raises(BadData, match=says):
         Packed(documents, 8)[0]
 
@@ -79,8 +80,8 @@ def _gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_packed_document_trains_as_it_does_alone(recompute: bool) -> None:
-    """Fails if a document sees another one or the padding, or stands elsewhere: the sum of the losses and its gradient
-    have to be those of the documents one by one."""
+    """Fails if a document attends to another document or to padding, or gets other positions than alone. The sum of the
+    losses and its gradient have to equal those of the documents one by one."""
     from accel.train.recompute import recompute as again
 
     torch.manual_seed(0)
@@ -106,7 +107,7 @@ def test_a_packed_document_trains_as_it_does_alone(recompute: bool) -> None:
 
 
 def test_masks_of_the_model_stay() -> None:
-    """Fails if a mask that the model gives, or its causal order, is lost when documents are kept apart."""
+    """Fails if keeping documents apart loses a mask that the model gives, or its causal order."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     mode = OwnDocument()
@@ -125,7 +126,7 @@ def test_masks_of_the_model_stay() -> None:
 
 
 class _Whole(nn.Module):
-    """Its positions are those of the sequence, whatever it is told; or it mixes neighbours by itself."""
+    """Ignores the positions that it is given, or, if ``mixes``, mixes neighboring tokens outside of attention."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()
@@ -138,13 +139,16 @@ class _Whole(nn.Module):
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_model_that_does_not_keep_documents_apart_is_refused(mixes: bool) -> None:
-    """Fails if a run starts that would train documents on each other, or at places where they don't stand."""
-    with pytest.raises(BadConfig, match="gets something else in a sequence with others than alone; let forward take"):
+    """Fails if a run starts although its model would mix documents or use wrong positions for them."""
+    with pytest.raises(
+        BadConfig, match="output for a document changes if others are in its sequence; let forward take"
+    ):
         keep_apart(_Whole(mixes), Packed(_documents(5, 6), 16), torch.device("cpu"), torch.float32)
 
 
 def test_a_packed_run_resumes_and_exports(tmp_path: Path) -> None:
-    """Fails if a run on packed documents loses its place, or what it leaves asks for more than tokens."""
+    """Fails if a run on packed documents loses its position after a resume, or if its exported model takes more than
+    tokens."""
     body = {"model": f"{SMALL}:model", "data": f"{SMALL}:documents", "pack": 16, "global_batch": 8, "micro_batch": 4}
     config = TrainConfig.from_dict({**body, "steps": 4, "drop_last": False})
     assert len(make_data(config)) < 400
@@ -161,4 +165,4 @@ def test_a_packed_run_resumes_and_exports(tmp_path: Path) -> None:
     batches = resumed.batches()
     assert [resumed.one_step(batches)["loss"] for _ in range(2)] == expected[2:]
     resumed.finish()
-    assert [spec.name for spec in open_source(tmp_path / "half").signature.inputs] == ["ids"]
+    assert [spec.name for spec in Source(tmp_path / "half").open().signature.inputs] == ["ids"]

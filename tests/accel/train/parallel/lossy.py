@@ -1,6 +1,8 @@
-"""What ZeRO++ does to weights and gradients, on one process and in a few lines of its own: the reference of qwZ and
-qgZ. Rank r of n holds rows r of ``torch.chunk(parameter, n)``; what it sends is rounded in blocks of 256 of each
-parameter to 127 steps of the largest in the block."""
+"""The rounding of ZeRO++ on one process, written independently in a few lines: the reference of qwZ and qgZ.
+
+Rank r of n holds rows r of ``torch.chunk(parameter, n)``. Before it sends them, each block of 256 values of a parameter
+is rounded to 127 steps of the block's largest value.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from accel.train.loop import Trainer
 
 
 def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``tensor`` as everybody gets it from the ranks that hold its rows."""
+    """Returns ``tensor`` as every rank receives it from the ranks that hold its rows."""
     found = tensor.clone()
     for rows in found.chunk(ranks):
         flat = rows.view(-1)
@@ -26,8 +28,8 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
-    """Let one process compute what ``ranks`` ranks, ``shards`` of which hold one replica, with qwZ (``weights``) and
-    qgZ (``gradients``) compute: its micro-batches are the ranks'."""
+    """Makes one process compute like ``ranks`` ranks with qwZ (``weights``) and qgZ (``gradients``). ``shards`` of the
+    ranks hold one replica. Each micro-batch stands for a rank."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 

@@ -1,9 +1,9 @@
-"""What a rank of the distributed suite holds and sends, counted while it trains. ``start`` is the suite's: overrides
-and a folder to a trainer."""
+"""Counts the bytes that a rank of the distributed suite holds and sends while it trains. ``start`` is the suite's
+function: it makes a trainer from overrides and a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from accel.plan.measure import blocks
 from accel.train import passes
 from accel.train.loop import Trainer
 from accel.train.simulate import Sent, Simulated
+from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# Of four ranks, one step of two micro-batches of AdamW.
+# For four ranks: one step of two micro-batches with AdamW.
 HELD = {
     **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
     **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
@@ -29,8 +30,16 @@ HELD = {
     "ZeRO 3, hpZ 2, qwZ, qgZ": ["parallel.zero=3", "parallel.hpz=2", "parallel.qwz=true", "parallel.qgz=true"],
 }
 HELD = {name: [*words, "optimizer.name=adamw", "micro_batch=1"] for name, words in HELD.items()}
-DEEP = f"model={Path(__file__).with_name('small.py')}:deep"
-# By world size: what stages send to one another in a step.
+# `make test` checks these, `make proof` all others.
+FAST_HELD = (
+    *(f"ZeRO {zero}" for zero in range(4)),
+    "ZeRO 1, bf16",
+    "ZeRO 3, qwZ",
+    "ZeRO 3, qgZ",
+    "ZeRO 3, hpZ 2, qwZ, qgZ",
+)
+DEEP = f"model={SMALL}:deep"
+# Pipelines by world size, for the bytes that their stages send to one another in a step.
 STAGES = {
     2: {
         "1F1B": ["parallel.pp=2"],
@@ -48,14 +57,20 @@ STAGES = {
     },
 }
 
+FAST_STAGES = {2: tuple(STAGES[2]), 4: ("GPipe", "interleaved", "1F1B, TP 2")}
+
 
 def _local(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(getattr(t, "to_local", lambda t=t: t)().nbytes for t in tensors if t is not None)
 
 
 def switched_on(trainer: Trainer) -> dict[str, Any]:
-    """What the losses of a run don't show: whether FSDP2 keeps its shards on the host, over how many ranks it shards
-    between the passes, how many blocks are compiled, and how many frames were since the last call."""
+    """Returns four settings of a run that the losses of the run don't show.
+
+    ``offload``: True if FSDP2 keeps the shards on the host. ``shards between the passes``: the numbers of ranks over
+    which FSDP2 shards between the forward and the backward pass. ``compiled``: True for each compiled block.
+    ``frames``: the number of frames compiled since the last call of this function.
+    """
     groups = [
         group
         for part in trainer.module.modules()
@@ -74,10 +89,10 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def held_and_sent(start: Start, folder: Path) -> dict[str, dict[str, float]]:
-    """What is held after each of a step's micro-batches and between its passes (the most of it) and between steps, and
-    sent in a step."""
-    return {name: _of_a_step(start(overrides, folder / "none")) for name, overrides in HELD.items()}
+def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
+    """Returns the bytes that this rank holds between steps, the most that it holds after a micro-batch and between the
+    passes of a step, and the bytes that it sends in a step."""
+    return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
 
 def _of_a_step(trainer: Trainer) -> dict[str, float]:
@@ -116,11 +131,12 @@ def _of_a_step(trainer: Trainer) -> dict[str, float]:
     }
 
 
-def sent_by_stages(start: Start, world: int, folder: Path) -> dict[str, float]:
-    """What this rank sends to other stages in a step; in the first one torch sends shapes too."""
+def sent_by_stages(start: Start, names: Sequence[str], world: int, folder: Path) -> dict[str, float]:
+    """Returns the bytes that this rank sends to other stages in its second step. In the first step torch sends shapes
+    too."""
     found = {}
-    for name, overrides in STAGES[world].items():
-        trainer = start(overrides, folder / "none")
+    for name in names:
+        trainer = start(STAGES[world][name], folder / "none")
         batches = trainer.batches()
         trainer.one_step(batches)
         with Sent(seen := Simulated()):

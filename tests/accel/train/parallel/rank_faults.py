@@ -1,10 +1,10 @@
-"""What happens on one rank of the distributed suite and all of them have to answer alike: an overflow, a weight that is
-no number, a damaged shard. ``start`` is the suite's: overrides and a folder to a trainer."""
+"""Faults on one rank of the distributed suite that all ranks have to answer alike: an overflow, a weight that is no
+number, a damaged shard. ``start`` is the suite's function: it makes a trainer from overrides and a folder."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from accel.errors import TrainingFailed
 from accel.train.loop import Trainer
+from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-SMALL = Path(__file__).with_name("small.py")
-# The first loss of the last rank is infinite. (Of a pipeline the second: torch tries the loss once to learn shapes.)
+# The first loss of the last rank is infinite. For a pipeline the second loss is, because torch first computes the loss
+# once to learn the shapes.
 SPIKY = {
     "zero2": ["parallel.zero=2", f"loss={SMALL}:overflow_once"],
     "tp": ["parallel.tp=2", f"loss={SMALL}:overflow_once"],
     "pp": ["parallel.pp=2", f"loss={SMALL}:overflow_second"],
 }
 HALVES = ["precision.mode=autocast-fp16", "precision.loss_scale=1024"]
-# Where one value of BAD is no number on the last rank that has it: with a loss scale a step could be skipped for it.
+# Layouts in which one value of BAD is no number on the last rank that holds BAD. With a loss scale, a run could skip
+# the step because of this value.
 BAD = "blocks.2.up.weight"
 NOT_A_NUMBER = {
     "ZeRO 3": ["parallel.zero=3"],
@@ -33,23 +35,23 @@ NOT_A_NUMBER = {
 }
 
 
-def overflow(start: Start, folder: Path) -> dict[str, list[list[float]]]:
-    """Of two steps, whether each was skipped and the loss scale after it."""
+def overflow(start: Start, names: Sequence[str], folder: Path) -> dict[str, list[list[float]]]:
+    """Returns, for each of two steps, whether it was skipped and the loss scale after it."""
     found = {}
-    for name, overrides in SPIKY.items():
-        trainer = start([*overrides, *HALVES], folder / "none")
+    for name in names:
+        trainer = start([*SPIKY[name], *HALVES], folder / "none")
         batches = trainer.batches()
         seen = [trainer.one_step(batches) for _ in range(2)]
         found[name] = [[s["skipped"], s["loss_scale"]] for s in seen]
     return found
 
 
-def not_a_number(start: Start, folder: Path) -> dict[str, str]:
-    """What this rank says."""
+def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, str]:
+    """Returns this rank's error for each name."""
     said = {}
     last = int(os.environ["WORLD_SIZE"]) - 1
-    for name, overrides in NOT_A_NUMBER.items():
-        trainer = start(overrides, folder / "none")
+    for name in names:
+        trainer = start(NOT_A_NUMBER[name], folder / "none")
         weight = dict(trainer.module.named_parameters()).get(BAD)
         if weight is not None and trainer.ranks.rank == last:
             with torch.no_grad():
@@ -62,8 +64,8 @@ def not_a_number(start: Start, folder: Path) -> dict[str, str]:
 
 
 def damaged(start: Start, folder: Path) -> dict[str, Any]:
-    """The losses of three steps, each but the first with a checkpoint before it, and where this rank goes on once a
-    bit of the last rank's shard of the second one was turned."""
+    """Returns the losses of three steps and where this rank resumes after a bit of the last rank's shard was flipped.
+    The run saves checkpoints after its first two steps, and the flipped shard belongs to the second."""
     overrides = ["parallel.zero=3", "checkpoint.asynchronous=false"]
     trainer = start(overrides, folder)
     batches, losses = trainer.batches(), []

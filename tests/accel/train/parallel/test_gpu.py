@@ -1,4 +1,4 @@
-"""Training on one NVIDIA GPU: NCCL carries what the ranks exchange, and the run learns what it learns on the CPU."""
+"""Training on one NVIDIA GPU: NCCL carries the ranks' traffic, and the losses are those of the CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+from tests.support.runs import SMALL
 
-SMALL = Path(__file__).parent / "small.py"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("fresh_interpreters"),
+]
+
 ONE_RANK = """
 import sys
 import torch
@@ -46,9 +51,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from accel.examples.gpt import GPT, GPTConfig
-from accel.train.config import OptimizerConfig
+from accel.train.config.schema import OptimizerConfig
 from accel.train.precision import MasterOptimizer, gradient_norm
-from accel.train.zero import shard
+from accel.train.parallel.zero import shard
 
 device = sys.argv[2]
 dist.init_process_group("cuda:nccl,cpu:gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
@@ -79,22 +84,23 @@ dist.destroy_process_group()
 
 
 def test_offloaded_shards_lie_on_the_host(tmp_path: Path) -> None:
-    """Fails if under CPU offload a parameter, its gradient or what the optimizer keeps of it lies on the GPU between
-    steps, the passes run on the CPU, or the losses are others than those of shards that stay on the GPU."""
+    """Fails if, under CPU offload, a parameter, a gradient or an optimizer state stays on the GPU between steps, if the
+    passes run on the CPU, or if the losses differ from those of shards on the GPU."""
     command = [sys.executable, "-c", OFFLOADED, str(tmp_path / "store"), "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_nccl_collectives_and_shards(tmp_path: Path) -> None:
-    """Fails where this torch and driver can't bring up NCCL, or FSDP2's gradients aren't those of the plain layer."""
+    """Fails if this torch and driver can't start NCCL, or if FSDP2's gradients differ from those of the plain layer."""
     command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_run_learns_what_it_learns_on_the_cpu(tmp_path: Path) -> None:
-    """fp32, four steps: the last loss within 1e-3 of the CPU's. TF32 is off by default for products."""
+    """Fails if the last loss of four fp32 steps differs from the CPU's by more than 1e-3. TF32 is off by default for
+    products."""
     body = (
         f'model = "{SMALL}:model"\ndata = "{SMALL}:data"\nsteps = 4\nglobal_batch = 8\nmicro_batch = 4\nlog_every = 1\n'
     )

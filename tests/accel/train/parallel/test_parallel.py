@@ -1,11 +1,10 @@
-"""Tensor-parallel plans and pipeline cuts on one process: what is named, what is refused, what is balanced."""
+"""Tensor-parallel plans and pipeline cuts in one process: matched names, refused plans, balanced stages."""
 
 from __future__ import annotations
 
 from itertools import combinations
 
 import pytest
-import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +12,11 @@ from torch import nn
 
 from accel.errors import BadConfig
 from accel.examples.gpt import GPT, GPTConfig
-from accel.train.pipeline import Stage, balance, chain, costs, places
+from accel.train.parallel.pipeline import Stage, balance, chain, costs, places
+from accel.train.parallel.tensor import check_sequence, match
+from accel.train.parallel.tensor_check import attempt, check_heads
 from accel.train.precision import gradient_norm, share_of_squares
-from accel.train.tensor_check import attempt, check_heads
-from accel.train.tensor_parallel import check_sequence, match
+from tests.support import small_gpt as small
 
 
 def _gpt(layers: int = 3) -> GPT:
@@ -24,7 +24,7 @@ def _gpt(layers: int = 3) -> GPT:
 
 
 def test_a_plan_names_modules_by_pattern() -> None:
-    """Fails if a star crosses a dot, a pattern misses a block, or a style reaches a module that nobody named."""
+    """Fails if a star crosses a dot, a pattern misses a block, or a style reaches a module that no pattern names."""
     plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
     found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
     names = ("query", "key", "value")
@@ -39,21 +39,21 @@ def test_a_plan_names_modules_by_pattern() -> None:
     ("plan", "says"),
     [
         ({"layers.*.query": "column"}, "names no module of the model; its modules are embed, "),
-        ({"head": "column", "he*": "row"}, "calls head column and row; keep one"),
-        ({"norm": "row"}, "norm is a LayerNorm, row cuts a Linear"),
-        ({"norm": "vocabulary"}, "vocabulary cuts a Linear or an Embedding"),
+        ({"head": "column", "he*": "row"}, "gives head the styles column and row; keep one"),
+        ({"norm": "row"}, "norm is a LayerNorm, and the style row needs a Linear"),
+        ({"norm": "vocabulary"}, "the style vocabulary needs a Linear or an Embedding"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
-    """Fails if a plan for another model is taken for no plan at all, or cuts what can't be cut."""
+    """Fails if a plan for another model is treated as no plan, or if a plan cuts a module that can't be cut."""
     with pytest.raises(BadConfig) as caught:
         match(_gpt(), plan)
     assert says in str(caught.value)
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Fails if a plan of columns and rows alone, with sequence parallel, gets as far as an error of torch's about
-    shapes, or one whose embedding splits the sequence is refused."""
+    """Fails if a plan of only columns and rows with sequence parallel ends in torch's error about shapes, or if a plan
+    whose embedding splits the sequence is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -66,8 +66,9 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
-    """Fails if a plan that cuts a head in two, or one of the fewer heads of keys, gets as far as an error of torch's
-    about shapes, a number of ranks that divides them is refused, or looking at it leaves something in the model."""
+    """Fails if a plan that cuts a head in two, of the queries or of the fewer keys, ends in torch's error about shapes,
+    or if a number of ranks that divides the heads is refused. The check must not leave hooks or another mode in the
+    model."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [
@@ -81,7 +82,7 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
     for tp in (3, 8):
         with pytest.raises(BadConfig, match=rf"blocks.0.attention.query makes 4 heads of .* tp {tp} .* that divides 4"):
             check_heads(model, plan, found, tp)
-    check_heads(model, match(model, {"blocks.*.up": "column"}), found, 8)  # attention is left whole
+    check_heads(model, match(model, {"blocks.*.up": "column"}), found, 8)  # attention isn't cut
     grouped = small.decoder()
     plan = match(grouped, {"layers.*.[qkv]": "column", "layers.*.up": "column"})
     seen = attempt(grouped, ids, []).attentions
@@ -91,7 +92,7 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
 
 
 def test_a_stage_sends_what_lies_in_one_piece() -> None:
-    """Fails if a stage that ends in a transpose, as a ViT's patches do, gives a view that can't be sent."""
+    """Fails if a stage that ends in a transpose, like a ViT's patches, returns a view, which can't be sent."""
 
     class Patches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +108,8 @@ def test_a_stage_sends_what_lies_in_one_piece() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
 def test_stages_are_balanced(weights: list[int], stages: int) -> None:
-    """Fails if a part is lost, doubled or out of turn, a stage is empty, or another cut has a cheaper dearest stage."""
+    """Fails if a part is lost, doubled or out of order, if a stage is empty, or if another cut would lower the cost of
+    the most expensive stage."""
     if len(weights) < stages:
         with pytest.raises(BadConfig, match="use a smaller pp"):
             balance(weights, stages)
@@ -121,14 +123,14 @@ def test_stages_are_balanced(weights: list[int], stages: int) -> None:
 
 
 def test_every_stage_has_one_place() -> None:
-    """Fails if a schedule leaves a stage out, or the V of zero-bubble is no V."""
+    """Fails if a schedule leaves out a stage, or if zero-bubble's stages don't form a V."""
     for schedule, each in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)):
         assert sorted(i for rank in places(3, schedule) for i in rank) == list(range(3 * each))
     assert places(3, "zero-bubble") == [[0, 5], [1, 4], [2, 3]]
 
 
 def test_a_chain_is_the_model() -> None:
-    """Fails if the parts, in order, aren't all of the model, or a block isn't as dear as its equal."""
+    """Fails if the parts in order don't cover the whole model, or if equal blocks have different costs."""
     model = _gpt()
     names = chain(model)
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
@@ -141,13 +143,13 @@ def test_a_chain_is_the_model() -> None:
 
 
 def test_a_chain_that_is_not_the_model_is_refused() -> None:
-    """Fails if a pipeline trains another function than the model is, or leaves parameters behind."""
+    """Fails if a pipeline may train another function than the model, or leave out parameters."""
     inputs = torch.randint(0, 61, (1, 16))
     for wrong, says in (
         (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),
-        (("embed", "blocks", "norm", "norm", "head"), "gives something else than the model"),
+        (("embed", "blocks", "norm", "norm", "head"), "the output of the pipeline's chain differs from the model's"),
         (("norm", "embed", "blocks", "head"), "can't be run"),
-        (("embed", "layers"), "names layers, which the model hasn't"),
+        (("embed", "layers"), "names layers, which is not in the model"),
     ):
         model = _gpt()
         model.pipeline_chain = wrong  # type: ignore[assignment]
@@ -161,7 +163,7 @@ def test_a_chain_that_is_not_the_model_is_refused() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5), st.integers(1, 7))
 @settings(max_examples=50, deadline=None)
 def test_parts_of_gradients_add_up(shapes: list[list[int]], ranks: int) -> None:
-    """Fails if ranks that hold the same gradients leave an element out of the norm, or count one twice."""
+    """Fails if ranks that hold the same gradients leave an element out of the norm, or count an element twice."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in parameters[1:]:

@@ -1,9 +1,10 @@
-"""A whole run inside a process group of one rank: gloo here, NCCL where there is an NVIDIA GPU."""
+"""A whole run in a process group of one rank: gloo on the CPU, NCCL on an NVIDIA GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import accel
-from accel.train import pipeline
-from accel.train.config import ParallelConfig, TrainConfig
-from accel.train.layout import Ranks
+from accel.train.config.schema import ParallelConfig, TrainConfig
 from accel.train.loop import Trainer
 from accel.train.loss import cross_entropy
+from accel.train.parallel import pipeline
+from accel.train.ranks import Ranks
+from tests.accel.train.parallel import rank_bytes
+from tests.support.runs import SMALL
 
-SMALL = Path(__file__).parent / "small.py"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 6
 
@@ -57,7 +59,7 @@ def _losses(trainer: Trainer, steps: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    """One process in float32 on the CPU."""
+    """Returns the losses of one process in float32 on the CPU."""
     return _losses(Trainer(_config("fp32", 0), Path("none"), Ranks(rank=0, world=1, device=torch.device("cpu"))), STEPS)
 
 
@@ -65,11 +67,26 @@ def alone() -> list[float]:
 @pytest.mark.parametrize("mode", ["fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone: list[float], tmp_path: Path) -> None:
-    """Fails if autocast, loss scaling or master weights on this device leave the curve of float32 on the CPU, through
-    DDP or ``fully_shard``."""
+    """Fails if autocast, loss scaling or master weights on this device, with DDP or ``fully_shard``, change the losses
+    of float32 on the CPU by more than rounding."""
     got = _losses(Trainer(_config(mode, zero), tmp_path, ranks), STEPS)
     bound = {"fp32": 2e-5 if ranks.device.type == "cpu" else 2e-4}.get(mode, 0.01)
     assert max(abs(a - b) for a, b in zip(got, alone, strict=True)) < bound
+
+
+@pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
+def test_blocks_are_compiled(ranks: Ranks, alone: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if ``compile`` skips a block of the sharded model, compiles the rest of the model, or changes the losses.
+    The traced blocks run as Python here; a row of `make proof` runs them as compiled C++."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.utils.counters.clear()
+    trainer = Trainer(_config("fp32", 3, compile=True), tmp_path, ranks)
+    got = _losses(trainer, STEPS)
+    seen = rank_bytes.switched_on(trainer)
+    assert seen["compiled"] == [True] * 3
+    assert seen["frames"] > 0
+    assert trainer.module._compiled_call_impl is None
+    assert max(abs(a - b) for a, b in zip(got, alone, strict=True)) < 2e-5
 
 
 def _normed() -> torch.nn.Module:
@@ -79,8 +96,8 @@ def _normed() -> torch.nn.Module:
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_statistics_see_nothing_but_the_samples(ranks: Ranks) -> None:
-    """Fails if the pass by which a pipeline learns its shapes counts for the running mean of a batch norm, which only
-    shows when the model is evaluated."""
+    """Fails if the pass in which a pipeline learns its shapes changes the running mean of a batch norm, which would
+    only show in evaluation."""
     data = [(torch.randn(4) + 5, torch.tensor(index % 3)) for index in range(8)]
     config = TrainConfig(global_batch=8, micro_batch=4, parallel=ParallelConfig(pipeline="gpipe"))
     staged = replace(ranks, pp=init_device_mesh(ranks.device.type, (1,), mesh_dim_names=("pp",)))
@@ -104,8 +121,8 @@ def test_packed_documents(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_a_run_is_saved_resumed_and_exported(ranks: Ranks, tmp_path: Path) -> None:
-    """Fails if a checkpoint written from this device isn't the run's state bit for bit, or ``final/`` doesn't export to
-    a model that computes the same."""
+    """Fails if a checkpoint from this device isn't the run's state bit for bit, or if the ONNX exported from ``final/``
+    has other outputs."""
     config = _config("autocast-bf16", 3)
     whole = Trainer(config, tmp_path / "whole", ranks)
     expected = _losses(whole, STEPS)

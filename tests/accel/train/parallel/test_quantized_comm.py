@@ -1,4 +1,4 @@
-"""int8 blocks of ZeRO++: how far a value may move, and that what is no number stays none."""
+"""int8 blocks of ZeRO++: the largest rounding error, and that values that aren't finite stay so."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.train.quantized_comm import BLOCK, decode, dequantize, encode, quantize
+from accel.train.parallel.quantized_comm import BLOCK, decode, dequantize, encode, quantize
 
 
 @settings(deadline=None)
 @given(size=st.integers(1, 3 * BLOCK), seed=st.integers(0, 1000), scale=st.floats(1e-20, 1e20))
 def test_a_value_moves_by_half_a_step_at_most(size: int, seed: int, scale: float) -> None:
-    """Fails if a block takes its scale from another one, or values are cut instead of rounded."""
+    """Fails if a block uses another block's scale, or if values are truncated instead of rounded."""
     values = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
     codes, scales = quantize(values)
     found = dequantize(codes, scales).view(-1)
@@ -24,7 +24,7 @@ def test_a_value_moves_by_half_a_step_at_most(size: int, seed: int, scale: float
 
 
 def test_one_outlier_spoils_its_own_block_only() -> None:
-    """Fails if one scale serves the whole tensor."""
+    """Fails if the whole tensor shares one scale."""
     values = torch.full((2 * BLOCK,), 1e-3)
     values[0] = 1e3
     found = dequantize(*quantize(values)).view(-1)
@@ -32,7 +32,7 @@ def test_one_outlier_spoils_its_own_block_only() -> None:
 
 
 def test_what_is_no_number_stays_none() -> None:
-    """Fails if an overflow of one rank becomes a number on the others: no step would be skipped for it."""
+    """Fails if one rank's overflow becomes a finite number on the other ranks, which then wouldn't skip the step."""
     values = torch.ones(3 * BLOCK)
     values[1], values[BLOCK] = torch.nan, torch.inf
     found = dequantize(*quantize(values))
@@ -47,8 +47,8 @@ def test_zeros_stay_zeros() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2 * BLOCK + 3), min_size=1, max_size=5), st.integers(0, 100))
 def test_a_parameter_is_rounded_as_if_it_were_alone(sizes: list[int], seed: int) -> None:
-    """Fails if a block reaches over the end of a parameter, so that a norm's weights of 1 take the digits of a
-    neighbour's small ones, or a value lands in another parameter."""
+    """Fails if a block reaches over the end of a parameter, so that a norm's weights of 1 coarsen a neighbor's small
+    values, or if a value lands in another parameter."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(size, generator=generator) * 10.0 ** (index - 2) for index, size in enumerate(sizes)]
     codes, scales = encode(torch.cat(parts), sizes)

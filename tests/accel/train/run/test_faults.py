@@ -1,4 +1,4 @@
-"""What may befall a run: a full disk, a rank that is killed or hangs, a command that is ended."""
+"""Faults of a run: a full disk, a rank that is killed or hangs, a command that is ended."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SMALL, config_of, logged, rows_of
 from torch.utils.data import DataLoader
 
 from accel.errors import CannotWrite, TrainingFailed
-from accel.train import watchdog
-from accel.train.launch import first_errors, train
-from accel.train.rank import leave
+from accel.train import log
+from accel.train.run import watchdog
+from accel.train.run.launch import first_errors, train
+from accel.train.run.rank import leave
+from tests.support.runs import SMALL, config_of, logged, rows_of
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# Where a disk is full: files can't grow beyond 50 kB from then on, which a shard of a checkpoint has to.
+# Code that fills the disk: from then on files can't grow beyond 50 kB, and a checkpoint's shard is larger.
 _SHARDS = """
-from accel.train.checkpoint import Checkpoints
+from accel.train.checkpoints.checkpoint import Checkpoints
 whole = Checkpoints.save
 def save(self, state, run):
     if run["step"] == 6 and os.environ["RANK"] in %r:
@@ -39,7 +40,7 @@ _FULL = {
     "the shard of one rank": _SHARDS % "1",
     "what rank 0 adds": """
 import errno
-import accel.train.checkpoint as checkpoint
+import accel.train.checkpoints.checkpoint as checkpoint
 whole = checkpoint._write
 def _write(path, body):
     if body.get("step") == 6 and not Path(__file__).with_name("room").exists():
@@ -49,12 +50,12 @@ checkpoint._write = _write
 from accel.train.loss import cross_entropy as dies
 """,
     "final": """
-import accel.train.final
-whole = accel.train.final.write_final
+import accel.train.checkpoints.final
+whole = accel.train.checkpoints.final.write_final
 def write_final(*arguments, **named):
     full()
     whole(*arguments, **named)
-accel.train.final.write_final = write_final
+accel.train.checkpoints.final.write_final = write_final
 from accel.train.loss import cross_entropy as dies
 """,
 }
@@ -63,8 +64,8 @@ from accel.train.loss import cross_entropy as dies
 @pytest.mark.slow
 @pytest.mark.parametrize("what", _FULL)
 def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
-    """Fails if a disk that is full in the middle of a save ends in a traceback, costs the checkpoint before it, leaves
-    half of one, or the same command, with room again, doesn't go on to the same curve."""
+    """Fails if a full disk in the middle of a save ends in a traceback, costs the previous checkpoint or leaves half of
+    one, or if the same command doesn't go on with the same losses once there is room."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
@@ -83,13 +84,13 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     assert (out / "final" / "config.json").is_file()
 
 
-# Where a rank is killed, once: with some of its shards of a checkpoint written, in the second step after a checkpoint
-# that is on the disk in the first one (so that only its name is missing then), with all of its shards written, with
-# half of final/ written.
+# Code that kills a rank once, by place. "in its shards": some shards of a checkpoint are written. "in a step": in the
+# second step after a checkpoint, whose shards were complete in the first step, without its final name. "in a
+# checkpoint": all shards are written. "in the consolidation": half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
-from accel.train.checkpoint import Checkpoints
+from accel.train.checkpoints.checkpoint import Checkpoints
 whole, item, begun = Checkpoints.save, disk._write_item, []
 def save(self, state, run):
     self.wait()
@@ -107,7 +108,7 @@ disk._write_item = _write_item
 from accel.train.loss import cross_entropy as dies
 """,
     "in a step": """
-from accel.train.checkpoint import Checkpoints
+from accel.train.checkpoints.checkpoint import Checkpoints
 whole, saves = Checkpoints.save, []
 def save(self, state, run):
     whole(self, state, run)
@@ -124,7 +125,7 @@ def dies(outputs, targets):
     return cross_entropy(outputs, targets)
 """,
     "in a checkpoint": """
-from accel.train.checkpoint import Checkpoints
+from accel.train.checkpoints.checkpoint import Checkpoints
 finish = Checkpoints._finish
 def _finish(self, final, run):
     if run["step"] == 6:
@@ -134,12 +135,12 @@ Checkpoints._finish = _finish
 from accel.train.loss import cross_entropy as dies
 """,
     "in the consolidation": """
-import accel.train.final
-sha256 = accel.train.final.file_sha256
+import accel.train.checkpoints.final
+sha256 = accel.train.checkpoints.final.file_sha256
 def file_sha256(file):
     kill("0")
     return sha256(file)
-accel.train.final.file_sha256 = file_sha256
+accel.train.checkpoints.final.file_sha256 = file_sha256
 from accel.train.loss import cross_entropy as dies
 """,
 }
@@ -147,22 +148,22 @@ from accel.train.loss import cross_entropy as dies
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
+    """Returns the folder of a run without any fault."""
     out = tmp_path_factory.mktemp("calm")
     train(config_of(**_COMMON), out, nproc=2)
     return out
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if what a full disk meets first, say the log, ends in a traceback, or a rank that can't leave its error
-    there "died without a word"."""
+    """Fails if a disk that is full for the log ends in a traceback, or if a rank that can't write its error to this
+    disk is reported as "ended without an error message"."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
     leave(tmp_path, 0, full)
     assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
     assert f"no space left for {tmp_path}/log.jsonl; free some space" in str(error)
     (tmp_path / "errors" / "rank-0.json").write_text("")
     (tmp_path / "ranks.log").touch()
-    assert "without a word" in str(first_errors(tmp_path, [0, 1], 1))
+    assert "without an error message" in str(first_errors(tmp_path, [0, 1], 1))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=4096))
     error = first_errors(tmp_path, [0, 1], 1)
@@ -175,7 +176,7 @@ def _unreadable(index: int) -> int:
 
 
 def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
-    """Fails if what is wrong with a sample stands behind the traceback of the process that loaded it, cut off."""
+    """Fails if the error of a sample is hidden behind the cut-off traceback of the loader process that raised it."""
     batches = DataLoader([0, 1], num_workers=1, collate_fn=lambda rows: _unreadable(rows[0]))
     with pytest.raises(ValueError, match="DataLoader worker") as caught:
         next(iter(batches))
@@ -187,8 +188,8 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Fails if a SIGKILL ends the run, it costs more than what came after the last checkpoint on the disk, what follows
-    isn't the curve of a run that nobody disturbed, the weights differ in the end, or something half-written is left."""
+    """Fails if a SIGKILL ends the run or costs more than the steps after the last checkpoint on the disk, if the
+    following losses or the final weights differ from a run without faults, or if a half-written file stays."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -221,8 +222,8 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
-    """Fails if a rank that sleeps or is stopped keeps the run for ever, or one that waits for it is blamed."""
+def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Fails if a rank that sleeps or is stopped blocks the run forever, or if a rank that waits for it is blamed."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal, time\n\n"
@@ -232,17 +233,20 @@ def test_a_hung_rank_is_named(tmp_path: Path, how: str) -> None:
         f"    if _calls == 4 and os.environ['RANK'] == '1':\n        {how}\n"
         "    return cross_entropy(outputs, targets)\n"
     )
-    config = config_of(steps=50, loss=f"{source}:hangs", hang_seconds=15.0, parallel={"zero": 3})
+    config = config_of(steps=50, loss=f"{source}:hangs", hang_seconds=5.0, parallel={"zero": 3})
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 3.0)
     where = "is in hangs at .*source.py" if "sleep" in how else "doesn't answer"
-    with pytest.raises(TrainingFailed, match=rf"no step in 15 s: rank 1 {where}") as caught:
+    with pytest.raises(TrainingFailed, match=rf"no step in 5 s: rank 1 {where}") as caught:
         train(config, tmp_path / "run", nproc=2)
     assert "rank 0" not in str(caught.value)
-    left = [f for f in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(f) and "train.rank" in _read(f)]
+    left = [
+        f for f in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(f) and "train.run.rank" in _read(f)
+    ]
     assert not left
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    """Fails if slow imports or a restart count as a hung step, or a start that never ends is waited for for ever."""
+    """Fails if slow imports or a restart count as a hung step, or if a start that never ends is waited for forever."""
 
     def made_before(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds,) * 2)
@@ -252,12 +256,12 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     assert watchdog.overdue(tmp_path, 15) == ""
     made_before(tmp_path / watchdog.STACKS, 200)
     assert watchdog.overdue(tmp_path, 15) == "no first step in 150 s"
-    watchdog.beat(tmp_path)
+    log.beat(tmp_path)
     assert watchdog.overdue(tmp_path, 15) == ""
-    made_before(tmp_path / watchdog.ALIVE, 20)
+    made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
-    again = "import sys, pathlib, accel.train.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank, started anew after a crash
+    again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank that is restarted after a crash
     assert watchdog.overdue(tmp_path, 15) == ""
 
 
@@ -271,7 +275,9 @@ def test_a_killed_command_leaves_no_rank_behind(tmp_path: Path) -> None:
     while not (tmp_path / "log.jsonl").is_file() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert (tmp_path / "log.jsonl").is_file()
-    ranks = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(p) and "train.rank" in _read(p)]
+    ranks = [
+        p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(p) and "train.run.rank" in _read(p)
+    ]
     assert len(ranks) >= 2
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 1

@@ -1,4 +1,4 @@
-"""Several machines: as many ``accel train``, each with ranks of its own, that meet at an address."""
+"""Training on several machines: each runs ``accel train`` with its own ranks, and they meet at an address."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import SMALL, config_of, rows_of, trainer_of
+
+from tests.support.runs import SMALL, config_of, rows_of, trainer_of
 
 _SECONDS = 240
 
 
 def _two(folders: list[Path], config: Path, *words: str, nnodes: str = "2") -> list[subprocess.CompletedProcess[str]]:
-    """Two agents of one rank each; what each said."""
+    """Runs two agents of one rank each and returns their outputs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,8 +55,9 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Fails if either agent ends without a result (rank 0 is on one of them alone), its metrics aren't what rank 0
-    measured, the losses leave one process's, or the checkpoint that both wrote isn't taken up by both."""
+    """Fails if an agent ends without a result although rank 0 runs on only one of them, if its metrics differ from
+    those of rank 0, if the losses differ from one process, or if an agent doesn't resume from their common checkpoint.
+    """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)
     assert [one.returncode for one in ran] == [0, 0], [one.stderr[-2000:] for one in ran]
@@ -74,8 +76,8 @@ def test_two_machines_train_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
-    """Fails if a rank that is killed on one of two machines ends the other one's run too, either of them doesn't go on
-    from the last checkpoint to one process's curve, or as many machines as ``MIN:MAX`` allows don't train together."""
+    """Fails if a killed rank on one of two machines ends the other machine's run, if a machine doesn't resume from the
+    last checkpoint with the losses of one process, or if two machines don't train together with ``--nnodes 1:2``."""
     source, out = tmp_path / "source.py", tmp_path / "run"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\ndef dies(outputs, targets):\n"
@@ -101,7 +103,7 @@ def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_machines_with_folders_of_their_own_are_refused(tmp_path: Path) -> None:
-    """Fails if a checkpoint would be left in pieces, each on another machine, or one of the two isn't told."""
+    """Fails if a checkpoint would be split over machines that don't share a folder, or if one of them gets no error."""
     ran = _two([tmp_path / "one", tmp_path / "other"], _config(tmp_path))
     for one in ran:
         assert one.returncode == 2, one.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""``accel train`` from the outside: the documented commands, what it leaves, and what stops it."""
+"""``accel train`` from the outside: the documented commands, the files it writes, and the errors that stop it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from runs import SMALL, config_of, logged, rows_of, trainer_of
 
-import accel.train.launch
+import accel.train.run.launch
 from accel.cli import group, run
 from accel.errors import BadConfig, BadData, TrainingFailed
 from accel.progress import watched_by
+from accel.train import loop
 from accel.train.build import make_data
-from accel.train.config import TrainConfig
-from accel.train.launch import first_errors, train
-from accel.train.layout import join
+from accel.train.config.schema import TrainConfig
 from accel.train.loop import Trainer
+from accel.train.parallel.layout import join
+from accel.train.run.launch import first_errors, train
+from tests.support.runs import SMALL, config_of, logged, rows_of, trainer_of
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented line doesn't train to 97 % on two sharded ranks, the checkpoint doesn't export as it is,
-    or what is exported isn't bit for bit what was trained."""
+    """Fails if the documented command doesn't train to 97 % on two sharded ranks, if the checkpoint can't be exported
+    as it is, or if ``final/`` isn't bit for bit the trained weights."""
     out = tmp_path / "run"
     line = f"train examples/digits.toml --nproc 2 --zero 3 --steps 200 --out {out}/ --json -q"
     assert run(group, line.split()) == 0
@@ -35,7 +37,7 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert body["metrics"]["top1"] >= 0.97
     from safetensors.torch import load_file
 
-    from accel.train.config import TrainConfig as Config
+    from accel.train.config.schema import TrainConfig as Config
 
     final = load_file(str(out / "final" / "model-00001-of-00001.safetensors"))
     config = Config.from_dict(json.loads((out / "train.json").read_text()))
@@ -54,8 +56,18 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
+def test_the_text_example_begins_to_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if 30 small steps don't bring the loss on the held-out text from 4.85 (log 128) to within 0.2 of 3.14, the
+    loss of a model that only knows how often each byte occurs."""
+    line = f"train examples/gpt.toml --steps 30 --global-batch=8 --schedule.warmup=3 --out {tmp_path / 'run'} --json -q"
+    assert run(group, line.split()) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert metrics["loss"] < metrics["unigram"] + 0.2, metrics
+
+
+@pytest.mark.proof
 def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if, after a quarter of its steps, the text model knows no more than how often each byte comes."""
+    """Fails if, after a quarter of its steps, the text model only knows how often each byte occurs."""
     line = f"train examples/gpt.toml --steps 100 --schedule.warmup=10 --out {tmp_path / 'run'} --json -q"
     assert run(group, line.split()) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
@@ -64,8 +76,8 @@ def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if what FSDP and tensor parallel trained together, or a pipeline, isn't a source for export and bench as it
-    is, or the exported model isn't what was trained."""
+    """Fails if a model trained with FSDP and tensor parallel can't be exported and benchmarked from its run folder as
+    it is, or if the exported model has other outputs."""
     out, model = tmp_path / "run", tmp_path / "gpt.onnx"
     small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --checkpoint.best= --json -q"
     assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
@@ -80,8 +92,8 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
 
 
 def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
-    """Fails if a run in two halves (adamw, fp32 master weights, dropout seeds, schedule) differs from one in one
-    piece, or whoever watches isn't told where it goes on."""
+    """Fails if a run in two halves (adamw, fp32 master weights, dropout seeds, schedule) differs from a run in one
+    piece, or if the progress doesn't show the step of the resume."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
     train(config_of(steps=6, **tables), tmp_path / "whole")
     train(config_of(steps=3, **tables), tmp_path / "halves")
@@ -91,13 +103,14 @@ def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     assert result["steps"] == 6
     assert said[0] == "resumed from step 3"
     assert sum("MFU" in words for words in said) == 1
-    assert said[1].startswith("MFU isn't shown; --peak-flops=989e12")
+    assert said[1].startswith("MFU isn't shown; give one device's FLOP/s, e.g. --peak-flops=989e12")
     assert {"note": "resumed from step 3"} in rows_of(tmp_path / "halves")
     assert logged(tmp_path / "halves") == logged(tmp_path / "whole")
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
-    """Fails if training goes on after a NaN, the step or the parameter isn't named, or the last checkpoint is lost."""
+    """Fails if training goes on after a NaN, if the error doesn't name the step and the parameter, or if the last
+    checkpoint is lost."""
     config = config_of(steps=9, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 1.0})
     train(config_of(steps=2, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 0.1}), tmp_path)
     text = SMALL.read_text() + "\n\ndef broken(outputs, targets):\n    total, count = overflow_once(outputs, targets)\n"
@@ -111,7 +124,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
-    """Fails if a weight that is no number is hidden behind the first gradient that it made so."""
+    """Fails if the error names the first gradient that a NaN weight spoiled instead of the weight."""
     trainer = trainer_of(tmp_path)
     with torch.no_grad():
         trainer.module.get_parameter("blocks.1.up.weight")[3, 2] = torch.nan
@@ -122,8 +135,9 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["a weight", "the loss"])
-def test_what_is_no_number_in_float16_is_named(tmp_path: Path, broken: str) -> None:
-    """Fails if a loss scale that can't help hides which weight is no number, or, where every step is skipped, what."""
+def test_what_is_no_number_in_float16_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Fails if the loss scale hides which weight is NaN, or if the error for a run that skips every step doesn't name
+    the cause."""
     source = tmp_path / "broken.py"
     source.write_text(
         "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
@@ -138,10 +152,12 @@ def test_what_is_no_number_in_float16_is_named(tmp_path: Path, broken: str) -> N
         with pytest.raises(TrainingFailed, match=r"nan at step 1; the first that isn't finite is blocks.1.up.weight;"):
             trainer.one_step(batches)
         return
-    for _ in range(49):
+    assert loop._MOST_SKIPPED == 50
+    monkeypatch.setattr(loop, "_MOST_SKIPPED", 5)
+    for _ in range(4):
         assert trainer.one_step(batches)["skipped"]
     with pytest.raises(
-        TrainingFailed, match=r"50 steps in a row overflowed, the loss is nan; .* the gradient of embed.tokens.weight;"
+        TrainingFailed, match=r"^5 steps in a row overflowed, the loss is nan; .* the gradient of embed.tokens.weight;"
     ):
         trainer.one_step(batches)
 
@@ -169,8 +185,9 @@ def evaluate(module):
 
 
 def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
-    """Fails if a data factory that shuffles without a seed of its own gives each rank, or a run that goes on, other
-    samples, if what evaluate holds out isn't what training left out, or the user's own draws are turned back."""
+    """Fails if a data factory that shuffles without its own seed gives each rank or a resumed run other samples, if
+    evaluate holds out other samples than training left out, or if the state of the user's random generators is reset.
+    """
     source = tmp_path / "drawn.py"
     source.write_text(SMALL.read_text() + _SPLIT)
     tables = {"data": f"{source}:data", "evaluate": f"{source}:evaluate", "steps": 1, "seed": 3}
@@ -190,7 +207,8 @@ def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_tf32_is_for_convolutions_too(tmp_path: Path, tf32: bool) -> None:
-    """Fails if ``precision.tf32`` doesn't switch both products and convolutions on a GPU, which torch sets apart."""
+    """Fails if ``precision.tf32`` doesn't switch both products and convolutions on a GPU: torch has a
+    setting for each."""
     places = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [place.allow_tf32 for place in places]
     try:
@@ -209,7 +227,8 @@ def _plain(config: TrainConfig) -> dict[str, object]:
     return dataclasses.asdict(config)
 
 
-# Each rank meets something else: the second, which isn't ended with the first, once that is written down.
+# Each rank raises another error. The second rank survives the end of the first, and raises once the first error is
+# written.
 _TWO_FAIL = """
 
 import signal
@@ -228,8 +247,8 @@ def fails(outputs, targets):
 
 
 def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if what one of two ranks met is lost, or whoever starts them gets their tracebacks: one line names each
-    rank with what it raised, in turn."""
+    """Fails if the error of one of two ranks is lost, or if the command prints tracebacks. One line has to name each
+    rank with its error, in order."""
     source, config = tmp_path / "source.py", tmp_path / "run.toml"
     source.write_text(SMALL.read_text() + _TWO_FAIL)
     config.write_text(config_of(loss=f"{source}:fails", micro_batch=4).to_toml())
@@ -243,8 +262,8 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
-    """Fails if one process isn't restarted, the error of the first attempt is told for what ended the second, or a
-    rank that a signal ended isn't named with the signal, where it was and where to go on."""
+    """Fails if a single process isn't restarted, if the error of the first attempt is shown for the second, or if the
+    error for a rank killed by a signal doesn't name the signal, the place in the code and the step to go on at."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -255,14 +274,15 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
     )
     with pytest.raises(
         TrainingFailed,
-        match=r"^rank 0 was killed by signal 11 in fails at .*source.py:\d+; .*again, it starts anew.*--max-restarts",
+        match=r"^rank 0 was killed by signal 11 in fails at .*source.py:\d+; .*again, it starts over.*--max-restarts",
     ) as caught:
         train(config_of(loss=f"{source}:fails"), tmp_path / "run", max_restarts=1)
     assert "only the first attempt" not in str(caught.value)
 
 
 def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
-    """Fails if what a rank says of the one that is gone hides which that was, or the step to go on at isn't said."""
+    """Fails if another rank's error about the lost connection hides which rank was killed, or if the message doesn't
+    name the step to go on at."""
     (tmp_path / "errors").mkdir()
     body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
     (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
@@ -272,7 +292,7 @@ def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> N
     found = first_errors(tmp_path, range(2), 1, killed={1: 9})
     assert re.match(
         r"rank 1 was killed by signal 9 .* \| then rank 0: RuntimeError: Connection closed by peer; run the same "
-        r"command again, it goes on after step 40; --max-restarts does so",
+        r"command again, it goes on after step 40, or pass --max-restarts to restart automatically",
         str(found),
     )
 
@@ -280,17 +300,17 @@ def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> N
 def test_an_interrupt_says_where_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if Ctrl-C promises to go on where nothing was kept, or ends in a traceback, or --fresh leaves something of
-    the run before."""
+    """Fails if the message after Ctrl-C promises to resume without a checkpoint, if Ctrl-C ends in a traceback, or if
+    --fresh keeps files of the earlier run."""
 
     def interrupted(process: subprocess.Popen[bytes], out: Path, _: float) -> None:
         process.kill()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(accel.train.launch, "_follow", interrupted)
+    monkeypatch.setattr(accel.train.run.launch, "_follow", interrupted)
     config = tmp_path / "run.toml"
     config.write_text(config_of().to_toml())
-    for says in ("it starts anew: there is no checkpoint yet", "it goes on after step 12"):
+    for says in ("it starts over: there is no checkpoint yet", "it goes on after step 12"):
         assert run(group, ["train", str(config), "--out", str(tmp_path / "run"), "-q"]) == 1
         assert says in capsys.readouterr().err
         checkpoint = tmp_path / "run" / "checkpoints" / "step-00000012"
@@ -298,18 +318,18 @@ def test_an_interrupt_says_where_it_goes_on(
         (checkpoint / "run.json").touch()
     (tmp_path / "run" / "tensorboard").mkdir()
     assert run(group, ["train", str(config), "--out", str(tmp_path / "run"), "-q", "--fresh"]) == 1
-    assert "it starts anew" in capsys.readouterr().err
+    assert "it starts over" in capsys.readouterr().err
     assert not [name for name in ("checkpoints", "tensorboard") if (tmp_path / "run" / name).exists()]
 
 
 def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
-    """Fails if the refusal of a rank doesn't reach the caller with its own kind and words."""
-    with pytest.raises(BadData, match="the data has 96 samples, a global batch takes 128"):
+    """Fails if a rank's BadData doesn't reach the caller with its type and message."""
+    with pytest.raises(BadData, match="the data has 96 samples, and global_batch is 128"):
         train(config_of(global_batch=128), tmp_path)
 
 
 def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a mistyped option starts processes, or ends in a traceback."""
+    """Fails if a mistyped option starts processes or ends in a traceback."""
     for words, says in (
         (["nothing.toml"], "does not exist"),
         (["examples/digits.toml", "--learning-rate=3"], "has no learning_rate"),
@@ -321,7 +341,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--nnodes", "3", "--rendezvous", "localhost:1"], "use --global-batch=96"),
         (
             ["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"],
-            "needs a plan of what is cut",
+            "needs a plan of which modules to cut",
         ),
     ):
         assert run(group, ["train", *words, "--out", str(tmp_path / "run"), "-q"]) == 2
@@ -331,7 +351,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if ``--dry-run`` leaves a folder, or plans another layout than the one asked for."""
+    """Fails if ``--dry-run`` creates a folder, or plans another layout than the given one."""
     line = f"train examples/digits.toml --nproc 2 --zero 3 --dry-run --json --out {tmp_path / 'run'}"
     assert run(group, line.split()) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["zero"] == 3
@@ -339,13 +359,13 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a config that ``accel plan`` wrote from numbers alone starts processes."""
+    """Fails if a config without a model, as ``accel plan`` writes it from numbers alone, starts processes."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
 
 def test_targets_may_be_several(tmp_path: Path) -> None:
-    """Fails if targets that are a dict or a tuple, stacked as inputs are, don't reach the loss."""
+    """Fails if targets that are a dict or a tuple don't reach the loss, batched like inputs."""
     source = tmp_path / "several.py"
     source.write_text(
         SMALL.read_text() + "\n\nfrom accel.train.loss import cross_entropy\n\n"
@@ -362,8 +382,8 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
 
 def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
-    """Fails if inputs by name mean that a model's FLOPs aren't counted, or one that looks at values, so that they can't
-    be, says nothing."""
+    """Fails if the FLOPs of a model with named inputs aren't counted, or if no note tells why the FLOPs of a model that
+    reads its values can't be counted."""
     source = tmp_path / "named.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
@@ -376,15 +396,15 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
     looks = trainer_of(tmp_path, peak_flops=1e12, steps=1, model=f"{source}:looks")
     looks.run()
     note, row = rows_of(tmp_path)
-    assert note["note"].startswith(f"MFU isn't shown: on fake tensors {source}:looks can't be run")
+    assert note["note"].startswith(f"MFU isn't shown: the FLOPs of {source}:looks can't be counted on fake tensors")
     assert "mfu" not in row
 
 
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
-    """Fails if the MFU isn't what the model's products take of the peak, the TensorBoard file lacks a step, or whoever
-    watches isn't shown the loss, the speed, the MFU, the memory and the time that is left, which is that of the steps
-    that are left at the speed of the last ones."""
+    """Fails if the MFU isn't the share of the peak that the model's products take, or if the TensorBoard file lacks a
+    step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the remaining steps take
+    at the speed of the last ones."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
@@ -399,8 +419,8 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
             f"MFU {row['mfu']:.1%}  {row['memory_bytes'] / 1e9:.2f} GB  {row['eta_seconds']:.0f} s left"
         )
         assert fraction == number / 3
-    # 2 FLOPs a weight of a product and position, three products in the MLP and attention of 3 blocks, and the head;
-    # attention itself: 2 products of s x s x h in each block.
+    # Each product takes 2 FLOPs per weight and position: the products of the MLP and of attention in 3 blocks, and the
+    # head. Attention itself takes 2 products of s x s x h in each block.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)

@@ -1,4 +1,4 @@
-"""What ``accel train`` leaves in the system's temporary folder: nothing."""
+"""``accel train`` leaves nothing in the system's temporary folder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from accel.train import launch
-from accel.train.config import TrainConfig
-from accel.train.rank import RESULT
+from accel.train.config.schema import TrainConfig
+from accel.train.run import launch
+from accel.train.run.rank import RESULT
 
-# In place of torchrun and its ranks, which leave their logs in the temporary folder and end without clean-up.
+# Replaces torchrun and its ranks, which leave logs in the temporary folder and end without cleaning up.
 LEAVES = "import json, sys, tempfile; open(sys.argv[1], 'w').write(json.dumps({'left': tempfile.mkdtemp()}))"
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if what the processes of a run put there stays when it has ended."""
+    """Fails if temporary files of a run's processes stay after the run has ended."""
     (temporary := tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # which remembers the one from before
+    monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile caches the earlier folder
     start = subprocess.Popen
 
     def instead(words: list[str], **options: Any) -> subprocess.Popen[bytes]:

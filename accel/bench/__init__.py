@@ -1,1 +1,0 @@
-"""Timing candidates beside one another: what is said to be faster has to be faster than the noise."""

@@ -1,0 +1,92 @@
+"""Ends work under way. The caller that starts the work sets a check. An error that the check raises ends the work.
+
+Three places call the check, so work that reports no progress ends too:
+
+- ``check_cancelled``. Long loops and all progress reports call ``check_cancelled``.
+- ``interruptible``, which runs a function that may never call a check, such as a stage. A thread calls the check.
+- A ``Child`` that waits for an answer. A ``Child`` kills its process when the time is over (``accel.child``).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Returns while the work may go on. Afterwards raises the error that ends the work.
+Check = Callable[[], None]
+
+# Seconds between two calls of the check, by a thread that watches or a child that waits.
+INTERVAL = 0.5
+
+_checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())
+
+
+class Interrupted(BaseException):
+    """Ends a function inside ``interruptible``. No ``except Exception`` of the function swallows it."""
+
+
+@contextmanager
+def cancelled_by(check: Check) -> Iterator[None]:
+    """Ends the work inside with the error that ``check`` raises. The checks of outer blocks hold as well."""
+    token = _checks.set((*_checks.get(), check))
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+def check_cancelled() -> None:
+    """Raises the error of the first check whose work has to end. Returns at once if nobody set a check."""
+    for check in _checks.get():
+        check()
+
+
+def cancellable() -> bool:
+    """Tells whether somebody set a check for the work under way."""
+    return bool(_checks.get())
+
+
+def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns ``function(*arguments)``, or raises the error of a check while the function still runs.
+
+    A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions:
+    a call of native code runs to its end first.
+    """
+    if not cancellable():
+        return function(*arguments)
+    done = threading.Event()
+    caller = threading.get_ident()
+    watch = threading.Thread(
+        target=contextvars.copy_context().run, args=(_watch, caller, done), name="accel-cancel", daemon=True
+    )
+    try:
+        try:
+            watch.start()
+            result = function(*arguments)
+        finally:
+            done.set()
+            watch.join()
+            _raise_inside(caller, None)  # an interrupt that has not arrived yet
+    except (Exception, Interrupted):
+        check_cancelled()  # the check's error says more than the interrupted function's error
+        raise
+    check_cancelled()
+    return result
+
+
+def _watch(caller: int, done: threading.Event) -> None:
+    while not done.wait(INTERVAL):
+        try:
+            check_cancelled()
+        except Exception:
+            _raise_inside(caller, Interrupted)
+            return
+
+
+def _raise_inside(thread: int, error: type[BaseException] | None) -> None:
+    """Raise ``error`` in another thread at its next Python instruction; None takes back an error that is pending."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)

@@ -1,0 +1,77 @@
+"""The contract of a stage: the names, dtypes, dims, opset and IR version of its input that its output has to keep.
+
+A stage declares in its row of the stage table (``may_change``) which parts of the contract it is there to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from accel.artifact import Artifact
+from accel.child import resolve
+from accel.errors import SignatureDrift
+from accel.signature import Signature, TensorSpec
+from accel.tables.kinds import KINDS
+from accel.tables.stage_table import Stage
+
+
+def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int | None = None) -> Artifact:
+    """Returns ``result`` with the signature and properties that its own bytes show.
+
+    ``opset``: the opset that was asked for; None to expect the opset of ``src``.
+
+    Raises ``SignatureDrift`` if ``result`` breaks the contract of ``src``.
+    """
+    where = f"stage {stage.name}"
+    found, properties = result.signature, dict(result.properties)
+    reader = KINDS[result.kind].reader
+    if reader is not None:
+        found, read = resolve(reader)(result.path, src.signature)
+        properties |= read
+    _compare_specs(where, "input", src.signature.inputs, found.inputs, stage.may_change)
+    if src.signature.outputs:
+        _compare_specs(where, "output", src.signature.outputs, found.outputs, stage.may_change)
+    for name, wanted in (("opset", opset or src.properties.get("opset")), ("ir", src.properties.get("ir"))):
+        has = properties.get(name)
+        asked_for = name == "opset" and bool(opset)
+        if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
+            fix = f"ask for --opset {has}" if name == "opset" else f"save the model with ir_version {has}"
+            raise SignatureDrift(f"{where} gave {name} {has} instead of {wanted}; {fix}")
+    # A stage may narrow the ranges (an engine's profile). The file itself doesn't hold them.
+    dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
+    known = result.signature if "interface" in stage.may_change else src.signature
+    values = {spec.name: spec.values for spec in known.inputs}
+    inputs = tuple(replace(spec, values=values.get(spec.name)) for spec in found.inputs)
+    return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)
+
+
+def _compare_specs(
+    where: str,
+    role: str,
+    wanted: Sequence[TensorSpec],
+    found: Sequence[TensorSpec],
+    may_change: frozenset[str],
+) -> None:
+    """Raises ``SignatureDrift`` if a tensor of ``wanted`` is missing or different in ``found``, or an extra one is."""
+    if "interface" in may_change:
+        return
+    have = {spec.name: spec for spec in found}
+    for spec in wanted:
+        if spec.name not in have:
+            raise SignatureDrift(f"{where} lost the {role} {spec.name!r}; what is left: {', '.join(have) or 'nothing'}")
+        other = have[spec.name]
+        if spec.dtype != other.dtype and "dtypes" not in may_change:
+            raise SignatureDrift(f"{where} made the {role} {spec.name!r} {other.dtype}, it has to stay {spec.dtype}")
+        if "shapes" in may_change:
+            continue
+        if len(spec.shape) != len(other.shape):
+            raise SignatureDrift(f"{where} changed the rank of the {role} {spec.name!r}: {spec} became {other}")
+        for dim, now in zip(spec.shape, other.shape, strict=True):
+            # A dynamic output dim may get another name (a formula), but it has to stay dynamic.
+            if isinstance(dim, str) != isinstance(now, str) or (isinstance(dim, int) and dim != now):
+                raise SignatureDrift(f"{where} turned the dim {dim!r} of the {role} {spec.name!r} into {now!r}")
+            if role == "input" and dim != now:
+                raise SignatureDrift(f"{where} renamed the dim {dim!r} of the {role} {spec.name!r} to {now!r}")
+    if extra := set(have) - {spec.name for spec in wanted}:
+        raise SignatureDrift(f"{where} added the {role} {sorted(extra)[0]!r}, which the model did not have")

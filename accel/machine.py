@@ -1,0 +1,112 @@
+"""The machine: its CPU's instruction sets, and the cores and memory that this process may use."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_MEMORY_INFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_VNNI = frozenset({"avx512_vnni", "avx_vnni"})
+# The memory files of a Linux control group, version 2 and then version 1: the limit, the memory in use, the statistics,
+# and the statistic that counts file pages the kernel can drop.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+
+
+def cpu_flags() -> frozenset[str]:
+    """Returns the instruction sets of an x86 CPU, named as in ``/proc/cpuinfo``. Empty if the system lists none."""
+    lines = _text(_CPU_INFO).splitlines()
+    found = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == "flags")
+    return frozenset(next(found, "").split())
+
+
+def int8_saturates() -> bool:
+    """Tells whether products of uint8 and int8 may come out wrong on this CPU.
+
+    An x86 CPU without VNNI adds two products in 16 bits, and the sum of the largest two does not fit (ONNX Runtime,
+    "Quantize ONNX models", on ``reduce_range``). Returns True for an x86 CPU whose instruction sets are unknown.
+    """
+    return platform.machine() in ("x86_64", "AMD64") and not cpu_flags() & _VNNI
+
+
+def available_cores() -> int:
+    """Returns the number of logical cores that this process may use.
+
+    A CPU affinity mask (taskset) or a container's limit on CPU time can make it smaller than the machine's number.
+    """
+    return cpu_limit() or _cores()
+
+
+def cpu_limit() -> int:
+    """Returns the number of cores that this container's CPU time pays for, rounded up.
+
+    Returns 0 if there is no limit, or if the limit covers all cores. Reads Linux control groups: version 2 has
+    ``cpu.max`` (quota and period in microseconds), version 1 has a file for each.
+    """
+    try:
+        if (file := _CGROUP / "cpu.max").is_file():
+            quota, period = file.read_text().split()
+        else:
+            quota, period = (_CGROUP.joinpath("cpu", f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        found = math.ceil(int(quota) / int(period))
+    except (OSError, ValueError, ZeroDivisionError):  # not Linux, no control group, or "max"
+        return 0
+    return found if 0 < found < _cores() else 0
+
+
+def available_memory() -> int | None:
+    """Returns how many bytes processes can still take before the system or this container (Linux control groups) runs
+    out of memory. Returns None if the system doesn't say."""
+    found = _number(_MEMORY_INFO, r"MemAvailable:\s+(\d+) kB")
+    rooms = [] if found is None else [found * 1024]
+    for limit, usage, statistics, droppable in _MEMORY_FILES:
+        most, taken = _number(_CGROUP / limit, r"(\d+)$"), _number(_CGROUP / usage, r"(\d+)$")
+        if most is not None and taken is not None:
+            rooms.append(max(0, most - taken + (_number(_CGROUP / statistics, rf"{droppable} (\d+)") or 0)))
+    return min(rooms, default=None)
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, if the C library can (glibc's malloc_trim(3)).
+
+    Weights are allocated in pieces too small for glibc to map separately. Without this call, the process keeps about
+    the size of a closed model, and as much again for each model it opens later.
+    """
+    if (function := _malloc_trim()) is not None:
+        function(0)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _text(file: Path) -> str:
+    """Returns the text of a file of the kernel; empty if it can't be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(file: Path, pattern: str) -> int | None:
+    """Returns the number that ``pattern`` finds at the start of a line of ``file``; None if no line matches."""
+    found = re.search("^" + pattern, _text(file), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+@cache
+def _malloc_trim() -> Any:
+    try:
+        return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    except (OSError, TypeError):  # the platform can't open the running program as a library
+        return None

@@ -1,0 +1,171 @@
+"""An attempt at one candidate: its stages are run with their gates, then it is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.errors import AccelError, CannotWrite, GateFailed, UnsupportedHere, UsageError
+from accel.progress import report
+from accel.proof.gates import OutputGate, gate_runtime
+from accel.stage import run_stage
+
+from .budget import Budget, OutOfTime
+from .candidate import CandidateResult, megabytes
+from .judge.comparison import Judge, Judgement
+from .mixed.search import assign
+from .recipes.recipe import Recipe
+
+# Shares of a budget. No work begins after the first share, and the work under way is given up at the second. Both come
+# earlier if measuring needs the rest (``Budget.over``).
+_BUILDING = 0.6
+_GIVING_UP = 0.75
+
+
+def attempt(
+    recipe: Recipe,
+    src: Artifact,
+    data: Path | None,
+    judge: Judge,
+    max_drop: float,
+    cache: StageCache,
+    budget: Budget,
+) -> CandidateResult:
+    """Makes one candidate and judges it. Returns its row; if the candidate fails, the row says why.
+
+    Raises ``UsageError`` and ``CannotWrite``, which no other candidate could avoid either.
+    """
+    row = CandidateResult(
+        name=recipe.name,
+        target=recipe.target.name,
+        precision=recipe.precision,
+        recipe=recipe,
+        runtime=recipe.target.runtime,
+        options=dict(recipe.options),
+    )
+    work = _Attempt(row=row, src=src, data=data, judge=judge, max_drop=max_drop, cache=cache, budget=budget)
+    try:
+        with budget.within(_GIVING_UP if recipe.runnable else math.inf):
+            work.run(recipe)
+    except OutOfTime:
+        row.skip(budget.reason(work.unfinished), out_of_time=True)
+    except UnsupportedHere as error:  # other candidates may be supported
+        row.reject(str(error))
+        row.unsupported = True
+    except (UsageError, CannotWrite):
+        raise
+    except GateFailed as error:
+        advice = row.recipe.gate_advice.get(work.stage, "") if row.recipe else ""
+        row.reject("; ".join(filter(None, (error.finding or str(error), advice))))
+        row.over_budget = True
+    except AccelError as error:
+        row.reject(str(error))
+    return row
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    """The steps of an attempt. ``stage``: the stage under way. ``unfinished``: the same as a clause, for people."""
+
+    row: CandidateResult
+    src: Artifact
+    data: Path | None
+    judge: Judge
+    max_drop: float
+    cache: StageCache
+    budget: Budget
+    stage: str = ""
+    unfinished: str = ""
+
+    def run(self, recipe: Recipe) -> None:
+        """Finds the layers that stay float if the recipe asks for it, runs the stages, judges."""
+        share = _BUILDING if recipe.runnable else 1.0
+        if recipe.search:
+            found = self._searched(recipe, share)
+            if found is None:
+                return
+            recipe = found
+        runnable = self._built(recipe, share)
+        if runnable is None:
+            return
+        if self._late(share, "it was judged"):
+            return
+        self.unfinished = "it was judged"
+        report(f"{recipe.name}: judging")
+        options = recipe.options if runnable is self.row.artifact else {}
+        with self.budget.spending(f"{recipe.name}: judging"):
+            judged(self.row, self.judge, runnable, options, self.max_drop, self.cache)
+        if recipe.runnable and self.row.passed:
+            self.budget.built()
+
+    def _searched(self, recipe: Recipe, share: float) -> Recipe | None:
+        """Returns ``recipe`` with the layers to keep; None if the time is over."""
+        if self._late(share, "its precisions were searched"):
+            return None
+        self.unfinished = "the layers that stay float were found"
+        with self.budget.spending(f"{recipe.name}: which layers stay float"):
+            recipe, self.row.trajectory = assign(
+                recipe, self.src, self.judge, self.max_drop, self.cache, lambda: self.budget.over(share)
+            )
+        self.row.recipe, self.row.options = recipe, dict(recipe.options)
+        return recipe
+
+    def _built(self, recipe: Recipe, share: float) -> Artifact | None:
+        """Runs the stages. Returns the last result that this machine can run; None if the time is over."""
+        artifact = runnable = self.src
+        for stage, config, limit in recipe.stages:
+            if self._late(share, f"its stage {stage}"):
+                return None
+            self.stage, self.unfinished = stage, f"its stage {stage} was over"
+            report(f"{recipe.name}: {stage}")
+            gates = [OutputGate(limit=limit, data=self.data)]
+            with self.budget.spending(f"{recipe.name}: {stage}", quantizing=stage == "quantize"):
+                artifact = run_stage(stage, artifact, config, gates=gates, cache=self.cache)
+            if gate_runtime(artifact) is not None:
+                runnable = artifact
+        self.stage = ""
+        self.row.artifact = artifact
+        self.row.megabytes = megabytes(artifact)
+        return runnable
+
+    def _late(self, share: float, step: str) -> bool:
+        """Tells whether ``step`` must not begin any more, and says so in the row."""
+        if not self.budget.over(share):
+            return False
+        self.row.skip(self.budget.reason(step), out_of_time=True)
+        return True
+
+
+def judged(
+    row: CandidateResult,
+    judge: Judge,
+    artifact: Artifact,
+    options: Mapping[str, Any],
+    max_drop: float,
+    cache: StageCache,
+) -> None:
+    """Judges ``artifact`` in a session with ``options``, and rejects ``row`` if the drop is over ``max_drop``."""
+    row.judgement = _judgement(judge, artifact, options, cache)
+    if row.judgement.problem:
+        row.reject(row.judgement.problem)
+        row.over_budget = True
+    elif row.judgement.drop > max_drop:
+        row.reject(f"drop {row.judgement.drop:.4f} is over the budget {max_drop:g}")
+        row.over_budget = True
+
+
+def _judgement(judge: Judge, artifact: Artifact, options: Mapping[str, Any], cache: StageCache) -> Judgement:
+    """Returns the judgement from the cache, or judges now."""
+    key = judge.key(artifact, options)
+    found = cache.get_record("judgement", key)
+    if found is not None:
+        return Judgement(**{**found, "drop": math.inf if found["drop"] is None else found["drop"]})
+    made = judge.judge(artifact, options)
+    if not made.problem:
+        cache.put_record("judgement", key, made.to_json())
+    return made

@@ -1,0 +1,32 @@
+"""The samples that calibrate, and those that are left to judge by."""
+
+from __future__ import annotations
+
+from accel.proof.stream import SampleStream
+
+from .request import OptimizeRequest
+
+_USUAL_SAMPLES = 128
+_READ_AT_ONCE = 64
+
+
+def calibration_samples(request: OptimizeRequest, stream: SampleStream | None) -> int:
+    """Reads every sample once, and returns how many of them calibrate: 0 without data.
+
+    Raises ``BadData`` with the sample that can't be used, before any other work is done.
+    """
+    if stream is None:
+        return 0
+    for _ in stream.batches(_READ_AT_ONCE):
+        pass
+    count = len(stream)
+    asked = request.quantize_fields.get("samples")
+    return samples_to_calibrate(count, asked, apart=request.eval_data is not None) if count else 0
+
+
+def samples_to_calibrate(count: int, asked: int | None, *, apart: bool) -> int:
+    """Returns how many of ``count`` samples calibrate: at most half of them, so that the other half can judge.
+
+    If other samples judge (``apart``) and the user asks for a number, all ``count`` samples may calibrate.
+    """
+    return min(asked or _USUAL_SAMPLES, count if asked and apart else max(1, count // 2))

@@ -1,0 +1,106 @@
+"""The data in two halves: the search judges on the first, and the second confirms its result."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel.proof.data import Dataset
+from accel.proof.stream import SampleStream
+
+from ..judge.comparison import BATCH, MOST_BATCHES, Judge, Metric
+from ..judge.label_metric import LabelMetric
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_NO_METRIC_BY_HALF = (
+    "which of the metric's values belong to which sample isn't known; keep labels in the data, one a sample"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half:
+    """A judge, and the name of the samples it judges on: ``search``, ``held out``, or ``all``."""
+
+    name: str
+    judge: Judge
+
+
+def halves(judge: Judge, stack: ExitStack) -> tuple[Half, Half | None, str]:
+    """Returns two judges, one for each half of the data, and an empty text.
+
+    Returns ``judge`` itself, None and the reason if the data can't be split. The halves are files that go with
+    ``stack``.
+    """
+    whole = Half(name="all", judge=judge)
+    if judge.data is None:
+        return whole, None, "there is no data"
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="halves-")))
+    folders = (folder / "search", folder / "held out")
+    for half in folders:
+        half.mkdir()
+    if judge.metric is None:
+        if not _write_batches(SampleStream(judge.data, judge.source.signature), *folders):
+            return whole, None, "the data is one sample"
+        search, held_out = (Half(name=half.name, judge=Judge(judge.source, half, None)) for half in folders)
+        return search, held_out, ""
+    dataset = Dataset.load(judge.data, judge.source.signature)
+    count = len(dataset)
+    if count < 2:
+        return whole, None, "the data is one sample"
+    metrics = _metric_by_half(judge.metric, dataset, count // 2)
+    if metrics is None:
+        return whole, None, _NO_METRIC_BY_HALF
+    judges = []
+    for half, metric, start, stop in zip(folders, metrics, (0, count // 2), (count // 2, count), strict=True):
+        _write(dataset, half, start, stop)
+        judges.append(Half(name=half.name, judge=Judge(judge.source, half, metric)))
+    return judges[0], judges[1], ""
+
+
+def _write_batches(stream: SampleStream, first: Path, second: Path) -> bool:
+    """Writes batches from the front of the data to ``first`` and from the middle to ``second``, a .npz file each.
+
+    Each folder gets as many batches as a judge reads. Returns False if there is only one batch.
+    """
+    import numpy as np
+
+    size = max(1, min(BATCH, len(stream) // 2))
+    count = stream.batch_count(size)
+    for folder, start, stop in ((first, 0, count // 2), (second, count // 2, count)):
+        batches = itertools.islice(stream.batches(size, skip=start), min(stop - start, MOST_BATCHES))
+        for number, feeds in enumerate(batches):
+            np.savez(folder / f"{number:06d}.npz", **feeds)  # type: ignore[arg-type]
+    return count > 1
+
+
+def _metric_by_half(metric: Metric, dataset: Dataset, half: int) -> tuple[Metric, Metric] | None:
+    """Returns the metric for each half; None if it is unknown which values of its arrays belong to which sample."""
+    if isinstance(metric, LabelMetric):
+        first, second = (replace(metric, labels=part) for part in (metric.labels[:half], metric.labels[half:]))
+        return first, second
+    if all(len(value) == len(dataset) for value in dataset.extra().values() if value.ndim) and dataset.extra():
+        return metric, metric
+    return None
+
+
+def _write(dataset: Dataset, folder: Path, start: int, stop: int) -> None:
+    """Writes the samples from ``start`` to ``stop`` as .npz files in the order of the dataset's parts."""
+    import numpy as np
+
+    first = dataset.signature.inputs[0].name
+    at = 0
+    for number, part in enumerate(dataset.parts):
+        count = len(part[first])
+        low, high = max(start - at, 0), min(stop - at, count)
+        at += count
+        if low < high:
+            arrays: dict[str, np.ndarray] = {}
+            for name, value in part.items():
+                arrays[name] = value[low:high] if value.ndim and len(value) == count else value
+            np.savez(folder / f"{number:06d}.npz", **arrays)  # type: ignore[arg-type]

@@ -1,0 +1,219 @@
+"""The search for the layers that stay float so that the rest can be int8.
+
+Each layer's error is measured alone and weighed by what the layer costs. The search keeps the drop within the budget
+and confirms its result on samples it has not seen.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from accel.artifact import Artifact, canonical_json, text_sha256
+from accel.cache import StageCache
+from accel.converters.cast.stage import CastConfig
+from accel.converters.quantize.sensitivity import Sensitivity, sensitivities
+from accel.converters.quantize.stage import QuantizeConfig
+from accel.errors import GateFailed, NothingPassed
+from accel.progress import report
+from accel.proof.gates import OutputGate, gate_runtime
+from accel.stage import config_json, run_stage, versions
+
+from ..budget import OutOfTime
+from ..judge.comparison import Judge, Judgement
+from ..recipes.recipe import Recipe, Step
+from .assignment import Assignment, Upgrade, assigned, assigned_after, cost, upgrades
+from .halves import Half, halves
+from .trajectory import Trajectory, Try
+
+# At most this many of the layers that the search left float are tried in int8 again, one by one.
+_SECOND_LOOKS = 8
+
+
+def assign(
+    recipe: Recipe,
+    src: Artifact,
+    judge: Judge,
+    max_drop: float,
+    cache: StageCache,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> tuple[Recipe, Trajectory]:
+    """Returns ``recipe``, an int8 recipe, with the layers to keep in float, and how they were found.
+
+    The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest head of that list that is
+    within the budget ``max_drop``. Then the costliest of its layers are tried in int8 again, one by one. The held-out
+    half of the data has to confirm the rest; until it does, the next steps of the list are taken as well.
+
+    Raises ``NothingPassed`` if not even float for every layer is within the budget, ``OutOfTime`` if ``out_of_time()``
+    is true before an assignment is found.
+    """
+    search = _Search(recipe, src, max_drop, cache, out_of_time)
+    with ExitStack() as stack:
+        search_on, held_out, search.trajectory.not_confirmed = halves(judge, stack)
+        chosen = search.run(search_on, held_out)
+    return search.with_assignment(chosen), search.trajectory
+
+
+class _Search:
+    """One search. Assignments that were built or judged before are not built or judged again."""
+
+    def __init__(
+        self, recipe: Recipe, src: Artifact, max_drop: float, cache: StageCache, out_of_time: Callable[[], bool]
+    ) -> None:
+        self._recipe = recipe
+        self._src = src
+        self._max_drop = max_drop
+        self._cache = cache
+        self._out_of_time = out_of_time
+        self._at = next(i for i, step in enumerate(recipe.stages) if isinstance(step[1], QuantizeConfig))
+        self._data: Path | None = self._quantization.data
+        self._made: dict[Assignment, Artifact | None] = {}
+        self._known: dict[tuple[str, Assignment], bool] = {}
+        # Only a cast can leave single layers in a wider format than the base.
+        self._beyond = any(isinstance(config, CastConfig) for _, config, _ in recipe.stages)
+        self.trajectory = Trajectory(base=base_precision(recipe))
+
+    @property
+    def _quantization(self) -> QuantizeConfig:
+        config = self._recipe.stages[self._at][1]
+        assert isinstance(config, QuantizeConfig)
+        return config
+
+    def with_assignment(self, chosen: Assignment) -> Recipe:
+        """Returns the recipe with the layers in ``chosen`` kept in float."""
+        steps = list(self._recipe.stages)
+        if len(chosen) == len(self.trajectory.layers):  # no layer is left to quantize
+            del steps[self._at]
+            return replace(self._recipe, stages=tuple(steps))
+        patterns = (*self._quantization.keep, *(glob.escape(node) for node, _ in chosen))
+        steps[self._at] = steps[self._at]._replace(config=replace(self._quantization, keep=patterns))
+        for index, step in enumerate(steps):
+            if isinstance(step.config, CastConfig):
+                in_fp32 = (*step.config.keep_fp32, *(glob.escape(node) for node in self._in_fp32(chosen)))
+                steps[index] = step._replace(config=replace(step.config, keep_fp32=in_fp32))
+        return replace(self._recipe, stages=tuple(steps))
+
+    def run(self, search: Half, held_out: Half | None) -> Assignment:
+        """Returns the cheapest assignment found, and writes it into the trajectory."""
+        found = self.trajectory
+        found.layers = self._ranked()
+        steps = upgrades(found.layers, found.base, beyond=self._beyond)
+        chosen = self._thinned(search, self._shortest(search, steps))
+        while held_out is not None and not self._within(held_out, chosen):
+            self._check_time()
+            have = dict(chosen)
+            more = [step for step in steps if have.get(step.node) not in (step.precision, "fp32")]
+            if not more:
+                raise NothingPassed("the model is not within the budget even without int8; raise --max-drop")
+            chosen = assigned_after(have, more[: max(1, len(chosen) // 4)], found.layers)
+        found.kept = tuple(node for node, _ in chosen)
+        found.in_fp32 = self._in_fp32(chosen)
+        found.confirmed = held_out is not None
+        return chosen
+
+    def _in_fp32(self, chosen: Assignment) -> tuple[str, ...]:
+        """Returns the layers that the cast has to leave in float32 although the base is a 16-bit format.
+
+        Returns none if every layer is float: the cast then finds by itself which nodes need float32.
+        """
+        if len(chosen) == len(self.trajectory.layers):
+            return ()
+        return tuple(node for node, precision in chosen if precision != self.trajectory.base)
+
+    def _ranked(self) -> list[Sensitivity]:
+        """Returns the layers with their errors, from the cache if the same options were measured before."""
+        ready = self._through(self._src, self._recipe.stages[: self._at])
+        config = self._quantization
+        base = self.trajectory.base if self._beyond else "fp32"
+        body = {
+            "options": config_json(config),
+            "base": base,
+            "input": ready.digest,
+            "versions": versions(("onnxruntime", "onnx")),
+        }
+        key = text_sha256(canonical_json(body))
+        rows = self._cache.get_record("sensitivity", key)
+        if rows is None:
+            rows = [asdict(row) for row in sensitivities(ready, config, base)]
+            self._cache.put_record("sensitivity", key, rows)
+        return [Sensitivity(**row) for row in rows]
+
+    def _shortest(self, half: Half, steps: list[Upgrade]) -> Assignment:
+        """Returns the assignment after the fewest first steps of ``steps`` that meet the budget, or after all steps."""
+        layers = self.trajectory.layers
+        if self._within(half, ()):
+            return ()
+        low, high = 0, len(steps)
+        while high - low > 1:
+            self._check_time()
+            middle = (low + high) // 2
+            within = self._within(half, assigned(steps[:middle], layers))
+            low, high = (low, middle) if within else (middle, high)
+        return assigned(steps[:high], layers)
+
+    def _thinned(self, half: Half, chosen: Assignment) -> Assignment:
+        """Returns ``chosen`` without the layers that can be int8 after all; the costliest are tried first."""
+        layers = {layer.node: layer for layer in self.trajectory.layers}
+        by_cost = sorted(chosen, key=lambda one: -cost(layers[one[0]], one[1]))
+        for one in by_cost[:_SECOND_LOOKS]:
+            fewer = tuple(other for other in chosen if other != one)
+            if self._known.get((half.name, fewer)) is None and self._out_of_time():
+                break
+            if self._within(half, fewer):
+                chosen = fewer
+        return chosen
+
+    def _check_time(self) -> None:
+        if self._out_of_time():
+            raise OutOfTime("the layers that stay float were not found in time; give --budget-seconds more")
+
+    def _within(self, half: Half, chosen: Assignment) -> bool:
+        """Tells whether the assignment is within the budget on this half of the data."""
+        known = self._known.get((half.name, chosen))
+        if known is not None:
+            return known
+        report(f"{self._recipe.name}: {len(chosen)} layers in {self.trajectory.base}")
+        judgement = self._judged(half.judge, chosen)
+        drop = judgement.drop if judgement is not None else math.inf
+        within = judgement is not None and not judgement.problem and drop <= self._max_drop
+        kept = tuple(node for node, _ in chosen)
+        self.trajectory.tries.append(
+            Try(kept=kept, drop=drop, within=within, judged_on=half.name, in_fp32=self._in_fp32(chosen))
+        )
+        self._known[half.name, chosen] = within
+        return within
+
+    def _judged(self, judge: Judge, chosen: Assignment) -> Judgement | None:
+        """Returns the judgement of the assignment; None if the gate of one of its stages fails."""
+        if chosen not in self._made:
+            try:
+                self._made[chosen] = self._through(self._src, self.with_assignment(chosen).stages)
+            except GateFailed:
+                self._made[chosen] = None
+        artifact = self._made[chosen]
+        if artifact is None:
+            return None
+        options = self._recipe.options if artifact.kind == self._recipe.target.kind else {}
+        return judge.judge(artifact, options)
+
+    def _through(self, src: Artifact, steps: Sequence[Step]) -> Artifact:
+        """Runs the stages. Returns the last of their results that this machine can run."""
+        artifact = runnable = src
+        for stage, config, limit in steps:
+            if stage == "engine_from_onnx":
+                break  # a build takes minutes, so the ONNX file that the engine is built from is judged instead
+            gates = [OutputGate(limit=limit, data=self._data)]
+            artifact = run_stage(stage, artifact, config, gates=gates, cache=self._cache)
+            if gate_runtime(artifact) is not None:
+                runnable = artifact
+        return runnable
+
+
+def base_precision(recipe: Recipe) -> str:
+    """Returns the precision of the layers that aren't int8: the cast's, else the session's."""
+    cast = next((config for _, config, _ in recipe.stages if isinstance(config, CastConfig)), None)
+    return cast.precision if cast is not None else str(recipe.options.get("precision", "fp32"))

@@ -1,0 +1,55 @@
+"""Notes for the user: decisions that the user may not expect, and how to get more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accel.tables.precision import PRECISIONS
+
+from .candidate import CandidateResult
+from .judge.comparison import Judge
+
+
+def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
+    """Returns notes on how the candidates were made: samples, plugins, and layers without a held-out half.
+
+    ``samples``: how many samples calibrated. ``asked``: how many the user asks for.
+    """
+    found = []
+    if asked is not None and samples < asked:
+        found.append(f"calibrated on {samples} samples, not {asked}: the others are needed to judge")
+    found += dict.fromkeys(filter(None, map(_plugin_note, rows)))
+    for reason in dict.fromkeys(row.trajectory.not_confirmed for row in rows if row.trajectory is not None):
+        found += [f"mixed: the layers left float were not confirmed on a held-out half: {reason}"] if reason else []
+    return found
+
+
+def not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Sequence[str] | None) -> str:
+    """Returns a warning if the user asks for precisions and the source, which has another one, was taken."""
+    if chosen is not source or not asked or source.precision in asked:
+        return ""
+    return (
+        f"no candidate in {' or '.join(asked)} is right and measurably faster: the source itself was taken"
+        f"{f', in {source.precision}' if source.precision else ''}; the table says why"
+    )
+
+
+def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:
+    """Returns a warning if a quantized candidate was judged on the samples that calibrated it."""
+    judged = [row for row in rows if row.judgement is not None and row.precision in PRECISIONS]
+    calibrated = any(PRECISIONS[row.precision].needs_data for row in judged)
+    if not judge.saw_all or not calibrated:
+        return ""
+    return (
+        f"quantized candidates are judged on the samples that calibrated them, because {judge.data} has no others: "
+        "their drop says little; give more samples, or others with --eval-data"
+    )
+
+
+def _plugin_note(row: CandidateResult) -> str:
+    """Returns a note on the operators of accel that the engine doesn't run as plugins."""
+    from accel.converters.to_tensorrt.plugins import bodies_note
+
+    last = row.artifact.history[-1] if row.artifact is not None and row.artifact.history else {}
+    note = bodies_note(last.get("notes", {}).get("plugins", ()))
+    return f"{row.name}: {note}" if note else ""

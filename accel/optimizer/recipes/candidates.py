@@ -1,0 +1,157 @@
+"""The recipes to try for a request: a list of candidates, and the precisions that can't be had, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from accel.artifact import Artifact
+from accel.converters.quantize.stage import FORMS, FP8_CALIBRATIONS
+from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
+from accel.runtimes.base import get_runtime
+from accel.tables.precision import PRECISIONS
+from accel.tables.target import TARGETS, Target
+
+from . import openvino, ort_cpu, ort_cuda, tensorrt
+from .recipe import NotTried, Recipe, RecipeRequest, as_search
+from .steps import has_large_products, is_16_bit, precision_of
+
+# By target, the function that makes its recipes for a precision.
+_RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe]]] = {
+    "ort-cpu": ort_cpu.recipes,
+    "openvino": openvino.recipes,
+    "ort-cuda": ort_cuda.recipes,
+    "tensorrt": tensorrt.recipes,
+    "tensorrt-rtx": tensorrt.recipes,
+}
+
+
+def likelihood(recipe: Recipe) -> tuple[int, int]:
+    """Returns a key that sorts candidates by how likely they are the fastest, the likeliest first."""
+    row = PRECISIONS[recipe.precision]
+    return (row.rank, int(recipe.target.name == "ort-cpu")) if recipe.runnable else (row.rank_unmeasured, 0)
+
+
+def targets_for(name: str) -> tuple[Target, ...]:
+    """Returns the target called ``name``, or for ``auto`` every target that this machine can run.
+
+    Raises ``UnknownName`` if there is no such target, ``MissingExtra`` if its toolkit isn't installed.
+    """
+    if name != "auto":
+        target = Target.get(name)
+        if not get_runtime(target.runtime).installed:
+            raise MissingExtra(get_runtime(target.runtime).module, target.extra or "all-cpu")
+        return (target,)
+    return tuple(t for t in TARGETS.values() if get_runtime(t.runtime).runnable())
+
+
+def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Returns the precisions called ``names``, or None for all if none is named. Raises ``UnknownName``."""
+    for name in names or ():
+        if name not in PRECISIONS:
+            raise UnknownName(f"unknown precision {name!r}; use one of {', '.join(PRECISIONS)}")
+    return tuple(names) if names else None
+
+
+def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[NotTried]]:
+    """Returns the recipes for ``src`` (an ONNX artifact), and the precisions that can't be made, with the reason.
+
+    Raises ``UnsupportedHere`` if the only target lacks a precision that the user asks for, if ``src`` can only be fp8
+    and the target has no fp8, or if the user asks for kernels and no candidate can have them. Raises ``UsageError`` if
+    the request has options for a stage that no recipe contains.
+    """
+    made: list[Recipe] = []
+    left_out: list[NotTried] = []
+    is_fp8 = precision_of(src) == "fp8"  # nothing else can be made of an fp8 source
+    alone = len(request.targets) == 1
+    for target in request.targets:
+        for precision in request.precisions or _usual(src, target, request):
+            reason = _lacking(target, precision)
+            if reason and alone:
+                raise UnsupportedHere(f"target {reason}; it has {', '.join(target.precisions)}")
+            reason = reason or _impossible(src, target, precision, request)
+            if reason and precision == "fp8" and alone and (is_fp8 or request.precisions == ("fp8",)):
+                raise UnsupportedHere(reason)
+            if reason:
+                left_out.append(NotTried(target=target.name, precision=precision, reason=reason))
+            else:
+                made += _made(src, target, precision, request)
+    if request.kernels and not made:
+        raise UnsupportedHere("; ".join(f"{item.name}: {item.reason}" for item in left_out))
+    for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
+        if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
+            raise UsageError(
+                f"--{stage} is given and no candidate has a stage {stage}; leave it out or name a --precision"
+            )
+    return made, left_out
+
+
+def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
+    """Returns the start of a search for the layers that keep ``recipe``, an int8 candidate, from being right.
+
+    Returns None if its layers can't be searched, or if the user names precisions: the search is then a separate
+    candidate, or unwanted.
+    """
+    if recipe.precision != "int8" or request.precisions is not None:
+        return None
+    return None if _impossible(src, recipe.target, "mixed", request) else as_search(recipe)
+
+
+def _usual(src: Artifact, target: Target, request: RecipeRequest) -> tuple[str, ...]:
+    """Returns the precisions to try if the user names none."""
+    is_fp8 = precision_of(src) == "fp8"
+    own = [p for p in target.precisions if p != "fp8" or is_fp8 or not tensorrt.without_fp8(target, request)]
+    in_int4 = not _lacking(target, "int4") and has_large_products(src)
+    return (*own, *(("int4",) if in_int4 else ()))
+
+
+def _made(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
+    """Returns the recipes for one target and precision. Mixed precision starts from the calibrated int8 recipes."""
+    make = _RECIPES[target.name]
+    if precision != "mixed":
+        return make(src, target, precision, request)
+    found = (as_search(recipe) for recipe in make(src, target, "int8", request))
+    return [recipe for recipe in found if recipe is not None]
+
+
+def _lacking(target: Target, precision: str) -> str | None:
+    """Returns a sentence that ``target`` lacks ``precision``; None if it has it."""
+    if precision == "int4":
+        has = target.kind == "engine" or not target.needs_gpu
+    else:
+        has = precision in target.precisions or (precision == "mixed" and "int8" in target.precisions)
+    return None if has else f"{target.name} has no {precision}"
+
+
+def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> str | None:
+    """Returns why ``target`` can't have ``precision`` of ``src``; None if it can."""
+    own = precision_of(src)
+    if own != precision and own in PRECISIONS and PRECISIONS[own].quantized:
+        return f"the source is {own} already"
+    if own != precision and is_16_bit(own):
+        return f"the source is {own} already; start from its fp32 form"
+    if precision == "fp8" and (reason := tensorrt.without_fp8(target, request)):
+        return reason
+    if reason := _calibration_impossible(own, target, precision, request):
+        return reason
+    if target.kind == "openvino" and (reason := openvino.obstacle(precision, request)):
+        return reason
+    if request.kernels and PRECISIONS[precision].quantized:
+        return "quantized products have scales between them that --kernels doesn't fuse; leave it out"
+    return None
+
+
+def _calibration_impossible(own: str, target: Target, precision: str, request: RecipeRequest) -> str | None:
+    """Returns why ``precision`` can't be calibrated for ``target``; None if it can, or if nothing is calibrated."""
+    if not PRECISIONS[precision].needs_data:
+        return None
+    dynamic = precision == "int8" and target.name == "ort-cpu"  # quantizes activations without samples
+    if request.data is None and precision != "mixed" and own != precision and not dynamic:
+        return f"{precision} needs data to calibrate on; pass --data"
+    known = FP8_CALIBRATIONS if precision == "fp8" else FORMS[target.qdq].calibrations
+    calibration = request.quantize.get("calibration", known[0])
+    if own == "fp32" and calibration not in known:
+        name = f"{target.name} {precision}"
+        return f"{name} is calibrated with {' or '.join(known)}, not {calibration}; leave --quantize calibration out"
+    if precision == "mixed" and request.data is None:
+        return "finding the layers that need more than int8 needs data; pass --data"
+    return None

@@ -1,0 +1,39 @@
+"""Recipes for the target openvino: an OpenVINO IR on x86 CPUs."""
+
+from __future__ import annotations
+
+from accel.artifact import Artifact
+from accel.tables.limits import STAGE_LIMITS
+from accel.tables.target import Target
+
+from .recipe import Recipe, RecipeRequest, Step, recipe
+from .steps import cpu_has_bf16, prepared, quantized, weights_only
+
+
+def obstacle(precision: str, request: RecipeRequest) -> str | None:
+    """Returns why the target can't have ``precision`` here; None if it can."""
+    if precision == "bf16" and not cpu_has_bf16():
+        return "this CPU has no bf16 instructions"
+    if request.kernels:
+        return "OpenVINO doesn't take accel's fused operators; leave --kernels out"
+    return None
+
+
+def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
+    """Returns the recipe for ``precision``; for int8 on a CPU with bf16 also one whose other layers run in bf16."""
+    reduced = quantized(src, target, precision, request) or weights_only(src, target, precision, request)
+    steps = [*prepared(src, target), *reduced, _to_openvino(precision)]
+    options = {"threads": request.threads}
+    in_bf16 = {**options, "precision": "bf16"}
+    found = [recipe(target, precision, steps, in_bf16 if precision == "bf16" else options)]
+    if precision == "int8" and cpu_has_bf16():
+        found.append(recipe(target, precision, steps, in_bf16, "+bf16"))
+    return found
+
+
+def _to_openvino(precision: str) -> Step:
+    from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
+
+    # OpenVINO runs an int8 graph in other kernels than ONNX Runtime, with other rounding.
+    limit = STAGE_LIMITS[precision if precision in ("int8", "int4") else "fp32"]
+    return Step("openvino_from_onnx", OpenVinoFromOnnxConfig(), limit)

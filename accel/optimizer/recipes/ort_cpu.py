@@ -1,0 +1,36 @@
+"""Recipes for the target ort-cpu: ONNX Runtime on any CPU."""
+
+from __future__ import annotations
+
+from accel.artifact import Artifact
+from accel.converters.quantize.stage import QuantizeConfig
+from accel.tables.limits import STAGE_LIMITS
+from accel.tables.target import Target
+
+from .recipe import STATIC, Recipe, RecipeRequest, Step, recipe
+from .steps import fused, has_large_products, prepared, quantized, weights_only, with_options
+
+
+def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
+    """Returns the recipes for ``precision``: for int8 up to three, as each of them is the fastest for some models."""
+    head = prepared(src, target)
+    found = [
+        recipe(target, precision, [*head, *steps], {"threads": request.threads}, variant)
+        for variant, steps in _variants(src, target, precision, request)
+    ]
+    return [one for one in found if one.stages]  # a recipe without stages is the source itself
+
+
+def _variants(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[tuple[str, list[Step]]]:
+    if precision == "int4":
+        return [("", weights_only(src, target, precision, request))]
+    if precision != "int8" or src.properties.get("precision") == "int8":
+        return [("", fused(src, precision, request))]
+    found: list[tuple[str, list[Step]]] = []
+    if request.data is not None:
+        found.append((STATIC, quantized(src, target, precision, request)))
+    dynamic = with_options(QuantizeConfig(form=target.qdq, mode="dynamic"), request)
+    found.append((" dynamic", [Step("quantize", dynamic, STAGE_LIMITS["int8"])]))
+    if has_large_products(src):
+        found.append((" weights", weights_only(src, target, precision, request)))
+    return found

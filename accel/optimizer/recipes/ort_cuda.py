@@ -1,0 +1,16 @@
+"""Recipes for the target ort-cuda: ONNX Runtime on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from accel.artifact import Artifact
+from accel.tables.target import Target
+
+from .recipe import Recipe, RecipeRequest, recipe
+from .steps import cast_to, fused, is_16_bit, prepared
+
+
+def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
+    """Returns the only recipe for ``precision``: the graph is cast, and fused if the user asks for kernels."""
+    cast = cast_to(src, precision, request) if is_16_bit(precision) else []
+    steps = [*prepared(src, target), *cast, *fused(src, precision, request)]
+    return [recipe(target, precision, steps, {"threads": request.threads})]

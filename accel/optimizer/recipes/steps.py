@@ -1,0 +1,125 @@
+"""The steps that recipes of several targets share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from accel.artifact import Artifact
+from accel.converters.quantize.stage import QuantizeConfig
+from accel.tables.limits import STAGE_LIMITS
+from accel.tables.precision import PRECISIONS
+from accel.tables.target import Target
+from accel.timing.environment import environment
+
+from ..stage_options import options_of_mode
+from .recipe import RecipeRequest, Step
+
+# Products with at least this many weights in all are read from memory at every run. Caches hold fewer weights.
+_LARGE_WEIGHTS = 25_000_000
+
+
+def precision_of(src: Artifact) -> str:
+    """Returns the precision that ``src`` has already."""
+    return str(src.properties.get("precision", "fp32"))
+
+
+def has_large_products(src: Artifact) -> bool:
+    """Tells whether reading the weights of products takes much of a run, so that 4-bit or 8-bit weights can pay."""
+    from accel.converters.quantize.products import product_weights
+    from accel.sources.onnx.file import read_proto
+
+    return sum(size for _, size in product_weights(read_proto(src.path))) >= _LARGE_WEIGHTS
+
+
+def cpu_has_bf16() -> bool:
+    """Tells whether the CPU of this machine has bf16 instructions."""
+    return bool({"avx512_bf16", "amx_bf16"} & set(environment(0, date=False)["cpu_features"]))
+
+
+def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
+    """Returns the step that brings opset and IR version into the range of ``target``, or none if they are in it.
+
+    ``min_opset``: an opset that the precision needs beyond the target's own least opset.
+    """
+    from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
+
+    opset = int(src.properties.get("opset") or target.min_opset)
+    wanted = min(max(opset, min_opset, target.min_opset), target.max_opset)
+    if wanted == opset and int(src.properties.get("ir") or 0) <= target.max_ir:
+        return []
+    return [Step("onnx_from_onnx", OnnxFromOnnxConfig(opset=wanted, max_ir=target.max_ir), STAGE_LIMITS["simplify"])]
+
+
+def simplify(src: Artifact) -> list[Step]:
+    """Returns the step that simplifies the graph, or none if ``src`` is simplified already."""
+    from accel.converters.graph.simplify import SimplifyConfig
+
+    if any(record["name"] == "simplify" for record in src.history):
+        return []
+    return [Step("simplify", SimplifyConfig(), STAGE_LIMITS["simplify"])]
+
+
+def prepared(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
+    """Returns the steps at the head of every recipe: the right opset and a simplified graph."""
+    return [*in_range(src, target, min_opset), *simplify(src)]
+
+
+def with_options(config: QuantizeConfig, request: RecipeRequest) -> QuantizeConfig:
+    """Returns ``config`` with the user's options for its mode."""
+    return replace(config, **options_of_mode(config, request.quantize))
+
+
+def weights_only(
+    src: Artifact, target: Target, precision: str, request: RecipeRequest, block_size: int | None = None
+) -> list[Step]:
+    """Returns the step that writes only the weights of large products in 8 or 4 bits.
+
+    Returns no step if ``src`` has such weights already.
+    """
+    if precision not in ("int8", "int4") or src.properties.get("precision") in ("int8", "int4"):
+        return []
+    config = QuantizeConfig(form=target.qdq, mode=f"{precision}-weights")
+    if block_size is not None:
+        config = replace(config, block_size=block_size)
+    return [Step("quantize", with_options(config, request), STAGE_LIMITS[precision])]
+
+
+def quantized(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Step]:
+    """Returns the step that quantizes weights and activations, or none if ``src`` is quantized already."""
+    if precision not in ("int8", "fp8") or src.properties.get("precision") == precision:
+        return []
+    mode = "fp8" if precision == "fp8" else "static"
+    config = QuantizeConfig(form=target.qdq, mode=mode, data=request.data, samples=request.samples)
+    return [Step("quantize", with_options(config, request), STAGE_LIMITS[precision])]
+
+
+def cast_to(src: Artifact, base: str | None, request: RecipeRequest, after: Sequence[Step] = ()) -> list[Step]:
+    """Returns the steps ``after``, followed by a cast to ``base``.
+
+    Adds no cast if ``base`` is None or the source isn't fp32. A value that the cast to fp16 rounds may fall into the
+    next int8 step, so a cast beside QDQ changes more than a cast alone.
+    """
+    from accel.converters.cast.stage import CastConfig
+
+    if base is None or precision_of(src) != "fp32":
+        return list(after)
+    config = CastConfig(precision=base, data=request.data, **request.cast)
+    return [*after, Step("cast", config, STAGE_LIMITS["fp16-in-int8" if after else base])]
+
+
+def fused(src: Artifact, precision: str, request: RecipeRequest) -> list[Step]:
+    """Returns the step that fuses products into accel's operators if the user asks for kernels.
+
+    The operations stay the same; only the order in which an activation rounds may differ.
+    """
+    from accel.converters.graph.fuse_kernels import FuseKernelsConfig
+
+    in_16_bits = is_16_bit(precision) or is_16_bit(precision_of(src))
+    limit = STAGE_LIMITS[precision if in_16_bits and precision in STAGE_LIMITS else "simplify"]
+    return [Step("fuse_kernels", FuseKernelsConfig(), limit)] if request.kernels else []
+
+
+def is_16_bit(precision: str) -> bool:
+    """Tells whether ``precision`` is fp16 or bf16."""
+    return precision in PRECISIONS and PRECISIONS[precision].weight_bytes == 2

@@ -1,0 +1,98 @@
+"""Recipes for the targets tensorrt and tensorrt-rtx: engines for NVIDIA GPUs, which are strongly typed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from accel.artifact import Artifact
+from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
+from accel.errors import UnsupportedHere
+from accel.runtimes.base import get_runtime
+from accel.runtimes.tensorrt_toolkit import check_capability
+from accel.tables.limits import STAGE_LIMITS
+from accel.tables.precision import PRECISIONS
+from accel.tables.target import Target
+
+from .recipe import Recipe, RecipeRequest, Step, recipe
+from .steps import cast_to, fused, prepared, quantized, weights_only
+
+# The number of 4-bit weights in a block. TensorRT for RTX dequantizes blocks of 4-bit weights inside the kernel of the
+# product. TensorRT for RTX dequantizes 8-bit weights in a separate kernel, which gains nothing, so there is no
+# candidate that only has 8-bit weights.
+_BLOCK_SIZE = 128
+
+
+def without_fp8(target: Target, request: RecipeRequest) -> str | None:
+    """Returns why ``target`` can't use fp8: a GPU to build for lacks fp8, or the request doesn't name the GPUs.
+
+    Returns None if every GPU to build for has fp8. Raises ``BadInputSpec`` for a malformed compute capability.
+    """
+    capabilities = request.compute_capabilities
+    if not capabilities and target.name == "tensorrt" and get_runtime(target.runtime).runnable():
+        from accel.runtimes.cuda_memory import device_capability
+
+        with contextlib.suppress(UnsupportedHere):
+            capabilities = (device_capability(),)
+    least = PRECISIONS["fp8"].min_capability
+    first = ".".join(map(str, least))
+    for text in capabilities:
+        check_capability(text)
+    lacking = [text for text in capabilities if tuple(int(part) for part in text.split(".")) < least]
+    if lacking:
+        return f"compute capability {lacking[0]} has no fp8; use int8 or build for {first} and later"
+    if not capabilities:
+        return f"not every GPU has fp8; say which it is for: --compute-capability {first} or later"
+    return None
+
+
+def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
+    """Returns the only recipe for ``precision``: the graph says the type of every tensor, then the engine is built."""
+    blocks = precision in ("fp8", "int4")
+    head = prepared(src, target, PRECISIONS[precision].min_opset if blocks else 0)
+    typed = _typed(src, target, precision, request)
+    in_float32 = [] if src.properties.get("precision") == "int8" else _without_float64(src)
+    steps = [*head, *in_float32, *typed, *fused(src, precision, request), _engine(target, request)]
+    advice = {"fit_tensorrt": NEEDS_FLOAT64 if in_float32 else NEEDS_OWN_SCALES}
+    return [recipe(target, precision, steps, {"threads": request.threads}, gate_advice=advice)]
+
+
+def _typed(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Step]:
+    """Returns the steps that write ``precision`` into the graph. 8-bit and 4-bit layers sit on an fp16 base."""
+    from accel.converters.to_tensorrt.fit import FitTensorRtConfig
+
+    steps = weights_only(src, target, precision, request, _BLOCK_SIZE) if precision == "int4" else []
+    steps = steps or quantized(src, target, precision, request)
+    if src.properties.get("precision") == "int8":  # another toolkit quantized the source: refit its scales
+        steps = [Step("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp16-in-int8"])]
+    base = None if precision == "fp32" else "bf16" if precision == "bf16" else "fp16"
+    return cast_to(src, base, request, steps)
+
+
+def _without_float64(src: Artifact) -> Sequence[Step]:
+    """Returns the step that writes a graph of float64 in float32, or none if nothing computes in float64.
+
+    An engine computes float64 in float32. After this step, the graph that the engine is built from and judged on does
+    so, too.
+    """
+    from accel.converters.to_tensorrt.fit import FitTensorRtConfig
+    from accel.converters.to_tensorrt.preflight import computes_in_float64
+    from accel.runtimes.onnx_rounded import inlined
+    from accel.sources.onnx.file import read_proto
+
+    if not computes_in_float64(inlined(read_proto(src.path)).graph):
+        return []
+    return [Step("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp32"])]
+
+
+def _engine(target: Target, request: RecipeRequest) -> Step:
+    from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
+
+    config = EngineFromOnnxConfig(
+        toolkit=target.name,
+        profiles=request.profiles,
+        compute_capabilities=request.compute_capabilities,
+        kernels=request.kernels and target.name == "tensorrt",
+        **request.engine,
+    )
+    return Step("engine_from_onnx", config, STAGE_LIMITS["fp16"])

@@ -1,0 +1,116 @@
+"""The request for one run of ``accel optimize``, built and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.errors import UsageError
+from accel.machine import available_cores
+from accel.runtimes.engine_options import parse_engine_options
+from accel.sources.source import Source
+
+from .judge.comparison import Metric
+from .judge.label_metric import read_labels
+from .recipes.candidates import precisions_for, targets_for
+from .recipes.recipe import RecipeRequest
+from .stage_options import CastOptions, QuantizeOptions, parse_cast_options, parse_quantize_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizeRequest:
+    """The arguments of ``accel.optimize``, which documents each of them, with the same names and defaults. ``source``
+    holds the model and the arguments about it.
+
+    Files are paths, repeatable options are tuples. Raises ``UsageError`` if two arguments contradict each other or a
+    number makes no sense, ``BadInputSpec`` if an option for a stage can't be read, ``UnknownName`` for an unknown
+    target or precision, ``MissingExtra`` if the toolkit of the target isn't installed.
+    """
+
+    source: Source
+    out: Path
+    target: str = "auto"
+    precision: tuple[str, ...] = ()
+    data: Path | None = None
+    eval_data: Path | None = None
+    metric: str | Metric | None = None
+    labels: Path | None = None
+    label_metric: str | None = None
+    max_drop: float = 0.01
+    profiles: tuple[str, ...] = ()
+    compute_capabilities: tuple[str, ...] = ()
+    sizes: Mapping[str, int] | None = None
+    objective: str = "latency"
+    batch: int | None = None
+    lengths: str | tuple[int, ...] | None = None
+    threads: int = 0
+    vary_session: bool = True
+    rounds: int = 9
+    budget_seconds: float | None = None
+    kernels: bool = False
+    engine: tuple[str, ...] = ()
+    quantize: QuantizeOptions | tuple[str, ...] = ()
+    cast: CastOptions | tuple[str, ...] = ()
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_drop < 1:
+            raise UsageError(f"the drop {self.max_drop} is not from 0 to 1; give a fraction, 0.01 for one percent")
+        if self.labels is None and self.label_metric is not None:
+            raise UsageError(f"{self.label_metric} compares with labels; pass --labels")
+        if self.labels is not None and self.metric is not None:
+            raise UsageError("labels bring their own metric; give either --metric or --labels")
+        if self.budget_seconds is not None and not self.budget_seconds > 0:
+            raise UsageError(f"nothing can be tried in {self.budget_seconds:g} s; give --budget-seconds 60, say")
+        if self.target != "auto":
+            targets_for(self.target)
+        precisions_for(self.precision)
+        parse_engine_options(self.engine)
+        if not isinstance(self.quantize, QuantizeOptions):
+            parse_quantize_options(self.quantize)
+        if not isinstance(self.cast, CastOptions):
+            parse_cast_options(self.cast)
+
+    @property
+    def quantize_fields(self) -> dict[str, Any]:
+        """Returns the fields of ``QuantizeConfig`` that the user chooses."""
+        given = self.quantize
+        return given.to_fields() if isinstance(given, QuantizeOptions) else parse_quantize_options(given)
+
+    @property
+    def cast_fields(self) -> dict[str, Any]:
+        """Returns the fields of ``CastConfig`` that the user chooses."""
+        return self.cast.to_fields() if isinstance(self.cast, CastOptions) else parse_cast_options(self.cast)
+
+    @property
+    def cores(self) -> int:
+        """Returns the threads to measure with: the user's number, else every core."""
+        return self.threads or available_cores()
+
+    @property
+    def judged_on(self) -> Path | None:
+        """Returns the samples that the judge reads: ``eval_data``, else ``data``; None for random inputs."""
+        return self.eval_data or self.data
+
+    def loaded_metric(self) -> str | Metric | None:
+        """Returns the metric to judge by: the user's own, or the one for ``labels``. Raises the
+        errors of ``read_labels``."""
+        return self.metric if self.labels is None else read_labels(self.labels, self.label_metric)
+
+    def recipe_request(self, samples: int) -> RecipeRequest:
+        """Returns the request for recipes. ``samples``: how many samples of ``data`` calibrate."""
+        return RecipeRequest(
+            targets=targets_for(self.target),
+            precisions=precisions_for(self.precision),
+            data=self.data,
+            samples=samples,
+            threads=self.cores,
+            profiles=self.profiles,
+            compute_capabilities=self.compute_capabilities,
+            kernels=self.kernels,
+            engine=parse_engine_options(self.engine),
+            quantize=self.quantize_fields,
+            cast=self.cast_fields,
+        )

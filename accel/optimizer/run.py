@@ -1,0 +1,245 @@
+"""One run of ``accel optimize``, step by step, from the opened model to the published folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.errors import MissingExtra
+from accel.proof.stream import SampleStream
+from accel.sources.notes import renaming_note, training_note
+
+from .attempt import attempt
+from .budget import Budget
+from .calibration import calibration_samples
+from .candidate import CandidateResult, Status, megabytes, not_tried
+from .choice import fused, likeliest
+from .judge.comparison import Judge, Judgement, Metric
+from .measure.noise import noise_notes
+from .measure.workload import Workload, workload
+from .notes import not_as_asked, notes_on_making, seen_note
+from .publish import publish
+from .recipes.candidates import likelihood, recipes, searched
+from .recipes.recipe import Recipe, RecipeRequest
+from .report.command import command_line
+from .report.page import PAGE, write_page
+from .request import OptimizeRequest
+from .result import Optimization
+from .search import Search
+from .stage_options import without_effect
+
+SOURCE_NAME = "source"
+
+# The ONNX form is compared with its source on this many samples if no samples calibrate.
+_COMPARED_SAMPLES = 64
+
+
+class Opened(Protocol):
+    """The model to optimize as ONNX, and the source that it was exported from, if it was."""
+
+    @property
+    def artifact(self) -> Artifact:
+        """Returns the ONNX artifact."""
+
+    @property
+    def source(self) -> Artifact | None:
+        """Returns the source; None if the user gives an ONNX file."""
+
+    def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
+        """Runs both models on ``samples`` samples of ``data``. Returns a warning if the outputs differ, and a warning
+        if an output has NaN."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """The candidate that is taken, and what led to it. ``varied``: rows with other session options."""
+
+    chosen: CandidateResult
+    varied: list[CandidateResult] = field(default_factory=list)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def run(
+    request: OptimizeRequest, opened: Opened, metric: str | Metric | None, cache: StageCache, budget: Budget
+) -> Optimization:
+    """Makes, judges and measures the candidates for ``request``, and publishes the fastest one that is right.
+
+    Raises ``NothingPassed`` if the target can't run here and no candidate is right.
+    """
+    src = opened.artifact
+    stream = SampleStream(request.data, src.signature) if request.data else None
+    samples = calibration_samples(request, stream)
+    for_recipes = request.recipe_request(samples)
+    work = _workload(request, src, stream)
+    made, left_out = recipes(src, for_recipes)
+    if budget.limited:
+        made = sorted(made, key=likelihood)
+    judge = Judge(src, request.judged_on, metric, skip=0 if request.eval_data else samples)
+    warnings = _check_source(request, opened, judge, samples, cache, budget)
+    rows = _attempts(request, src, made, for_recipes, judge, cache, budget)
+    source = _source_row(src, judge, request.cores)
+    notes = notes_on_making(rows, samples, for_recipes.quantize.get("samples"))
+    search = Search(
+        source=source, workload=work, threads=request.cores, rounds=request.rounds, cache=cache, budget=budget
+    )
+    outcome = _choose(request, search, rows, judge, for_recipes.targets[0].name)
+    rows += outcome.varied
+    warnings += [
+        seen_note(rows, judge),
+        budget.note([row.name for row in rows if row.out_of_time]),
+        without_effect(src, for_recipes.quantize),
+        not_as_asked(source, outcome.chosen, for_recipes.precisions),
+    ]
+    said = [text for text in warnings if text]
+    notes += [*outcome.notes, *said, *filter(None, [renaming_note(src), training_note(src)])]
+    outcome.chosen.status = Status.CHOSEN
+    result = Optimization(
+        artifact=outcome.chosen.artifact or src,
+        chosen=outcome.chosen.name,
+        candidates=(source, *rows, *(not_tried(item) for item in left_out)),
+        max_drop=request.max_drop,
+        environment=outcome.environment,
+        notes=tuple(notes),
+        warnings=tuple(said),
+        objective=request.objective,
+        command=command_line(request),
+    )
+    return _published(result, outcome.chosen, request.out)
+
+
+def _workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | None) -> Workload:
+    """Returns the requests that the candidates are timed on."""
+    return workload(
+        src.signature,
+        stream,
+        objective=request.objective,
+        sizes=request.sizes or {},
+        batch=request.batch,
+        lengths=request.lengths,
+        cores=request.cores,
+    )
+
+
+def _check_source(
+    request: OptimizeRequest, opened: Opened, judge: Judge, samples: int, cache: StageCache, budget: Budget
+) -> list[str]:
+    """Runs the source on the data before any candidate is made. Returns warnings, empty texts among them.
+
+    Raises ``BadData`` if the source can't run on a sample, ``UsageError`` if the metric fails.
+    """
+    # Samples that only judge are run by the judge, unless there is a source to compare the ONNX form with.
+    real = request.data or (request.eval_data if opened.source else None)
+    with budget.spending("running the source on the data"):
+        apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")
+        judge.check()
+        return [apart, judge.nan_note() or nan]
+
+
+def _attempts(
+    request: OptimizeRequest,
+    src: Artifact,
+    made: Sequence[Recipe],
+    for_recipes: RecipeRequest,
+    judge: Judge,
+    cache: StageCache,
+    budget: Budget,
+) -> list[CandidateResult]:
+    """Makes and judges every candidate. Then searches the layers of each int8 candidate that is too far off."""
+
+    def tried(recipe: Recipe) -> CandidateResult:
+        return attempt(recipe, src, request.data, judge, request.max_drop, cache, budget)
+
+    rows = [tried(recipe) for recipe in made]
+    found = (searched(src, row.recipe, for_recipes) for row in list(rows) if row.recipe and row.over_budget)
+    return rows + [tried(recipe) for recipe in found if recipe is not None]
+
+
+def _source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
+    """Returns the row of the source, which every candidate is compared with."""
+    row = CandidateResult(
+        name=SOURCE_NAME,
+        target="ort-cpu",
+        precision=str(src.properties.get("precision", "")),
+        megabytes=megabytes(src),
+        artifact=src,
+        runtime="onnxruntime",
+        options={"threads": threads},
+    )
+    if judge.metric is not None:
+        value = judge.reference_metric()
+        row.judgement = Judgement(drop=0.0, metric=value, reference_metric=value, max_abs_diff=0.0, judged_on="itself")
+    return row
+
+
+def _choose(
+    request: OptimizeRequest, search: Search, rows: list[CandidateResult], judge: Judge, target: str
+) -> Outcome:
+    """Chooses by measurement, or by the likeliest precision if nothing of ``target`` can run here."""
+    runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
+    if rows and not runnable:
+        return Outcome(chosen=likeliest(rows), notes=[f"{target} can't run on this machine: built, not measured"])
+    outcome = _choose_measured(request, search, runnable, judge)
+    outcome.notes += noise_notes([*rows, *outcome.varied], outcome.chosen, outcome.environment)
+    return outcome
+
+
+def _choose_measured(
+    request: OptimizeRequest, search: Search, runnable: list[CandidateResult], judge: Judge
+) -> Outcome:
+    """Measures the candidates that this machine can run, then other session options for the best of them."""
+    source = search.source
+    outcome = Outcome(chosen=search.best(runnable))
+    if request.vary_session and search.environment and not (request.kernels and outcome.chosen is source):
+        outcome.chosen, outcome.varied = search.vary_sessions(
+            outcome.chosen, runnable, judge, request.max_drop, vary_threads=not request.threads
+        )
+    if request.kernels and outcome.chosen is source:  # even if the fused form was faster before the options were varied
+        outcome.chosen = fused(source, [*runnable, *outcome.varied], outcome.notes)
+    outcome.environment = search.environment
+    done = f"{search.workload.note}, {search.threads} threads"
+    nothing = "anything was measured: the source itself was taken"
+    outcome.notes.append(done if search.environment else search.budget.reason(nothing))
+    return outcome
+
+
+def _published(result: Optimization, chosen: CandidateResult, folder: Path) -> Optimization:
+    """Publishes the choice with its session, figures and report. Returns ``result`` with the published artifact."""
+    with_page = find_spec("jinja2") is not None
+    if not with_page:
+        result = replace(result, notes=(*result.notes, f"no {PAGE}: {MissingExtra('jinja2', 'report')}"))
+    session = {
+        "runtime": chosen.runtime,
+        "options": chosen.options,
+        "objective": result.objective,
+        "judgement": chosen.judgement.to_json() if chosen.judgement else None,
+        "measured": dict(chosen.measured) if chosen.measured else None,
+        **({"mixed": chosen.trajectory.to_json()} if chosen.trajectory else {}),
+    }
+    published = publish(
+        result.artifact,
+        session,
+        folder,
+        lambda artifact: replace(result, artifact=artifact).to_json(),
+        (lambda path, artifact: _write_page(path, replace(result, artifact=artifact))) if with_page else None,
+    )
+    return replace(result, artifact=published)
+
+
+def _write_page(path: Path, result: Optimization) -> None:
+    write_page(
+        path,
+        title=f"{Path(str(result.artifact.source.get('spec', result.artifact.path.name))).name}: {result.chosen}",
+        artifact=result.artifact,
+        candidates=result.candidates,
+        max_drop=result.max_drop,
+        environment=result.environment,
+        notes=result.notes,
+        command=result.command,
+        objective=result.objective,
+    )

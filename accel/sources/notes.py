@@ -1,0 +1,25 @@
+"""Notes and warnings about a source that was opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accel.artifact import Artifact
+from accel.spelling import option
+
+
+def renaming_note(artifact: Artifact) -> str | None:
+    """Returns a note if an input has another name than the parameter of ``forward`` that takes it, else None."""
+    renamed: Mapping[str, str] = artifact.source.get("renamed") or {}
+    for name, own in renamed.items():
+        return f"forward calls its input {own!r}; the artifact calls it {name!r}, as {option('inputs')} does"
+    return None
+
+
+def training_note(artifact: Artifact) -> str | None:
+    """Returns a warning if layers run in training mode although accel opened the model in evaluation mode, else
+    None."""
+    layers = artifact.source.get("in_training")
+    if not layers:
+        return None
+    return f"{layers}; until then the output of a sample depends on the other samples in its batch"

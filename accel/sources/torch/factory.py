@@ -1,0 +1,108 @@
+"""Modules made by the user's own function: ``package.module:factory`` or ``file.py:factory``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.errors import AccelError, BadSource
+from accel.signature import TensorSpec
+
+from ..declare import Declaration
+from ..python_object import load_object, raised
+from .call import flatten, script_parameters
+from .found import Found
+from .weights import load_weights
+
+
+def open_factory(spec: str, weights: Path | None) -> Found:
+    """Calls the factory that ``spec`` names and loads ``weights`` into the module it returns.
+
+    Raises ``BadSource`` if the factory does not exist, raises, or returns no module.
+    """
+    code, factory = load_object(spec, "factory")
+    declaration: Declaration | None = getattr(factory, "__accel__", None)
+    made = call_factory(factory, spec)
+    example: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor | None = None
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
+        made, example = made
+    if not isinstance(made, torch.nn.Module):
+        raise BadSource(
+            f"{spec} returned {type(made).__name__}; a factory returns an nn.Module, or a module and its example inputs"
+        )
+    path = Path(getattr(code, "__file__", "") or spec)
+    files = [path] if path.is_file() else []
+    checkpoint = load_weights(made, weights) if weights is not None else None
+    if checkpoint is not None:
+        files = [*checkpoint.files, *files]
+    if declaration and declaration.weights:
+        files = [*(Path(f) for f in declaration.weights()), *files]
+    folder = getattr(getattr(made, "config", None), "_name_or_path", "")
+    if folder and Path(folder).is_dir():  # the factory read a transformers model from there
+        files = [*sorted(Path(folder).glob("*.safetensors")), *files]
+    inputs = declaration.inputs if declaration else specs_from_example(made, example)
+    return Found(
+        module=made,
+        path=path,
+        files=tuple(dict.fromkeys(files)),
+        inputs=inputs,
+        outputs=declaration.outputs if declaration else (),
+        dims=declaration.dims if declaration else None,
+        checkpoint=checkpoint,
+    )
+
+
+def call_factory(factory: Callable[[], Any], spec: str) -> Any:
+    """Calls ``factory`` and returns the result. If ``factory`` is already a module, returns it without a call.
+
+    Raises ``BadSource`` with the line of the user's code if the factory raises.
+    """
+    if isinstance(factory, torch.nn.Module):
+        return factory
+    try:
+        return factory()
+    except AccelError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise raised(spec, error) from error
+
+
+def specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpec, ...]:
+    """Returns the specs of example tensors. The first dim of each tensor is dynamic and called ``batch``."""
+    if example is None:
+        return ()
+    if isinstance(example, torch.Tensor):
+        example = (example,)
+    if not isinstance(example, Mapping):
+        example = dict(zip(forward_parameters(module), example, strict=False))
+    tensors = flatten(example)
+    specs = []
+    for name, tensor in tensors.items():
+        shape = ("batch", *tensor.shape[1:]) if tensor.ndim else ()
+        values = None
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel():
+            values = (int(tensor.min()), int(tensor.max()))
+        specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, values))
+    return tuple(specs)
+
+
+def forward_parameters(module: torch.nn.Module) -> list[str]:
+    """Returns the names of the parameters of ``forward``."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return script_parameters(module)
+    return [n for n, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+
+
+def required_parameters(module: torch.nn.Module) -> list[str]:
+    """Returns the names of the parameters of ``forward`` without a default. If all have one, returns the first name."""
+    names = forward_parameters(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return names
+    parameters = inspect.signature(module.forward).parameters
+    needed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [n for n in names if parameters[n].default is inspect.Parameter.empty and parameters[n].kind in needed]
+    return required or names[:1]

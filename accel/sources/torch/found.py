@@ -1,0 +1,33 @@
+"""``Found``: the PyTorch module that a spec names, with everything known about its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from accel.signature import DimRange, Signature, TensorSpec
+
+from ..checkpoints.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A module, the files it was read from, and the facts about its inputs that the spec tells.
+
+    ``path``: the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
+    ``checkpoint``: the weights that were loaded into the module. ``forms``: several signatures the module may have;
+    running the module tells which of them it has. ``example``: examples of how its inputs may be declared.
+    """
+
+    module: torch.nn.Module
+    path: Path
+    files: tuple[Path, ...]
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[str, ...] = ()
+    dims: Mapping[str, DimRange] | None = None
+    checkpoint: Checkpoint | None = None
+    forms: tuple[Signature, ...] = ()
+    example: tuple[str, ...] = ()

@@ -1,0 +1,146 @@
+"""Modules saved by torch with their code: exported programs (``.pt2``) and TorchScript files."""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.errors import BadSource, InvalidModel, one_line
+from accel.signature import DimRange, TensorSpec
+from accel.spelling import option
+
+from ..checkpoints.unpickle import refuse_bomb
+from .call import flatten
+from .found import Found
+
+# torch writes an upper limit from _ANY_SIZE on for a dim that may have any size. A smaller limit is taken as declared,
+# but only up to the larger of _DECLARED and four times the example's size: gates run at the ends of each range.
+_ANY_SIZE, _DECLARED = 2**13, 32
+
+
+def open_exported_program(path: Path) -> Found:
+    """Opens a ``.pt2`` file. Inputs and ranges come from its example inputs and range constraints.
+
+    Raises ``BadSource`` or ``InvalidModel`` if the file can't be read.
+    """
+    _check_file(path)
+    try:
+        program = torch.export.load(path)
+    except Exception as error:
+        raise InvalidModel(
+            f"{path} is no exported program ({_reason(error)}); write it with torch.export.save"
+        ) from error
+    args, kwargs = program.example_inputs or ((), {})
+    placeholders = [
+        n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs
+    ]
+    names = [node.name for node in placeholders[: len(placeholders) - len(kwargs)]] + list(kwargs)
+    tensors = dict(zip(names, [*flatten(args).values(), *kwargs.values()], strict=False))
+    module = _Program(program.module(), tuple(kwargs))
+    bounds = {str(symbol): interval for symbol, interval in program.range_constraints.items()}
+    specs: list[TensorSpec] = []
+    dims: dict[str, tuple[str, DimRange]] = {}
+    for (name, tensor), node in zip(tensors.items(), placeholders, strict=True):
+        shape: list[int | str] = []
+        for axis, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, int):
+                shape.append(size)
+                continue
+            written = str(size.node.expr)
+            step, symbol = _multiple_of(size.node.expr)
+            dim = "batch" if axis == 0 and symbol not in dims else symbol
+            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another multiple of the same symbol
+                dim = f"{symbol}_in_steps_of_{step}"
+            dim = next((d for d, s in dims.items() if s[0] == written), dim)
+            opt = int(tensor.shape[axis])
+            interval = bounds.get(symbol)
+            low = step * max(1, int(interval.lower)) if interval is not None else step
+            high = max(8, 4 * opt)
+            if interval is not None and interval.upper < _ANY_SIZE:
+                high = min(step * int(interval.upper), max(high, _DECLARED // step * step))
+            dims[dim] = (written, DimRange(min(low, opt), opt, max(opt, high), step))
+            shape.append(dim)
+        specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(shape)))
+    return Found(
+        module=module,
+        path=path,
+        files=(path,),
+        inputs=tuple(specs),
+        dims={d: r for d, (_, r) in dims.items()},
+    )
+
+
+def _multiple_of(expression: Any) -> tuple[int, str]:
+    """Returns the step and the symbol of a dim that was exported as ``step * Dim(...)``.
+
+    Returns 1 and the whole expression for any other dim.
+    """
+    factor, symbol = expression.as_coeff_Mul()
+    if factor.is_Integer and factor > 1 and symbol.is_Symbol:
+        return int(factor), str(symbol)
+    return 1, str(expression)
+
+
+class _Program(torch.nn.Module):
+    """An exported program that takes all tensors in order. The program stays in the mode of its export."""
+
+    def __init__(self, module: torch.nn.Module, keywords: tuple[str, ...]) -> None:
+        super().__init__()
+        self.program = module
+        self.keywords = keywords
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        split = len(tensors) - len(self.keywords)
+        return self.program(*tensors[:split], **dict(zip(self.keywords, tensors[split:], strict=True)))
+
+    def train(self, mode: bool = True) -> _Program:  # noqa: ARG002 - the program's graph refuses eval() and train()
+        return self
+
+
+def open_torchscript(path: Path) -> Found:
+    """Opens a TorchScript file.
+
+    Raises ``BadSource`` if the file holds weights only, ``InvalidModel`` if it can't be read.
+    """
+    _check_file(path)
+    if path.suffix == ".safetensors" or not _is_torchscript(path):
+        raise weights_without_code(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # hides the warning that TorchScript is deprecated
+            module = torch.jit.load(str(path), map_location="cpu")
+    except Exception as error:
+        raise InvalidModel(f"{path} is no TorchScript file ({_reason(error)}); save it again") from error
+    return Found(module=module, path=path, files=(path,))
+
+
+def weights_without_code(path: Path) -> BadSource:
+    """Returns the error for a file or folder that holds weights but no model."""
+    return BadSource(
+        f"{path} holds weights and no code; name the factory of their model: FILE.py:FACTORY with "
+        f"{option('weights', path)}"
+    )
+
+
+def _is_torchscript(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any("/code/" in name for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError) as error:
+        raise InvalidModel(f"{path} is no PyTorch file or is damaged ({_reason(error)}); save it again") from error
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise BadSource(f"{path} does not exist; check the path")
+    if path.stat().st_size == 0:
+        raise InvalidModel(f"{path} is empty; save it again")
+    refuse_bomb(path)
+
+
+def _reason(error: BaseException) -> str:
+    return one_line(error, 160)

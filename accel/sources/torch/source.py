@@ -1,0 +1,179 @@
+"""PyTorch sources of every form, as artifacts of kind ``torch``."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from accel.artifact import Artifact, combined_sha256, file_sha256, text_sha256
+from accel.errors import BadInputSpec
+from accel.signature import Signature, TensorSpec
+from accel.spelling import option
+
+from ..checkpoints.checkpoint import detect
+from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
+from .call import discover_outputs, in_training
+from .factory import forward_parameters, open_factory, required_parameters
+from .found import Found
+from .saved import open_exported_program, open_torchscript, weights_without_code
+from .train_folder import final_folder, open_train_folder
+from .transformers_folder import open_folder
+from .transformers_inputs import that_runs
+
+# The modules that this process has opened, by the sha256 of their sources. Building a module again costs seconds.
+_opened: dict[str, torch.nn.Module] = {}
+
+
+def open_torch(
+    spec: str,
+    *,
+    inputs: Inputs | None = None,
+    weights: Path | None = None,
+    dims: Dims | None = None,
+    like: Callable[[], Signature] | None = None,
+) -> Artifact:
+    """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
+
+    ``spec``: ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers folder,
+    or a folder of ``accel train``. ``inputs``: replaces the inputs that the factory declares. ``weights``: a state dict
+    or the folder of a training checkpoint, which is loaded into the factory's module. ``like``: returns the signature
+    of another form of the model; called if neither ``spec`` nor ``inputs`` declares the inputs.
+
+    Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
+    inputs are unknown or wrong.
+    """
+    found = _find(spec, weights)
+    given = parse_inputs(inputs) if inputs else ()
+    ranges = parse_dims(dims or {})
+    if found.forms:
+        form = found.forms[0] if given else that_runs(found.module, found.forms, ranges)
+        found = replace(found, inputs=form.inputs, dims=form.dims)
+    specs = given or found.inputs
+    if not specs and like is not None:
+        other = like()
+        specs = given = other.inputs
+        found = replace(found, dims=other.dims)
+    if not specs:
+        examples = found.example or tuple(map(input_example, required_parameters(found.module) or ["x"]))
+        raise BadInputSpec(
+            f"{spec} doesn't declare its inputs; pass {option('inputs')} for each input, e.g. "
+            f"{option('inputs', list(examples))}"
+        )
+    declared = dict(found.dims or {})
+    bare = Signature(specs)
+    unknown = [d for d in ranges if d not in bare.dims]
+    if unknown:
+        raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
+    signature = Signature(specs, (), {d: r for d, r in declared.items() if d in bare.dims}).with_dims(ranges)
+    found.module.eval()
+    names = found.outputs if not given or found.outputs else ()
+    signature = replace(signature, outputs=discover_outputs(found.module, signature, names, spec))
+    training = in_training(found.module)
+    files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
+    state = state_sha256(found.module)
+    code = _code_sha256(found.module)
+    # Two factories of one file may differ only in attributes, which the hashes above don't cover.
+    factory = spec.rpartition(":")[2] if ":" in spec else ""
+    sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
+    _opened[sha256] = found.module
+    return Artifact(
+        path=found.path,
+        kind="torch",
+        signature=signature,
+        properties={"precision": _precision(found.module)},
+        source={
+            "kind": "torch",
+            "spec": spec,
+            "weights": str(weights) if weights else None,
+            **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
+            **({"in_training": training} if training else {}),
+            **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
+            "files": files,
+            "state_sha256": state,
+            "code_sha256": code,
+            "sha256": sha256,
+        },
+    )
+
+
+def module_of(artifact: Artifact) -> torch.nn.Module:
+    """Returns the module behind an artifact of kind ``torch``. Opens it if this process hasn't opened it yet."""
+    if artifact.manifest is not None or "sha256" not in artifact.source:  # a stage made this file from another source
+        digest = artifact.digest
+        if digest not in _opened:
+            _opened[digest] = open_exported_program(artifact.path).module
+        return _opened[digest]
+    sha256 = artifact.source["sha256"]
+    if sha256 not in _opened:
+        weights = artifact.source.get("weights")
+        found = _find(artifact.source["spec"], Path(weights) if weights else None)
+        _opened[sha256] = found.module.eval()
+    return _opened[sha256]
+
+
+def state_sha256(module: torch.nn.Module) -> str:
+    """Returns the sha256 of the names, dtypes, shapes and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def _code_sha256(module: torch.nn.Module) -> str:
+    """Returns the sha256 of the files that define the classes of the module and its submodules."""
+    files = set()
+    for kind in {type(m) for m in module.modules()}:
+        try:
+            files.add(inspect.getfile(kind))
+        except (TypeError, OSError):
+            continue
+    return combined_sha256(sorted({file_sha256(Path(f)) for f in files if Path(f).is_file()}) or [""])
+
+
+def _renamed(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Maps the name of a model's only input to the name of ``forward``'s first parameter.
+
+    Returns an empty dict if the model has several inputs, if the input already has a parameter's name, or if
+    ``forward`` takes any arguments. ``NamedModule`` passes an only input by position, so the input may have any name.
+    """
+    if len(specs) != 1:
+        return {}
+    parameters = forward_parameters(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        anything = False
+    else:
+        kinds = {p.kind for p in inspect.signature(module.forward).parameters.values()}
+        anything = bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
+    if anything or not parameters or specs[0].name in parameters:
+        return {}
+    return {specs[0].name: parameters[0]}
+
+
+def _precision(module: torch.nn.Module) -> str:
+    kinds = [p.dtype for p in module.parameters() if p.is_floating_point()]
+    main = max(set(kinds), key=kinds.count, default=torch.float32)
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(main, "fp32")
+
+
+def _find(spec: str, weights: Path | None) -> Found:
+    path = Path(spec)
+    if path.is_dir():
+        if (trained := final_folder(path)) is not None:
+            return open_train_folder(trained)
+        if not (path / "config.json").is_file() and detect(path) is not None:
+            raise weights_without_code(path)
+        return open_folder(path)
+    if path.suffix == ".pt2":
+        return open_exported_program(path)
+    if path.suffix in (".pt", ".pth", ".ts", ".jit", ".torchscript", ".bin", ".safetensors", ".ckpt"):
+        return open_torchscript(path)
+    return open_factory(spec, weights)

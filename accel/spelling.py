@@ -1,0 +1,110 @@
+"""Spells the options in messages: ``opset=16`` for a Python caller, ``--opset 16`` for a user of the command line.
+
+Code that both callers reach writes ``option("opset", 16)`` into its message, with the name of the Python argument. The
+command line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The
+spelling is a setting of the process, like a language: notes and errors of all threads follow it, and a ``Child`` gets
+the spelling of each call with the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+# Arguments that the command line spells with another word. Every other argument is spelled --like-this.
+FLAGS: Mapping[str, str] = {
+    "out": "-o",
+    "inputs": "--input",
+    "dims": "--dim",
+    "profiles": "--profile",
+    "compute_capabilities": "--compute-capability",
+    "graph_inputs": "--inputs",
+    "graph_outputs": "--outputs",
+    "batches": "--batch",
+    "lengths": "--length",
+    "page": "--graph",
+    "preprocess": "--normalize",
+}
+# Options of the command line that are fields of an argument in Python.
+ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
+# The switches of the command line for boolean arguments. Every other switch is spelled --like-this and stands for True.
+SWITCHES: Mapping[tuple[str, bool], str] = {
+    ("use_cache", False): "--no-cache",
+    ("simplify", False): "--no-simplify",
+    ("vary_session", False): "--fixed-session",
+}
+_NO_VALUE = object()
+
+_command_line = False
+
+
+@contextlib.contextmanager
+def on_command_line(active: bool = True) -> Iterator[None]:
+    """Spells options as the command line does within the block (or as Python arguments if not ``active``)."""
+    global _command_line
+    before, _command_line = _command_line, active
+    try:
+        yield
+    finally:
+        _command_line = before
+
+
+def is_command_line() -> bool:
+    """Tells whether options are spelled as on the command line."""
+    return _command_line
+
+
+def flag(name: str) -> str:
+    """Returns the command line's option for the Python argument ``name``."""
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def option(name: str, value: Any = _NO_VALUE) -> str:
+    """Returns the option of the Python argument ``name`` in the caller's spelling, with ``value`` if given.
+
+    A list stands for an option that is repeated on the command line. A mapping stands for repeated ``KEY=VALUE``.
+
+    >>> option("opset", 16), option("weights"), option("dims", {"height": "16:32:64"})
+    ('opset=16', 'weights=', "dims={'height': '16:32:64'}")
+    >>> with on_command_line():
+    ...     option("opset", 16), option("weights"), option("dims", {"height": "16:32:64"})
+    ('--opset 16', '--weights', '--dim height=16:32:64')
+    """
+    if not _command_line:
+        if name in ARGUMENTS:
+            return ARGUMENTS[name]
+        return f"{name}=" if value is _NO_VALUE else f"{name}={_literal(value)}"
+    if value is _NO_VALUE:
+        return flag(name)
+    if isinstance(value, bool):
+        return SWITCHES.get((name, value), flag(name))
+    if isinstance(value, Mapping):
+        return " ".join(f"{flag(name)} {key}={item}" for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if name in ("graph_inputs", "graph_outputs"):
+            return f"{flag(name)} {','.join(map(str, value))}"
+        return " ".join(f"{flag(name)} {item}" for item in value)
+    return f"{flag(name)} {value}"
+
+
+def options(*names: str) -> str:
+    """Returns several options in the caller's spelling, joined by "or"."""
+    spelled = [option(name) for name in names]
+    return spelled[0] if len(spelled) == 1 else f"{', '.join(spelled[:-1])} or {spelled[-1]}"
+
+
+def arguments(**values: Any) -> str:
+    """Returns several options with their values in the caller's spelling, to be passed together."""
+    return (" " if _command_line else ", ").join(option(name, value) for name, value in values.items())
+
+
+def _literal(value: Any) -> str:
+    """Returns ``value`` as Python code."""
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return repr(value) if isinstance(value, bool | int | float) else repr(str(value))

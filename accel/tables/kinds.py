@@ -1,0 +1,123 @@
+"""The kinds of models on disk, a row each: how their files are named, and what reads, runs and exports them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A row of the table.
+
+    ``main_file``: the name of the model's main file in a folder that accel writes. ``companions``: the suffixes of the
+    files that runtimes look for beside the main file, under its stem. ``runtimes``: the names of the runtimes that open
+    the kind, in the order they are tried. ``reader``: an import string, loaded at first use; the function reads the
+    signature and the properties back from a file (``accel.converters.graph.read_back``). None if no file of the kind
+    can be read without its hardware. ``export_as``: the word that ``accel export --to`` takes; None if the kind can't
+    be exported. ``framework``: a file of this kind is a source in its framework's own form, unless it has a manifest.
+    """
+
+    name: str
+    main_file: str
+    runtimes: tuple[str, ...]
+    reader: str | None = None
+    companions: tuple[str, ...] = ()
+    export_as: str | None = None
+    framework: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """Returns the last suffix of the main file, by which a file is recognized: ``.param`` for an ncnn net."""
+        return Path(self.main_file).suffix
+
+    @property
+    def ending(self) -> str:
+        """Returns all suffixes of the main file: ``.ncnn.param`` for an ncnn net."""
+        return "".join(Path(self.main_file).suffixes)
+
+    def companions_of(self, main: Path) -> tuple[str, ...]:
+        """Returns the names of the files beside ``main`` that belong to it."""
+        return tuple(main.with_suffix(suffix).name for suffix in self.companions)
+
+
+# In the order in which a folder is searched for a main file.
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="onnx",
+            main_file="model.onnx",
+            runtimes=("onnxruntime", "onnxruntime-cuda", "onnx-rounded"),
+            reader="accel.converters.graph.read_back:onnx",
+            export_as="onnx",
+        ),
+        Kind(
+            name="openvino",
+            main_file="model.xml",
+            runtimes=("openvino",),
+            reader="accel.converters.graph.read_back:openvino",
+            companions=(".bin",),
+            export_as="openvino",
+        ),
+        # An engine can't be opened without its GPU, so it has no reader.
+        Kind(name="engine", main_file="model.engine", runtimes=("tensorrt", "tensorrt-rtx")),
+        Kind(
+            name="tflite",
+            main_file="model.tflite",
+            runtimes=("tflite",),
+            reader="accel.converters.graph.read_back:tflite",
+            export_as="tflite",
+            framework=True,
+        ),
+        Kind(
+            name="ncnn",
+            main_file="model.ncnn.param",
+            runtimes=("ncnn",),
+            reader="accel.converters.graph.read_back:ncnn",
+            companions=(".bin",),
+            export_as="ncnn",
+        ),
+        Kind(
+            name="torch",
+            main_file="model.pt2",
+            runtimes=("torch", "torch-compile"),
+            reader="accel.converters.graph.read_back:torch",
+            export_as="torch",
+            framework=True,
+        ),
+        Kind(
+            name="tensorflow",
+            main_file="saved_model.pb",
+            runtimes=("tensorflow",),
+            reader="accel.converters.graph.read_back:tensorflow",
+            export_as="saved_model",
+            framework=True,
+        ),
+    )
+}
+
+
+def kind_of(path: Path) -> str | None:
+    """Returns the kind that the suffix of ``path`` names; None if it is a framework's own file or no model at all."""
+    return next((k.name for k in KINDS.values() if k.suffix == path.suffix and not k.framework), None)
+
+
+def framework_suffixes() -> tuple[str, ...]:
+    """Returns the suffixes of main files that are sources unless they have a manifest."""
+    return tuple(kind.suffix for kind in KINDS.values() if kind.framework)
+
+
+def artifact_suffixes() -> tuple[str, ...]:
+    """Returns the suffixes that name a kind by themselves."""
+    return tuple(kind.suffix for kind in KINDS.values() if not kind.framework)
+
+
+def main_files() -> tuple[str, ...]:
+    """Returns the names of main files, in the order in which a folder is searched for them."""
+    return tuple(kind.main_file for kind in KINDS.values())
+
+
+def export_formats() -> dict[str, Kind]:
+    """Returns the kinds that ``accel export --to`` makes, by the word it takes."""
+    return {kind.export_as: kind for kind in KINDS.values() if kind.export_as is not None}

@@ -1,0 +1,110 @@
+"""Reading a dataclass from TOML and ``--key=value``, and writing it as TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel.errors import BadConfig, one_line
+
+C = TypeVar("C")
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the nested values of a TOML file, each ``key=value`` of ``overrides`` applied to them.
+
+    Raises ``BadConfig`` if the file or an override can't be read.
+    """
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadConfig(f"{path} does not exist; give a training config, e.g. examples/digits.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise BadConfig(f"{path} is not a TOML file ({one_line(error, None)}); correct it") from error
+    for text in overrides:
+        override(body, text)
+    return body
+
+
+def dump(body: Mapping[str, Any]) -> str:
+    """Returns ``body``, values and one level of tables, as TOML."""
+    tables = {name: value for name, value in body.items() if isinstance(value, dict)}
+    lines = [f"{name} = {_toml(value)}" for name, value in body.items() if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def override(body: dict[str, Any], text: str) -> None:
+    """Sets ``table.key=value`` in nested ``body``. The value is text if it can't be read as TOML."""
+    path, equals, value = text.partition("=")
+    *tables, key = path.strip().replace("-", "_").split(".")
+    if not equals or not key:
+        raise BadConfig(f"can't read the override {text!r}; write --key=value or --table.key=value")
+    for table in tables:
+        inner = body.setdefault(table, {})
+        if not isinstance(inner, dict):
+            raise BadConfig(f"{table!r} in {text!r} is not a table of the config; write --key=value")
+        body = inner
+    try:
+        body[key] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        body[key] = value
+
+
+def build(kind: type[C], body: Mapping[str, Any], where: str = "") -> C:
+    """Returns the dataclass ``kind`` of nested plain values.
+
+    ``where``: the prefix of the keys in messages, e.g. ``optimizer.``. Raises ``BadConfig`` if ``body`` has an unknown
+    key or a value of the wrong type.
+    """
+    if not isinstance(body, Mapping):
+        raise BadConfig(f"{where.rstrip('.')} is a table of the config, not {body!r}; write [{where.rstrip('.')}]")
+    hints = typing.get_type_hints(kind)
+    unknown = [key for key in body if key not in hints]
+    if unknown:
+        raise BadConfig(f"the config has no {where}{unknown[0]}; the keys are: {', '.join(hints)}")
+    return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in body.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return build(typing.cast("type[Any]", kind), value, f"{where}.")
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
+            raise BadConfig(f'{where} is a table of texts, not {value!r}; write [{where}] with "pattern" = "style"')
+        return dict(value)
+    if isinstance(kind, types.GenericAlias):
+        if not isinstance(value, list | tuple) or not all(isinstance(v, int | float) for v in value):
+            raise BadConfig(f"{where} is a list of numbers, not {value!r}; write e.g. {where} = [0.9, 0.95]")
+        if len(value) != 2:
+            raise BadConfig(f"{where} has {len(value)} numbers; give two, e.g. {where} = [0.9, 0.95]")
+        return tuple(float(v) for v in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if type(value) is not kind:
+        raise BadConfig(f"{where} is {value!r}, but has to be {_KIND_NAMES[kind]}; correct the config")
+    return value
+
+
+_KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() else json.dumps(name)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(v) for v in value)}]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -1,1 +1,0 @@
-"""Comparing outputs: metrics, tolerances, gates."""

@@ -1,0 +1,38 @@
+"""The graphs inside nodes (branches of an If, bodies of a Loop), and the values that they take from around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+from onnx import AttributeProto, NodeProto
+
+
+def subgraphs(node: NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yields the graphs that ``node`` holds as attributes, without the graphs inside those."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def captured(node: NodeProto) -> list[str]:
+    """Returns the names that the subgraphs of ``node`` take from around it, each once."""
+    return list(dict.fromkeys(name for graph in subgraphs(node) for name in _free_names(graph)))
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """Yields the names that ``node`` and the nodes inside it read, and the outputs of its subgraphs."""
+    yield from node.input
+    for graph in subgraphs(node):
+        for inner in graph.node:
+            yield from reads(inner)
+        yield from (value.name for value in graph.output)
+
+
+def _free_names(graph: onnx.GraphProto) -> Iterator[str]:
+    own = {t.name for t in graph.initializer} | {v.name for v in graph.input}
+    for node in graph.node:
+        yield from (n for n in (*node.input, *captured(node)) if n and n not in own)
+        own.update(node.output)
+    yield from (v.name for v in graph.output if v.name not in own)

@@ -1,0 +1,119 @@
+"""ONNX to OpenVINO IR (``.xml`` with its ``.bin``)."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import Artifact
+from accel.child import run_in_child
+from accel.errors import BuildFailed, CannotWrite, ChildCrashed, shortened
+from accel.progress import report
+from accel.runtimes.openvino import reason
+from accel.signature import TensorSpec
+from accel.sources.onnx.file import describe as describe_onnx
+from accel.sources.onnx.file import external_files, read_proto
+from accel.stage import StageConfig
+
+from ..graph.read_ir import RT_INFO, describe, load_openvino
+from .reductions import keep_reduced_dims
+from .softmax_guard import remove_softmax_guards
+
+_WITH_GRAPH = re.compile(r"-- (Loop|Scan|If)-\d+ with a message: *(.*?)(?= -- | Summary: |$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVinoFromOnnxConfig(StageConfig):
+    """No options: weights keep their precision, and the session chooses the precision of the computation."""
+
+
+class IrNotBuilt(BuildFailed):
+    """OpenVINO could not convert the model, or died trying."""
+
+
+def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
+    """Converts ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
+
+    ``properties``: precision. ``notes``: openvino (version), operations, softmax_guards_removed,
+    reductions_rewritten. Raises ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the file is not ONNX, and
+    ``IrNotBuilt`` if OpenVINO can't convert the model.
+    """
+    _, declared = describe_onnx(src.path)
+    external_files(read_proto(src.path))  # refuses weights outside the model's folder
+    weights = out.with_suffix(".bin")
+    report("openvino_from_onnx: converting")
+    try:
+        # The two files belong together: both are written to a folder, and the .xml that names the .bin is moved last.
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+            inside = Path(folder) / out.name
+            notes: dict[str, Any] = run_in_child(
+                "accel.converters.to_openvino.openvino_from_onnx:convert",
+                path=src.path,
+                out=inside,
+                names={"inputs": _names(src.signature.inputs), "outputs": _names(src.signature.outputs)},
+            )
+            inside.with_suffix(".bin").replace(weights)
+            inside.replace(out)
+    except ChildCrashed as error:
+        raise IrNotBuilt(
+            f"OpenVINO died while converting {src.path.name} ({error}); simplify the model or export it with "
+            "another opset"
+        ) from error
+    except OSError as error:
+        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
+    signature, found = describe(out)
+    ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
+    return Artifact(
+        path=out,
+        kind="openvino",
+        signature=signature.with_dims(ranges),
+        properties={"precision": declared["precision"]} | found,
+        notes=notes,
+        companions=(weights.name,),
+    )
+
+
+def _names(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+    return [{"name": spec.name, "dims": list(spec.shape)} for spec in specs]
+
+
+def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | int]:
+    """Converts ``path`` to an IR with ``names`` in it, and returns the notes. Runs in the child process."""
+    ov = load_openvino()
+    try:
+        model = ov.Core().read_model(str(path))
+    except RuntimeError as error:
+        raise IrNotBuilt(_refusal(path.name, reason(error, 4000))) from error
+    guards = remove_softmax_guards(model)
+    reductions = keep_reduced_dims(model)
+    model.set_rt_info(json.dumps(names), list(RT_INFO))
+    try:
+        ov.save_model(model, str(out), compress_to_fp16=False)
+    except RuntimeError as error:
+        raise CannotWrite(f"OpenVINO can't write {out.name} ({reason(error)}); free some space") from error
+    return {
+        "openvino": str(ov.__version__),
+        "operations": len(model.get_ops()),
+        "softmax_guards_removed": guards,
+        "reductions_rewritten": reductions,
+    }
+
+
+def _refusal(name: str, said: str) -> str:
+    """Returns the message for a model that OpenVINO refuses with the text ``said``.
+
+    OpenVINO takes fewer forms of Loop, Scan and If than ONNX allows, at any opset. The masked recurrent layers of Keras
+    become such a Loop.
+    """
+    found = _WITH_GRAPH.search(said)
+    if found is None:
+        return f"OpenVINO can't convert {name}: {shortened(said)}; export it with another opset"
+    return (
+        f"OpenVINO can't convert the operator {found[1]} of {name} ({shortened(found[2])}); another opset doesn't "
+        "help: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
+    )

@@ -1,0 +1,52 @@
+"""Collects every error message of the source for the page "Messages": the text of each raise, with … for values."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("accel", "converters", "kernels", "serve")
+HEAD = """# Messages
+
+Every error message of accel, read from the code and sorted by the error's class. `…` stands for a value. Search this
+page for the words you got; [Troubleshooting](../troubleshooting.md) says more about each class.
+"""
+
+
+def _text(node: ast.expr) -> str:
+    """Returns the message that an expression makes, or an empty string if it is not made of text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return f"{_text(node.left)}{_text(node.right)}"
+    return ""
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Yields the class and the text of each error that the source raises with a message of its own."""
+    for part in PARTS:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            if part == "accel" and path.relative_to(ROOT / part).parts[0] in PARTS:
+                continue  # a link to another part
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                    continue
+                name = node.exc.func.id if isinstance(node.exc.func, ast.Name) else ""
+                text = max((_text(argument) for argument in node.exc.args), key=len, default="").strip(" ;:,")
+                if name and len(text.replace("…", "")) > 12:
+                    yield name, text
+
+
+def page() -> str:
+    """Returns the page as Markdown."""
+    found: dict[str, set[str]] = {}
+    for name, text in messages():
+        found.setdefault(name, set()).add(" ".join(text.split()))
+    lines = [HEAD]
+    for name in sorted(found):
+        lines += [f"## {name}", "", *(f"- `` {text.replace('`', '')} ``" for text in sorted(found[name])), ""]
+    return "\n".join(lines)

@@ -1,0 +1,45 @@
+"""Builds a TensorRT engine for a GPU that this machine does not have: python examples/engine_for_another_gpu.py 8.6
+
+The number is the compute capability of the GPU: 7.5 for a T4, 8.6 for an RTX 3090, 8.9 for an RTX 4090. Needs
+accel-toolchain[tensorrt-rtx]. The engine is judged here, by the real rounding of fp16, and measured on the GPU.
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+import accel
+
+
+def make() -> torch.nn.Module:
+    """Returns the model to build."""
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 10),
+    )
+
+
+if __name__ == "__main__":
+    capability = sys.argv[1] if len(sys.argv) > 1 else "8.6"
+    inputs = {"image": ("float32", ("batch", 3, 32, 32))}
+    model = accel.export(f"{__file__}:make", inputs=inputs, dims={"batch": (1, 8, 32)}, out="net.onnx")
+    np.savez("images.npz", image=np.random.default_rng(0).standard_normal((64, 3, 32, 32)).astype("float32"))
+
+    result = accel.optimize(
+        model,
+        target="tensorrt-rtx",
+        compute_capabilities=[capability],
+        precision=["fp16"],
+        data="images.npz",
+        out="engine",
+    )
+    for row in result.candidates:
+        print(f"{row.name:24} {row.status}")
+    print(result.artifact.path)
+    print("on the GPU: accel bench engine/ --against net.onnx")

@@ -1,0 +1,5 @@
+"""The catalogue of kernels: problem descriptions (specs), shipped configurations, the float64 reference.
+
+In: tensors, or sizes and dtypes. Out: a `GemmSpec` or `ConvSpec`, the configurations for it, the exact result and
+bound.
+"""

@@ -1,0 +1,4 @@
+"""The kernels as ONNX operators: function bodies for any runtime, export from PyTorch, fusion of graphs.
+
+In: an ONNX model or an exported program. Out: the model with `accel::FusedGemm` and its relatives, each with a body.
+"""

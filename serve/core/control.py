@@ -1,0 +1,73 @@
+"""``Control``: the commands that change a running server, everything a client may ask for besides inference.
+
+A server may consist of several processes, and each command has to run in every process. Between two processes a command
+travels as a ``Command``: the name of a method of ``Control``, and its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ..models.model import ServedModel
+from ..protocol.inference import Code, Parameter, ServeError, StatisticsRow
+
+
+class Control(Protocol):
+    """Each method raises ``ServeError`` if the command is refused or fails. ``owner``: the name of the token that a
+    region of shared memory belongs to, "" on a server without tokens."""
+
+    def load(self, name: str, config: str | None) -> None:
+        """Load or reload a model. ``config``: a ModelConfig as JSON that replaces the model's ``config.pbtxt``."""
+
+    def unload(self, name: str, dependents: bool) -> None:
+        """Unload a model. ``dependents``: also unload the steps of an ensemble."""
+
+    def unload_others(self, kept: Collection[str]) -> None:
+        """Unload every model whose name is not in ``kept``."""
+
+    def register_memory(self, owner: str, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Register a region of POSIX shared memory: ``byte_size`` bytes from ``offset`` of the object ``key``."""
+
+    def unregister_memory(self, owner: str, name: str) -> None:
+        """Forget the region ``name`` of POSIX shared memory, or every region of ``owner`` if ``name`` is empty."""
+
+    def register_cuda_memory(self, owner: str, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        """Register ``byte_size`` bytes of the GPU ``device`` that the CUDA IPC ``handle`` shares."""
+
+    def unregister_cuda_memory(self, owner: str, name: str) -> None:
+        """Forget the region ``name`` of GPU memory, or every region of ``owner`` if ``name`` is empty."""
+
+    def change_trace_settings(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
+        """Change the trace settings of ``model``, or of the server if ``model`` is empty. None clears a setting."""
+
+    def change_log_settings(self, changes: Mapping[str, Parameter]) -> None:
+        """Change the log settings of the server."""
+
+
+class Processes(Control, Protocol):
+    """All processes of one server: a command runs in every process."""
+
+    def statistics(self, models: Sequence[ServedModel]) -> list[StatisticsRow]:
+        """Returns the statistics of ``models``, summed over the processes."""
+
+
+COMMANDS = frozenset(name for name in vars(Control) if not name.startswith("_"))
+
+
+class Command(NamedTuple):
+    """A call of one method of ``Control``, in a form that can be sent to another process."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, method: Callable[..., None], *arguments: Any) -> Command:
+        """Returns the command that calls ``method``, which is a method of ``Control``, with ``arguments``."""
+        return cls(method.__name__, arguments)
+
+    def run(self, control: Control) -> None:
+        """Call the method of ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no such method."""
+        if self.name not in COMMANDS:
+            raise ServeError(Code.UNIMPLEMENTED, f"unknown command {self.name!r}")
+        getattr(control, self.name)(*self.arguments)

@@ -1,0 +1,117 @@
+"""``LocalControl`` runs the commands of ``Control`` in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from accel.errors import AccelError
+
+from ..models.config import ModelConfig, parse_json
+from ..models.model import ServedModel
+from ..models.repository import Repository
+from ..protocol.inference import Code, Parameter, ServeError, StatisticsRow
+from .control import Command, Control
+from .cuda_regions import CudaRegion
+from .settings import LogSettings, TraceSettings
+from .shared_memory import OwnedMemory, Region
+
+
+class LocalControl:
+    """Changes the repository, the shared memory and the settings of one process. Safe to call from any thread."""
+
+    def __init__(self, repository: Repository, memory: OwnedMemory, trace: TraceSettings, logging: LogSettings) -> None:
+        self._repository, self._memory, self.trace, self.logging = repository, memory, trace, logging
+        self._configs: dict[str, str] = {}  # by model: the config that the last load command sent
+
+    def load(self, name: str, config: str | None) -> None:
+        with _as_invalid():
+            self._repository.load(name, read_config(name, config))
+        self._configs.pop(name, None)
+        if config is not None:
+            self._configs[name] = config
+
+    def unload(self, name: str, dependents: bool) -> None:
+        with _as_invalid():
+            self._repository.unload(name, dependents)
+        self._configs.pop(name, None)
+
+    def unload_others(self, kept: Collection[str]) -> None:
+        with _as_invalid():
+            for name in set(self._repository.loaded()) - set(kept):
+                self._repository.unload(name)
+
+    def register_memory(self, owner: str, name: str, key: str, offset: int, byte_size: int) -> None:
+        self._memory.of(owner).register(name, key, offset, byte_size)
+
+    def unregister_memory(self, owner: str, name: str) -> None:
+        self._memory.of(owner).unregister(name, Region)
+
+    def register_cuda_memory(self, owner: str, name: str, handle: bytes, device: int, byte_size: int) -> None:
+        with _as_invalid():
+            self._memory.of(owner).register_cuda(name, handle, device, byte_size)
+
+    def unregister_cuda_memory(self, owner: str, name: str) -> None:
+        with _as_invalid():
+            self._memory.of(owner).unregister(name, CudaRegion)
+
+    def change_trace_settings(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
+        self.trace.change(model, changes)
+
+    def change_log_settings(self, changes: Mapping[str, Parameter]) -> None:
+        self.logging.change(changes)
+
+    def statistics(self, models: Sequence[ServedModel]) -> list[StatisticsRow]:
+        """Returns the statistics of ``models`` in this process."""
+        return [(model.name, model.version, model.statistics()) for model in models]
+
+    def statistics_of(self, versions: Collection[tuple[str, str]]) -> list[StatisticsRow]:
+        """Returns the statistics of the ``versions`` (name and version) that this process has loaded."""
+        return self.statistics([m for m in self._repository.models() if (m.name, m.version) in versions])
+
+    def commands(self) -> list[Command]:
+        """Returns the commands that bring a new process of the same server into the state of this process."""
+        found: list[Command] = []
+        if self._repository.mode == "explicit":
+            loaded = self._repository.loaded()
+            found += [Command.of(Control.load, name, self._configs.get(name)) for name in loaded]
+            found.append(Command.of(Control.unload_others, loaded))
+        for owner, region in self._memory.regions():
+            if isinstance(region, Region):
+                found.append(
+                    Command.of(Control.register_memory, owner, region.name, region.key, region.offset, region.byte_size)
+                )
+            else:
+                found.append(
+                    Command.of(
+                        Control.register_cuda_memory,
+                        owner,
+                        region.name,
+                        region.handle,
+                        region.device,
+                        region.byte_size,
+                    )
+                )
+        found += [Command.of(Control.change_trace_settings, *change) for change in self.trace.changed().items()]
+        logging_changes = {key: value for key, value in self.logging.all().items() if key != "log_file"}
+        return [*found, Command.of(Control.change_log_settings, logging_changes)]
+
+
+def read_config(name: str, text: str | None) -> ModelConfig | None:
+    """Returns the config that a load command sent as JSON, or None if ``text`` is None. Raises ``ServeError``
+    INVALID_ARGUMENT if ``text`` is not a ModelConfig."""
+    if text is None:
+        return None
+    with _as_invalid():
+        return parse_json(text, f"the config sent for '{name}'")
+
+
+@contextlib.contextmanager
+def _as_invalid() -> Iterator[None]:
+    """Raise accel's own errors as ``ServeError`` INVALID_ARGUMENT, which the client gets."""
+    try:
+        yield
+    except ServeError:
+        raise
+    except AccelError as error:
+        raise ServeError(Code.INVALID_ARGUMENT, str(error)) from None

@@ -1,0 +1,31 @@
+"""A request to stop that a signal handler may make at any moment."""
+
+from __future__ import annotations
+
+from queue import Empty, SimpleQueue
+
+
+class StopRequest:
+    """Tells the main thread to stop.
+
+    A ``threading.Event`` can deadlock here: its lock isn't reentrant, and a handler may run while the main thread holds
+    the lock inside ``wait``. ``SimpleQueue.put`` is reentrant.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+        self._woken: SimpleQueue[None] = SimpleQueue()
+
+    def make(self) -> None:
+        """Makes the request, and wakes ``wait``."""
+        self.made = True
+        self._woken.put(None)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the request, at most ``seconds``. Tells whether the request is made."""
+        if not self.made:
+            try:
+                self._woken.get(timeout=seconds)
+            except Empty:
+                return self.made
+        return True

@@ -1,0 +1,4 @@
+"""The transports: gRPC, HTTP, and what both share (metrics, parameters of tensors).
+
+In: bytes from clients, and an `InferenceServer` to call. Out: the answers in Triton's wire formats, and `/metrics`.
+"""

@@ -1,0 +1,32 @@
+"""Reads the parameters of a tensor that mean the same over gRPC and HTTP: shared memory and classification."""
+
+from __future__ import annotations
+
+from ..core.transport import Slice, WantedOutput
+from ..protocol.inference import Parameter
+from ..protocol.tensors import invalid
+
+
+def memory_slice(given: dict[str, Parameter], name: str) -> Slice | None:
+    """Remove the shared memory from the parameters of tensor ``name`` and return it. Returns None if there is none."""
+    region = given.pop("shared_memory_region", None)
+    if region is None:
+        return None
+    size, offset = given.pop("shared_memory_byte_size", None), given.pop("shared_memory_offset", 0)
+    if not isinstance(region, str) or isinstance(size, bool | float | str) or size is None:
+        raise invalid(f"shared_memory_byte_size has to be given as an integer for '{name}' with shared_memory_region")
+    if isinstance(offset, bool | float | str):
+        raise invalid(f"shared_memory_offset has to be an integer for '{name}'")
+    return Slice(region, size, offset)
+
+
+def wanted_output(name: str, given: dict[str, Parameter]) -> WantedOutput:
+    """Returns the requested output ``name`` with its parameters. Raises ``ServeError`` INVALID_ARGUMENT if a parameter
+    is malformed."""
+    place = memory_slice(given, name)
+    count = given.pop("classification", 0)
+    if isinstance(count, bool | float | str) or count < 0:
+        raise invalid(f"classification has to be the number of classes for output '{name}'")
+    if count and place is not None:
+        raise invalid(f"output '{name}' can't be both a classification and in shared memory")
+    return WantedOutput(name, count, place, given)

@@ -1,0 +1,1 @@
+"""The tests: folders mirror the source; what several of them share is in ``tests.support``."""

@@ -1,0 +1,88 @@
+"""Files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, the stage cache.
+
+Version 0.1.0 wrote ``v0_1_0/`` in a folder ``/model``: ``accel export net.py:make --input x:float32[batch,4]``, ``accel
+optimize net.onnx``, ``accel export net.onnx --to openvino`` and ``accel train train.toml``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.cache import StageCache
+
+OLD = Path(__file__).with_name("v0_1_0")
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copies the files of 0.1.0 and makes the copy the current folder."""
+    shutil.copytree(OLD, tmp_path / "old")
+    monkeypatch.chdir(tmp_path / "old")
+    return tmp_path / "old"
+
+
+def outputs(model: str) -> np.ndarray:
+    with accel.load(model) as session:
+        return next(iter(session.run({"x": X}).values()))
+
+
+def test_artifacts_are_opened(old: Path) -> None:
+    """Fails if an ONNX file, an IR or a folder of accel optimize with a manifest of 0.1.0 is refused, or gives other
+    outputs."""
+    wanted = outputs("net.onnx")
+    assert np.allclose(outputs("ir"), wanted, atol=1e-6)
+    assert np.allclose(outputs("optimized"), wanted, atol=1e-6)
+    assert [record["name"] for record in Artifact.open(old / "net.onnx").history] == ["onnx_from_torch", "simplify"]
+
+
+def test_the_chain_is_followed(old: Path) -> None:
+    """Fails if hashes that 0.1.0 recorded don't match the files, or if a changed file passes."""
+    hold = {link.path: link.status for link in accel.inspect("net.onnx", check=True).chain}
+    assert hold["net.onnx"] == "ok"
+    (old / "net.onnx").write_bytes((old / "net.onnx").read_bytes()[:-1] + b"x")
+    assert not accel.inspect("net.onnx", check=True).intact
+
+
+def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
+    """Fails if accel opens another file than the one that 0.1.0's optimize.json records as chosen."""
+    chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
+    ran = cli("inspect", "optimized", "--json")
+    assert ran.code == 0, ran.stderr
+    assert json.loads(ran.stdout)["path"].endswith(chosen)
+
+
+def test_a_run_is_exported_and_goes_on(old: Path, cli: Any) -> None:
+    """Fails if a run folder of 0.1.0 can't be exported, or if training can't continue from its checkpoint with the same
+    config."""
+    ran = cli("export", "run", "--input", "x:float32[batch,4]", "-o", "trained.onnx", "-q")
+    assert ran.code == 0, ran.stderr
+    ran = cli("train", "train.toml", "--steps", "6", "--out", "run", "-q", "--json")
+    assert ran.code == 0, ran.stderr
+    assert json.loads(ran.stdout)["steps"] == 6
+
+
+def test_an_entry_of_the_cache_is_found(old: Path) -> None:
+    """Fails if accel can't read a stage that 0.1.0 kept in the cache."""
+    (entry,) = (old / "cache" / "stages").iterdir()
+    found = StageCache(old / "cache").find(entry.name)
+    assert found is not None
+    assert found.history[-1]["name"] == "simplify"
+
+
+def test_a_stage_has_the_key_that_it_had(old: Path) -> None:
+    """Fails if a change of accel's code alone, with the same libraries, invalidates the cache of 0.1.0."""
+    before = Artifact.open(old / "net.onnx").history
+    again = accel.export("net.py:make", inputs={"x": ("float32", ("batch", 4))}, out=old / "again.onnx").history
+    was, now = before[0], again[0]  # the first output names the folder of the code, so later stages differ
+    assert was["input"] == now["input"]
+    if was["versions"] == now["versions"]:
+        assert was["key"] == now["key"]

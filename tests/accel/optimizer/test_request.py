@@ -1,0 +1,129 @@
+"""The request of accel optimize holds the arguments, defaults and checks, and writes the command that repeats it."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accel
+from accel.api.optimize import CastOptions, QuantizeOptions
+from accel.artifact import Artifact
+from accel.cli.optimize import command
+from accel.errors import BadInputSpec, UnknownName, UsageError
+from accel.optimizer.report.command import command_line
+from accel.optimizer.request import OptimizeRequest
+from accel.optimizer.stage_options import parse_cast_options, parse_quantize_options
+from accel.sources.source import Source
+from accel.tables.precision import PRECISIONS
+from accel.tables.target import TARGETS
+from tests.support.onnx_builder import FLOAT, artifact, node
+
+QUANTIZE = QuantizeOptions(percentile=99.9, samples=64, per_channel=False, keep=("a/*", "Conv"))
+CAST = CastOptions(keep_io=False, keep_fp32=("Softmax",))
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Artifact:
+    return artifact(
+        tmp_path / "m.onnx", [node("Relu", "x", "y")], {"x": (FLOAT, ["batch", 3])}, {"y": (FLOAT, ["batch", 3])}
+    )
+
+
+def test_defaults_are_those_of_the_function() -> None:
+    """Fails if the public function and the request have different arguments or defaults. Then the report's command
+    would leave out an option."""
+    parameters = dict(inspect.signature(accel.optimize).parameters)
+    del parameters["model"]
+    known = [one for one in (*fields(OptimizeRequest), *fields(Source)) if one.name not in ("source", "spec")]
+    assert set(parameters) == {one.name for one in known}
+    for one in known:
+        default = parameters[one.name].default
+        if one.default is MISSING:
+            assert default is inspect.Parameter.empty
+        else:
+            assert (default or None) == (one.default or None), one.name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"max_drop": 1.0}, UsageError, "the drop 1.0 is not from 0 to 1"),
+        ({"label_metric": "top1"}, UsageError, "pass --labels"),
+        ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels bring their own metric"),
+        ({"budget_seconds": 0.0}, UsageError, "nothing can be tried in 0 s"),
+        ({"target": "tpu"}, UnknownName, "unknown target 'tpu'"),
+        ({"precision": ("fp7",)}, UnknownName, "unknown precision 'fp7'; use one of fp32, fp16"),
+        ({"quantize": ("smooth=2",)}, BadInputSpec, "smooth=0.5"),
+        ({"cast": ("keep-io=maybe",)}, BadInputSpec, "keep-io=no"),
+        ({"engine": ("speed=9",)}, BadInputSpec, "builder-level"),
+    ],
+)
+def test_checked_when_it_is_built(wrong: dict[str, Any], error: type[UsageError], says: str) -> None:
+    """Fails if a wrong argument is found only after the model was exported."""
+    with pytest.raises(error, match=says):
+        OptimizeRequest(source=Source("m.onnx"), out=Path("out"), **wrong)
+
+
+def test_options_in_python_are_the_words_of_the_command_line() -> None:
+    """Fails if an option means something else as a field than on the command line, or if a value out of range is
+    accepted."""
+    assert parse_quantize_options(QUANTIZE.words()) == QUANTIZE.to_fields()
+    assert QUANTIZE.to_fields() == {
+        "calibration": "percentile", "percentile": 99.9, "samples": 64, "per_channel": False, "keep": ("a/*", "Conv"),
+    }  # fmt: skip
+    assert parse_cast_options(CAST.words()) == CAST.to_fields() == {"keep_io": False, "keep_fp32": ("Softmax",)}
+    assert (QuantizeOptions().to_fields(), CastOptions().to_fields()) == ({}, {})
+    for wrong in ({"percentile": 200.0}, {"block_size": 17}, {"calibration": "guess"}, {"samples": 0}):
+        with pytest.raises(BadInputSpec):
+            QuantizeOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quantize", [QUANTIZE, QUANTIZE.words()])
+@pytest.mark.parametrize("cast", [CAST, CAST.words()])
+def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: Any, cast: Any) -> None:
+    """Fails if the report's command doesn't repeat the options, whether the user gave them as fields or as words."""
+    request = OptimizeRequest(
+        source=Source(src),
+        out=Path("out"),
+        target="ort-cpu",
+        precision=("int8",),
+        quantize=quantize,
+        cast=cast,
+        kernels=True,
+    )
+    asked = request.recipe_request(samples=8)
+    assert (asked.quantize, asked.cast) == (QUANTIZE.to_fields(), CAST.to_fields())
+    words = shlex.split(command_line(request))
+    assert words[:2] == ["accel", "optimize"]
+    read = command.make_context("optimize", words[2:]).params
+    assert (read["quantize"], read["cast"]) == (QUANTIZE.words(), CAST.words())
+    assert (read["model"], read["target"], read["precision"], read["kernels"]) == (
+        str(src.path), "ort-cpu", ("int8",), True,
+    )  # fmt: skip
+
+
+def test_a_function_and_mixed_options_in_the_command() -> None:
+    """Fails if the command has an argument that only Python has, or spells an argument in a way that the command line
+    can't read."""
+    request = OptimizeRequest(
+        source=Source("m.onnx", graph_inputs=("a", "b")),
+        out=Path("out"), metric=sum, data=Path("d.npz"), lengths=(8, 16), sizes={"batch": 2},
+        profiles=("x=1,2,3",), vary_session=False, use_cache=False,
+    )  # fmt: skip
+    assert command_line(request) == (
+        "accel optimize m.onnx -o out --data d.npz --metric builtins:sum --profile x=1,2,3 --sizes batch=2 "
+        "--lengths 8,16 --fixed-session --inputs a,b"
+    )
+
+
+def test_the_table_of_precisions() -> None:
+    """Fails if a target names a precision without a row, or if two precisions share a place in an order."""
+    assert all(name in PRECISIONS for target in TARGETS.values() for name in target.precisions)
+    for rank in ("rank", "rank_unmeasured"):
+        assert sorted(getattr(row, rank) for row in PRECISIONS.values()) == list(range(len(PRECISIONS)))
+    assert all(row.quantized for row in PRECISIONS.values() if row.needs_data)

@@ -1,0 +1,62 @@
+"""``accel.Source`` holds a model and everything that the user says about it. Every public function accepts it."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import UsageError
+from accel.sources.source import Source, SourceOptions, shared
+
+FUNCTIONS = ("export", "optimize", "bench", "verify", "bisect", "load", "preflight", "inspect")
+NET = "import torch\n\ndef make():\n    torch.manual_seed(0)\n    return torch.nn.Linear(3, 2)\n"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_takes_the_same(name: str) -> None:
+    """Fails if a public function lacks an option of a source, or has another default or type for it."""
+    from accel.api.bisect import bisect
+    from accel.api.preflight import preflight
+
+    function = {"bisect": bisect, "preflight": preflight}.get(name) or getattr(accel, name)
+    own = inspect.signature(Source).parameters
+    taken = inspect.signature(function).parameters
+    for option in SourceOptions.__annotations__:
+        assert taken[option].kind is inspect.Parameter.KEYWORD_ONLY
+        assert (taken[option].default, taken[option].annotation) == (own[option].default, own[option].annotation)
+
+
+def test_a_source_is_taken_wherever_a_path_is(tmp_path: Path) -> None:
+    """Fails if a Source can't be exported, loaded and compared, or if keywords of the call override its fields."""
+    (tmp_path / "net.py").write_text(NET)
+    net = accel.Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,3]"])
+    made = accel.export(net, out=tmp_path / "net.onnx", inputs=["other:float32[batch,9]"])
+    assert [spec.name for spec in made.signature.inputs] == ["x"]
+    assert accel.verify(net, accel.Source(made.path)).passed
+    with accel.load(net) as session:
+        assert session.run(session.example_inputs(batch=2))["output"].shape == (2, 2)
+
+
+def test_of(digits: Artifact) -> None:
+    """Fails if Source.of changes a path, an artifact or a source, or if keywords override the fields of a source."""
+    assert Source.of("net.py:make", dims={"batch": (1, 2, 3)}) == Source("net.py:make", dims={"batch": (1, 2, 3)})
+    assert Source.of(digits).open() is digits
+    own = Source("net.py:make", weights="own.pt")
+    assert Source.of(own) == own
+    assert Source.of(own, weights="other.pt", signature="s") == Source("net.py:make", weights="own.pt", signature="s")
+
+
+def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -> None:
+    """Fails if an ONNX file gets options that only its source needs, or if an option that applies to none of the models
+    is silently ignored."""
+    (tmp_path / "net.py").write_text(NET)
+    spec = f"{tmp_path / 'net.py'}:make"
+    file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})
+    assert (file.inputs, net.inputs) == (None, ["x:float32[batch,3]"])
+    assert (file.native, net.native) == (False, True)
+    with pytest.raises(UsageError, match="takes signature=; leave it out"):
+        shared((digits.path, spec), {"signature": "serving_default"})

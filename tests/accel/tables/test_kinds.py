@@ -1,0 +1,101 @@
+"""A new format for accel export takes a converter and a row in each table."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import accel
+from accel.artifact import Artifact
+from accel.errors import SignatureDrift, UnknownName
+from accel.signature import Signature
+from accel.sources.main_file import main_file
+from accel.sources.onnx.file import describe
+from accel.stage import StageConfig
+from accel.tables.kinds import KINDS, Kind, kind_of
+from accel.tables.stage_table import STAGES, Stage, route
+
+KIND = Kind(
+    name="toy", main_file="model.toy", runtimes=("onnxruntime",), reader=f"{__name__}:read_back", export_as="toy"
+)
+STAGE = Stage(
+    name="toy_from_onnx",
+    function=f"{__name__}:toy_from_onnx",
+    config=f"{__name__}:ToyConfig",
+    takes=("onnx",),
+    gives="toy",
+    packages=("onnx",),
+)
+MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Relu (x) }'
+# The outputs that the toy converter loses. The test of a faulty converter fills this list.
+LOSES: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(StageConfig):
+    """Has no options."""
+
+
+def toy_from_onnx(src: Artifact, config: ToyConfig, out: Path) -> Artifact:
+    shutil.copyfile(src.path, out)
+    if LOSES:
+        model = onnx.load(str(out))
+        model.graph.output[0].name = LOSES[0]
+        model.graph.node[-1].output[0] = LOSES[0]
+        onnx.save(model, str(out))
+    return Artifact(path=out, kind="toy", signature=src.signature)
+
+
+def read_back(path: Path, known: Signature) -> Any:
+    return describe(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_kinds"])
+    monkeypatch.setitem(KINDS, "toy", KIND)
+    monkeypatch.setattr("accel.tables.stage_table.STAGES", (*STAGES, STAGE))
+    path = tmp_path / "affine.onnx"
+    onnx.save(onnx.parser.parse_model(MODEL), str(path))
+    return path
+
+
+def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> None:
+    """Fails if accel can't export to a format with a converter and its rows, or can't find, check or run the exported
+    file."""
+    made = accel.export(source, to="toy", out=tmp_path / "out")
+    assert made.path == tmp_path / "out" / "model.toy" == main_file(tmp_path / "out")
+    assert kind_of(made.path) == made.kind == "toy"
+    assert [record["name"] for record in made.history] == ["toy_from_onnx"]
+    assert all(gate["passed"] for gate in made.history[-1]["gates"])
+    assert accel.inspect(made.path, check=True).intact
+    with accel.load(source) as wanted, accel.load(tmp_path / "out") as found:
+        feeds = wanted.example_inputs(batch=3)
+        np.testing.assert_array_equal(found.run(feeds)["y"], wanted.run(feeds)["y"])
+    with pytest.raises(UnknownName, match=r"to= takes .*toy"):
+        accel.export(source, to="game", out=tmp_path / "other")
+
+
+def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the signature isn't read from a file of the new format by the reader in its row."""
+    monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
+    with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; what is left: lost"):
+        accel.export(source, to="toy", out=tmp_path / "out")
+    assert not (tmp_path / "out" / "model.toy").exists()
+
+
+def test_routes() -> None:
+    """Fails if the route to a kind isn't the one with the fewest stages, or if a kind without a route isn't refused."""
+    assert [stage.name for stage in route("onnx", "tflite")] == ["saved_model_from_onnx", "tflite_from_saved_model"]
+    assert [stage.name for stage in route("onnx", "torch")] == ["torch_from_onnx"]
+    assert route("onnx", "onnx") == ()
+    with pytest.raises(UnknownName, match="no stages lead from engine to onnx; engine becomes nothing"):
+        route("engine", "onnx")

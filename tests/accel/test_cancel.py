@@ -1,0 +1,124 @@
+"""Cancelled work ends, even if it reports no progress."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.cancel import cancelled_by, check_cancelled, interruptible
+from accel.child import Child, run_in_child, run_program
+from accel.optimizer.budget import Budget, OutOfTime
+from accel.progress import report
+from accel.sources.onnx.file import open_onnx
+from accel.stage import StageConfig, run_stage
+from accel.tables.stage_table import Stage
+
+MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (float[batch, 4] y) { y = Relu (x) }'
+
+
+class GivenUp(Exception):
+    """The work was cancelled."""
+
+
+def soon(seconds: float = 0.3) -> Callable[[], None]:
+    """Returns a check that cancels the work after ``seconds``."""
+    end = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise GivenUp
+
+    return check
+
+
+def silent_for_ever(*_: object) -> None:
+    """Never reports or checks for cancellation, and swallows every error that it can."""
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+def silent_in_a_child(*_: object) -> None:
+    run_in_child("signal:pause")
+
+
+def stage(function: str) -> Stage:
+    return Stage(
+        name="silent",
+        function=f"{__name__}:{function}",
+        config="accel.stage:StageConfig",
+        takes=("onnx",),
+        gives="onnx",
+        packages=(),
+    )
+
+
+@pytest.mark.parametrize("function", ["silent_for_ever", "silent_in_a_child"])
+def test_a_stage_that_never_reports_is_given_up_with_the_budget(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Fails if a stage that reports nothing runs on after its budget, or leaves an entry in the cache."""
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_cancel"])
+    onnx.save(onnx.parser.parse_model(MODEL), str(tmp_path / "m.onnx"))
+    src: Artifact = open_onnx(tmp_path / "m.onnx", probe=False)
+    budget = Budget(1.0)
+    began = time.monotonic()
+    cache = StageCache()
+    with pytest.raises(OutOfTime), budget.within(0.5):
+        run_stage("silent", src, StageConfig(), stage=stage(function), cache=cache)
+    assert time.monotonic() - began < 60
+    assert list((cache.root / "scratch").iterdir()) == []
+    with Budget(None).within(0.5):
+        assert interruptible(lambda one: one.kind, src) == "onnx"
+
+
+def test_a_child_that_reports_nothing_is_killed() -> None:
+    """Fails if the parent waits for a child whose call was cancelled, or leaves the child running."""
+    child = Child()
+    with pytest.raises(GivenUp), cancelled_by(soon()):
+        child.call("signal:pause")
+    assert not Path(f"/proc/{child.pid}").exists()
+    child.close()
+
+
+def test_a_program_that_reports_nothing_is_killed(tmp_path: Path) -> None:
+    """Fails if the parent waits for a cancelled program, or leaves the program running."""
+    pid = tmp_path / "pid"
+    command = ["/bin/sh", "-c", "echo $$ > new; mv new pid; exec sleep 600"]
+
+    def check() -> None:
+        if pid.exists():
+            raise GivenUp
+
+    with pytest.raises(GivenUp), cancelled_by(check):
+        run_program(command, folder=tmp_path, timeout=600)
+    assert not Path(f"/proc/{int(pid.read_text())}").exists()
+
+
+def test_what_has_ended_is_not_interrupted() -> None:
+    """Fails if the result of work that ended in time is lost, or if an interrupt arrives after the work."""
+    for _ in range(20):
+        with cancelled_by(soon(60)):
+            assert interruptible(sum, (1, 2)) == 3
+    with pytest.raises(ZeroDivisionError), cancelled_by(soon(60)):
+        interruptible(lambda: 1 / 0)
+
+
+def test_the_outer_check_holds_inside_the_inner_one() -> None:
+    """Fails if an inner check replaces the outer one, or remains after its block."""
+    with cancelled_by(soon(-1)), pytest.raises(GivenUp), cancelled_by(soon(60)):
+        check_cancelled()
+    with pytest.raises(GivenUp), cancelled_by(soon(-1)):
+        report("a report asks, too")
+    report("nobody gives this up")
+    check_cancelled()

@@ -1,0 +1,35 @@
+"""Forks the processes of the training tests from a server that has imported torch: see ``forked``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.accel.train.forked import Server, fresh
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked(_server: Server) -> Iterator[None]:
+    """Forks the processes of a module's tests. Each computes with one thread, because two workers share two cores."""
+    threads = torch.get_num_threads()
+    with _server.installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_interpreters(_forked: None) -> Iterator[None]:
+    """Makes the test start its processes as a user does, including all imports."""
+    with fresh():
+        yield

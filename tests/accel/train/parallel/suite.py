@@ -1,0 +1,309 @@
+"""One rank of the distributed checks. ``python -m tests.accel.train.parallel.suite ORDER`` runs the parts that the file
+ORDER names and writes its results to ``rank-RANK.json`` in ORDER's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from accel.errors import AccelError
+from accel.sources.python_object import load_object
+from accel.train.checkpoints.final import gather
+from accel.train.config.rules import check
+from accel.train.config.schema import ParallelConfig, TrainConfig
+from accel.train.config.toml import override
+from accel.train.loop import Trainer
+from accel.train.parallel.layout import join
+from accel.train.ranks import Ranks
+from tests.accel.train.parallel import rank_bytes, rank_faults, rows
+from tests.accel.train.parallel.rows import HALF, OWN_MODEL, POWER_SGD, SAVED, STEPS, TAKEN_UP
+from tests.support import ROOT
+from tests.support.runs import SMALL
+
+HERE = SMALL
+PLAN = tomllib.loads((ROOT / "examples" / "gpt.toml").read_text())["tensor_parallel"]
+
+# The tensor-parallel plan of ``small_gpt.py:decoder``.
+OWN_PLAN = {
+    "embed": "vocabulary",
+    "layers.*.norm_*": "sequence",
+    "layers.*.[qkv]": "column",
+    "layers.*.o": "row",
+    "layers.*.gate": "column",
+    "layers.*.up": "column",
+    "layers.*.down": "row",
+    "norm": "sequence",
+    "lm_head": "vocabulary",
+}
+
+
+def config(overrides: list[str]) -> TrainConfig:
+    """Returns a config of SGD with momentum, because Adam would hide an error in a gradient's scale. Micro-batches hold
+    two samples. If ranks share samples, which is slow for so small a model, a micro-batch holds all of them, unless the
+    row sets ``micro_batch``."""
+    body: dict[str, Any] = {
+        "model": f"{HERE}:model",
+        "data": f"{HERE}:data",
+        "steps": STEPS,
+        "global_batch": 8,
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "tensor_parallel": PLAN,
+    }
+    for text in overrides:
+        override(body, text)
+    if body["model"].endswith(":decoder"):
+        body["tensor_parallel"] = OWN_PLAN
+    if "micro_batch" not in body:
+        axes = body.get("parallel", {})
+        sharing = axes.get("tp", 1) * axes.get("cp", 1)
+        together = sharing > 1 and axes.get("pp", 1) == 1
+        body["micro_batch"] = 8 * sharing // int(os.environ.get("WORLD_SIZE", "1")) if together else 2
+    return TrainConfig.from_dict(body)
+
+
+@cache
+def _join(layout: ParallelConfig) -> Ranks:
+    """Returns the process groups of a layout. Makes them once per layout, which saves most of the time of a row."""
+    return join(TrainConfig(parallel=layout, global_batch=8 * 1024, micro_batch=1))
+
+
+def start(overrides: list[str], out: Path) -> Trainer:
+    made = config(overrides)
+    p = made.parallel
+    check(made, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = ParallelConfig(zero=min(p.zero, 1), replicate=p.replicate, tp=p.tp, pp=p.pp, cp=p.cp)
+    return Trainer(made, out, _join(layout))
+
+
+def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
+    batches = trainer.batches()
+    return [trainer.one_step(batches)["loss"] for _ in range(until - trainer.step)]
+
+
+def main(order: dict[str, Any]) -> None:
+    """Runs the rows that ``order`` names under "parity", and the parts of PARTS with the names that ``order`` gives
+    them."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    faulthandler.enable()
+    folder = Path(order["folder"])
+    others = [Path(other) for other in order["others"]]
+    found: dict[str, Any] = {"parity": {}, "on": {}, "seconds": {}}
+    table = rows.of(world)
+
+    def begin(name: str) -> None:
+        print(f"rank {rank}: {name}", flush=True)  # if a launch fails, the output shows at which name
+        found["seconds"][name] = -time.process_time()
+
+    def end(name: str) -> None:
+        found["seconds"][name] = round(found["seconds"][name] + time.process_time(), 2)
+
+    for name in order.get("parity", ()):
+        begin(name)
+        trainer = start(table[name], folder / "none")
+        found["parity"][name] = losses(trainer)
+        found["on"][name] = rank_bytes.switched_on(trainer)
+        end(name)
+    for part, run in PARTS.items():
+        if part in order:
+            begin(part)
+            found[part] = run(order[part], world, folder, others)
+            end(part)
+    if world > 1:
+        torch.distributed.barrier()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
+    """Returns the losses after the first half, and whether the optimizer's state equals the saved one bit for bit.
+    World size 2 saves, world size 4 resumes."""
+    folder = (folder if world == 2 else others[0]) / "adamw"
+    file = folder / "state.pt"
+    trainer = start([f"parallel.zero={1 if world == 2 else 3}", *rows.ADAMW], folder)
+    if world == 2:
+        losses(trainer, HALF)
+        trainer.finish()
+        state = gather(trainer.optimizer.state_dict(), trainer.ranks)
+        if state is not None:
+            torch.save(state, file)
+        again = start(["parallel.zero=1", *rows.ADAMW], folder / "none")
+        return {"losses": losses(again)[HALF:]}
+    trainer.resume()
+    state = gather(trainer.optimizer.state_dict(), trainer.ranks)
+    saved = torch.load(file, weights_only=True)
+    kinds = sorted({name.rpartition(".")[2] for name in saved})
+    equal = state is None or (
+        set(state) == set(saved) and all(torch.equal(state[name], value) for name, value in saved.items())
+    )
+    return {"losses": losses(trainer), "equal": equal, "kinds": kinds}
+
+
+def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> None:
+    """Writes to ``folder`` the weights after one plain step under each name of ``rows.GRADIENTS``."""
+    for name in names:
+        trainer = start([*rows.GRADIENTS[world][name], "optimizer.lr=1", "optimizer.momentum=0"], folder / "none")
+        trainer.one_step(trainer.batches())
+        weights = gather(trainer.module.state_dict(), trainer.ranks)
+        if weights is not None:
+            torch.save(weights, folder / f"gradient-{name}.pt")
+
+
+def _context_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, float]:
+    """Returns the bytes that context parallel keeps for the backward pass of a micro-batch, and the bytes that it sends
+    in the forward pass."""
+    from accel.plan.measure import SavedBytes
+    from accel.train.parallel.context import Ulysses
+
+    trainer = start(["parallel.cp=2", "micro_batch=2"], folder / "none")
+    sent, turn = 0.0, Ulysses._turn
+
+    def counted(self: Ulysses, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
+        nonlocal sent
+        sent += tensor.nbytes * (self.mesh.size() - 1) / self.mesh.size()
+        return turn(self, tensor, had, gets)
+
+    x, y = next(trainer.batches())
+    Ulysses._turn = counted  # type: ignore[method-assign]
+    with SavedBytes(trainer.module.parameters()) as saved:
+        logits = trainer.module(x)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[:, : logits.shape[1]].flatten())
+    Ulysses._turn = turn  # type: ignore[method-assign]
+    del loss
+    return {"kept": saved.bytes, "sent": sent}
+
+
+def _tensor_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, int]:
+    """Returns the bytes that tensor-parallel layers keep for the backward pass of a micro-batch, with and without
+    sequence parallel and recomputation."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from accel.plan.measure import SavedBytes
+    from accel.train.loss import cross_entropy
+    from accel.train.parallel.tensor import distribute, match
+    from accel.train.recompute import recompute
+
+    x, y = next(start([f"parallel.tp={world}", "micro_batch=2"], Path("none")).batches())
+    mesh, kept = _join(ParallelConfig(tp=world)).tp, {}
+    assert mesh is not None
+    for again in ("none", "full"):
+        for sequence in (True, False):
+            module = load_object(f"{HERE}:model", "factory")[1]()
+            recompute(module, again)
+            distribute(module, mesh, match(module, PLAN), sequence=sequence)
+            with SavedBytes(module.parameters()) as saved, loss_parallel():
+                loss, _ = cross_entropy(module(x), y)
+            kept[f"{again} {sequence}"] = saved.bytes
+            del loss
+    return kept
+
+
+def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
+    """Saves half a run of each layout of ``rows.SAVED``. Tells for each whether ``final/`` equals the weights of this
+    rank."""
+    found = {}
+    for name, overrides in SAVED[world].items():
+        asynchronous = "true" if name == "zero1" else "false"
+        trainer = start([*overrides, f"checkpoint.asynchronous={asynchronous}"], folder / name)
+        losses(trainer, HALF)
+        trainer.finish()
+        written = load_file(folder / name / "final" / "model-00001-of-00001.safetensors")
+        own = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in trainer.module.state_dict().items()}
+        found[name] = {
+            "equal": all(torch.equal(value, written[n]) for n, value in own.items()),
+            "names": sorted(own),
+            "written": sorted(written),
+        }
+    return found
+
+
+def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
+    """Returns the losses of the second half of a run, by "SAVED WORLD LAYOUT -> THIS WORLD LAYOUT"."""
+    found = {}
+    for name in names:
+        source, _, target = name.partition(" -> ")
+        home, saved = source.split()
+        trainer = start(TAKEN_UP[world][target.split()[1]], folder.parent / home / saved)
+        trainer.resume()
+        assert trainer.step == HALF
+        found[name] = losses(trainer)
+    return found
+
+
+def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
+    """Returns the losses of a whole run, of its saved first half, and of a second half without PowerSGD's memory."""
+    trainer = start(POWER_SGD, folder / "power_sgd")
+    found = {"whole": losses(start(POWER_SGD, folder / "none")), "first": losses(trainer, HALF)}
+    trainer.finish()
+    forgetful = start(POWER_SGD, folder / "power_sgd")
+    forgetful.resume()
+    assert forgetful.built.memory is not None
+    forgetful.built.memory.load_state_dict({})
+    return {**found, "forgotten": losses(forgetful)}
+
+
+def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> list[float]:
+    """Returns the losses of the second half, resumed with the PowerSGD memory that world size 2 saved."""
+    trainer = start(POWER_SGD, (folder if world == 2 else others[0]) / "power_sgd")
+    trainer.resume()
+    return losses(trainer)
+
+
+def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, str]:
+    """Returns the error for each wrong plan, wrong model, and data that can't be cut."""
+    said = {}
+    for name, plan, overrides in (
+        ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
+        ("odd length", PLAN, [f"data={HERE}:odd_data"]),
+        *((name, PLAN, [f"model={HERE}:{name}"]) for name in ("one_head", "all_heads", "whole_heads", "one_product")),
+        ("turned after the cut", {}, [OWN_MODEL, "parallel.tp=1", "parallel.cp=2"]),
+        ("cut too late", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=blocks.0"]),
+        ("cut too early", PLAN, ["parallel.tp=1", "parallel.cp=2", "parallel.cp_split=embed.tokens"]),
+        ("wrong chain", PLAN, [f"model={HERE}:wrong_chain", "parallel.tp=1", "parallel.pp=2"]),
+    ):
+        made = dataclasses.replace(config(["parallel.tp=2", *overrides]), tensor_parallel=plan)
+        try:
+            p = made.parallel
+            trainer = Trainer(made, folder / "none", _join(ParallelConfig(tp=p.tp, pp=p.pp, cp=p.cp)))
+            trainer.one_step(trainer.batches())
+        except AccelError as error:
+            said[name] = str(error)
+    return said
+
+
+_Part = Callable[[Sequence[str], int, Path, list[Path]], Any]
+# By the key of an order and of its results, in the order of running.
+PARTS: dict[str, _Part] = {
+    "pipeline": lambda names, world, folder, _: rank_bytes.sent_by_stages(start, names, world, folder),
+    "spiky": lambda names, _, folder, __: rank_faults.overflow(start, names, folder),
+    "not a number": lambda names, _, folder, __: rank_faults.not_a_number(start, names, folder),
+    "damaged": lambda _, __, folder, ___: rank_faults.damaged(start, folder / "damaged"),
+    "gradients": _gradients,
+    "final": _saved,
+    "tensor parallel": _tensor_parallel,
+    "adamw": _adamw,
+    "bytes": lambda names, _, folder, __: rank_bytes.held_and_sent(start, names, folder),
+    "refused": _refused,
+    "context parallel": _context_parallel,
+    "power_sgd": _power_sgd,
+    "power_sgd resumed": _power_sgd_resumed,
+    "resumed": _resumed,
+}
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Ends like a rank of accel. gloo's threads outlive the process groups. If another rank closes its sockets while
+    # this rank tears down the objects of these threads, a signal kills this rank.
+    os._exit(0)

@@ -1,0 +1,77 @@
+"""An export is compared once: PyTorch and the file run once at each shape, and the manifest records the comparison."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.artifact import Artifact
+from accel.cache import StageCache
+from accel.converters.from_torch.onnx_from_torch import SEEDS, OnnxFromTorchConfig
+from accel.errors import ExportFailed
+from accel.proof import gates
+from accel.proof.gates import OutputGate, what_both_take
+from accel.runtimes.base import BaseSession
+from accel.sources.source import Source
+from accel.stage import run_stage
+
+SMALL = """
+import torch
+
+def small():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Artifact:
+    (tmp_path / "small.py").write_text(SMALL)
+    return Source(f"{tmp_path / 'small.py'}:small", inputs={"x": ("float32", ("batch", 4))}).open()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    """Counts the runs of each kind of artifact on each set of feeds. The gates' memory of outputs is off."""
+    counted: Counter[tuple[str, str]] = Counter()
+    run = BaseSession.run
+
+    def counting(self: BaseSession, feeds: Any, *rest: Any, **words: Any) -> Any:
+        counted[self.artifact.kind, gates._digest(feeds)] += 1
+        return run(self, feeds, *rest, **words)
+
+    monkeypatch.setattr(BaseSession, "run", counting)
+    monkeypatch.setattr(gates, "_OUTPUT_BYTES", 0)
+    gates._outputs.clear()
+    return counted
+
+
+@pytest.mark.parametrize("rung", ["dynamo", "legacy"])
+def test_each_shape_runs_once(rung: str, source: Artifact, runs: Counter[tuple[str, str]], tmp_path: Path) -> None:
+    """Fails if both the stage and ``run_stage`` compare, or if the comparison skips the extra seeds that a tracer
+    needs."""
+    gate = OutputGate(limit=1e-4)
+    made = run_stage(
+        "onnx_from_torch", source, OnnxFromTorchConfig(ladder=(rung,)), gates=[gate], cache=StageCache(tmp_path / "c")
+    )
+    assert set(runs.values()) == {1}
+    cases = len(what_both_take(source.signature, made.signature).cases())
+    assert Counter(kind for kind, _ in runs) == {"torch": cases + SEEDS[rung] - 1, "onnx": cases + SEEDS[rung] - 1}
+    recorded = made.history[-1]["gates"]
+    assert len(recorded) == cases + gate.seeds - 1
+    assert all(row["passed"] and row["limit"] == gate.limit for row in recorded)
+
+
+def test_exporters_are_held_to_the_gate_of_the_run(source: Artifact, tmp_path: Path) -> None:
+    """Fails if an exporter is held to the default limit instead of the gate's limit."""
+    with pytest.raises(ExportFailed, match=r"dynamo: its outputs are off: .*\(limit 1e-12\)"):
+        run_stage(
+            "onnx_from_torch",
+            source,
+            OnnxFromTorchConfig(),
+            gates=[OutputGate(limit=1e-12)],
+            cache=StageCache(tmp_path / "c"),
+        )

@@ -1,0 +1,43 @@
+"""The scripts in examples/ run unchanged in an empty folder, and print the documented result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+# The text that each script prints, and whether the script takes minutes because it measures.
+PROMISES = {
+    "engine_for_another_gpu": ("tensorrt-rtx fp16        chosen", True),
+    "optimize_image": ("chosen: ", True),
+    "optimize_text": ("ms   1.00x", True),
+    "serve_and_ask": ("answer: (8, 4)", False),
+    "train_and_export": ("prices: [", False),
+}
+
+
+def test_there_are_five_short_ones() -> None:
+    """Fails if a script has no test, or exceeds 60 lines, since people copy these scripts."""
+    assert [script.stem for script in SCRIPTS] == sorted(PROMISES)
+    for script in SCRIPTS:
+        assert len(script.read_text(encoding="utf-8").splitlines()) <= 60, script
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.proof] if slow else []) for name, (_, slow) in sorted(PROMISES.items())],
+)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    """Fails if the script raises, or doesn't print its result."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "default"}
+    words = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert PROMISES[name][0] in ran.stdout

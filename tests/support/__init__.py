@@ -1,0 +1,6 @@
+"""Shared parts of the tests: builders of models and files, servers, fakes, a browser. ``ROOT`` is the repository's
+root."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
