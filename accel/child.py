@@ -58,7 +58,8 @@ class Child:
 
     ``make`` (``module:factory`` with ``arguments``) builds an object in the child; ``call("name", ...)`` calls a method
     of that object, ``call("module:function", ...)`` a function. ``env``: environment variables on top of this
-    process's. ``folder``: the working directory, for libraries that write to it.
+    process's. ``folder``: the working directory, for libraries that write to it. ``hidden``: names of modules that the
+    child can't import. Some libraries import torch, for seconds, only because torch is installed.
 
     Raises ``ChildCrashed`` if the process dies, with the signal and the last line that the process wrote during the
     call. An ``AccelError`` raised in the child is raised here unchanged.
@@ -71,6 +72,7 @@ class Child:
         *,
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        hidden: Sequence[str] = (),
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._before = 0  # bytes in the log when the current call began
@@ -80,7 +82,7 @@ class Child:
         self._temporary = tempfile.TemporaryDirectory(prefix="accel-", ignore_cleanup_errors=True)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "accel.child", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "accel.child", str(theirs.fileno()), str(os.getpid()), *hidden],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -202,9 +204,11 @@ class Child:
         self.close()
 
 
-def run_in_child(target: str, /, timeout: float | None = None, **arguments: Any) -> Any:
-    """Returns ``target(**arguments)``, called in a child process of its own."""
-    with Child() as child:
+def run_in_child(
+    target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any
+) -> Any:
+    """Returns ``target(**arguments)``, called in a child process of its own. ``hidden`` as for ``Child``."""
+    with Child(hidden=hidden) as child:
         return child.call(target, timeout=timeout, **arguments)
 
 
@@ -303,6 +307,7 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
     if sys.argv[1] == _PROGRAM:  # exec keeps the death signal set above
         os.execv(sys.argv[3], sys.argv[3:])
+    sys.modules.update(dict.fromkeys(sys.argv[3:]))  # type: ignore[arg-type]  # None makes an import fail
     serve(Connection(int(sys.argv[1])))
     # Native libraries that crash while they unload must not turn a good answer into a failure.
     os._exit(0)

@@ -55,6 +55,7 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
             run_in_child(
                 "accel.converters.graph.simplify:run_onnxsim",
                 timeout=config.timeout,
+                hidden=("torch",),
                 path=src.path,
                 out=made,
                 skip=[*_SKIPPED, *config.skip],

@@ -297,8 +297,8 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     write_onnx(model, task.path)
     environment = {"TMPDIR": str(task.path.parent), "NNCF_CI": "1"}  # NNCF_CI: no telemetry
     try:
-        # ONNX Runtime's shape inference leaves files in the working folder.
-        with Child(env=environment, folder=task.path.parent) as child:
+        # ONNX Runtime's shape inference leaves files in the working folder. No quantizer needs torch.
+        with Child(env=environment, folder=task.path.parent, hidden=("torch",)) as child:
             return child.call(function, task=task)
     except ChildCrashed as error:
         if _NO_RANGE in str(error):

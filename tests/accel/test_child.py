@@ -142,3 +142,11 @@ def test_what_a_program_wrote(tmp_path: Path) -> None:
         if pid.exists():
             break
     assert not _alive(int(pid.read_text()))
+
+
+def test_a_hidden_module_cannot_be_imported() -> None:
+    """Fails if the child loads a hidden module, or if other modules are hidden, too."""
+    with Child(hidden=("wave",)) as child:
+        assert child.call("colorsys:rgb_to_hsv", r=0, g=0, b=0) == (0.0, 0.0, 0)
+        with pytest.raises(ChildCrashed, match="import of wave halted"):
+            child.call("wave:open", f="a.wav")
