@@ -55,9 +55,10 @@ def one_worker(shared: Path) -> OneWorker:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Shortens the extra rounds that narrow intervals, which take up to 30 s in each ``accel optimize``. No test needs
-    such precise figures, and the tests of the search set their own."""
+    """Shortens the blocks of ``accel optimize``, and the extra rounds that narrow intervals, which take up to 30 s. No
+    test needs such precise figures, and the tests of the search set their own."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.05)
         patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 2.0)
         patch.setattr("accel.optimizer.search._SECONDS_OF_OPTIONS", 1.0)
         yield

@@ -28,6 +28,7 @@ from .recipes.session_variants import variants
 
 # Seconds that a process takes to load, before it is measured.
 _SECONDS_TO_LOAD = 2.0
+_BLOCK_SECONDS = 0.2
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
 # Seconds for further rounds while an interval is wide: without them nothing would seem faster on a noisy machine.
@@ -162,7 +163,7 @@ class Search:
 
     def _long(self, count: int, seconds: float) -> Effort:
         """Returns the effort that the user asks for, or as much of it as the budget has time for."""
-        effort = Effort(rounds=self.rounds, seconds=seconds)
+        effort = Effort(rounds=self.rounds, block_seconds=_BLOCK_SECONDS, seconds=seconds)
         if not self.budget.limited:
             return effort
         left = self.budget.left

@@ -31,7 +31,7 @@ class Effort:
     """
 
     rounds: int
-    block_seconds: float = 0.2
+    block_seconds: float
     seconds: float = 0.0
     limit: float | None = None
 

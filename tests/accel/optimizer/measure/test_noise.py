@@ -118,7 +118,7 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
         source, other = (
             CandidateResult(name=name, artifact=small, runtime="onnxruntime") for name in ("source", "other")
         )
-        environment = measured(source, [other], work, 1, Effort(rounds=5), cache)
+        environment = measured(source, [other], work, 1, Effort(rounds=5, block_seconds=0.2), cache)
         assert other.measured is not None
         assert other.measured["noise_floor"] == 0.3
         assert environment["cached"] is (turn > 0 and times == 1)
