@@ -45,7 +45,11 @@ _LITTLE_ROOM = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """The options of a stage. Every option that can change the result is a field; a ``Path`` counts by its content."""
+    """The options of a stage. Every option that can change the result is a field; a ``Path`` counts by its content.
+
+    A field that is added later has ``metadata={"omit_default": True}``: with its default it is not part of the cache
+    key, so results made before the field existed stay valid.
+    """
 
 
 # Stands for a relative error that isn't finite, because JSON has no infinity. The note of the result says why.

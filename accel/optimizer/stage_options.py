@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 # The fields of the config that each mode of quantization reads. The mode doesn't get other fields.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
-_BY_MODE = {
+_OF_WEIGHTS = ("keep", "block_size", "smallest")
+OPTIONS_BY_MODE = {
     "static": (*_ACTIVATIONS, "per_channel", "ops", "keep"),
     "fp8": (*_ACTIVATIONS, "per_channel", "ops", "keep"),
     "dynamic": ("per_channel", "ops", "keep"),
+    "int8-weights": _OF_WEIGHTS,
+    "int4-weights": _OF_WEIGHTS,
 }
-_OF_WEIGHTS = ("keep", "block_size", "smallest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,7 @@ def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
 
 def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of ``options`` that the mode of ``config`` reads."""
-    known = _BY_MODE.get(config.mode, _OF_WEIGHTS)
-    return {name: value for name, value in options.items() if name in known}
+    return {name: value for name, value in options.items() if name in OPTIONS_BY_MODE[config.mode]}
 
 
 def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:

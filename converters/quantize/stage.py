@@ -213,7 +213,7 @@ def least_opset(config: QuantizeConfig) -> int:
     """Returns the least opset of a model that is quantized by ``config``."""
     if config.mode == "fp8":
         return PRECISIONS["fp8"].min_opset
-    in_blocks = config.form == "tensorrt" and config.mode.endswith("-weights")
+    in_blocks = config.form == "tensorrt" and config.mode in ("int8-weights", "int4-weights")
     return PRECISIONS["int4" if in_blocks else "int8"].min_opset
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 from accel.artifact import Artifact
 from accel.cli.optimize import command
-from accel.converters.quantize.stage import QuantizeConfig
+from accel.converters.quantize.stage import FORMS, QuantizeConfig
 from accel.errors import BadInputSpec, UsageError
 from accel.optimizer.calibration import samples_to_calibrate
 from accel.optimizer.recipes.candidates import recipes
 from accel.optimizer.recipes.recipe import RecipeRequest
-from accel.optimizer.stage_options import options_of_mode, parse_cast_options, parse_quantize_options
+from accel.optimizer.stage_options import (
+    OPTIONS_BY_MODE,
+    options_of_mode,
+    parse_cast_options,
+    parse_quantize_options,
+)
 from accel.sources.onnx.file import open_onnx
 from accel.tables.target import Target
 
@@ -47,6 +53,13 @@ def test_every_option_is_read() -> None:
     weights = QuantizeConfig(mode="int4-weights")
     assert set(options_of_mode(weights, found)) == {"keep", "block_size", "smallest"}
     assert set(options_of_mode(QuantizeConfig(mode="dynamic"), found)) == {"per_channel", "ops", "keep"}
+
+
+def test_every_mode_says_which_options_it_reads() -> None:
+    """Fails if a mode of quantization has no row of options, or if a row names a field that no config has."""
+    assert set(OPTIONS_BY_MODE) == {mode for form in FORMS.values() for mode in form.runs}
+    known = {field.name for field in fields(QuantizeConfig)}
+    assert all(known.issuperset(names) for names in OPTIONS_BY_MODE.values())
 
 
 @pytest.mark.parametrize(
