@@ -204,9 +204,7 @@ class Child:
         self.close()
 
 
-def run_in_child(
-    target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any
-) -> Any:
+def run_in_child(target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any) -> Any:
     """Returns ``target(**arguments)``, called in a child process of its own. ``hidden`` as for ``Child``."""
     with Child(hidden=hidden) as child:
         return child.call(target, timeout=timeout, **arguments)

@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,6 @@ from ..core.local_control import LocalControl
 from ..models.model import ServedModel
 from ..protocol.inference import (
     Code,
-    DurationStatistic,
-    Histogram,
-    ModelStatistics,
     Parameter,
     ServeError,
     StatisticsRow,
@@ -42,25 +38,6 @@ _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
 # Seconds that a command waits until the commands before it have ended.
 _TURN_PATIENCE = 60.0
 _LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
-
-
-def add_statistics(total: ModelStatistics, other: ModelStatistics) -> None:
-    """Add the statistics ``other`` of another process to ``total``."""
-    for field in fields(ModelStatistics):
-        mine, theirs = getattr(total, field.name), getattr(other, field.name)
-        if isinstance(mine, DurationStatistic):
-            mine.add(theirs.ns, theirs.count)
-        elif isinstance(mine, Histogram):
-            mine.merge(theirs)
-        elif field.name == "batches":
-            for size, durations in theirs.items():
-                known = mine.setdefault(size, tuple(DurationStatistic() for _ in durations))
-                for one, more in zip(known, durations, strict=True):
-                    one.add(more.ns, more.count)
-        elif field.name == "last_inference_ms":
-            setattr(total, field.name, max(mine, theirs))
-        else:
-            setattr(total, field.name, mine + theirs)
 
 
 class Peers:
@@ -152,7 +129,7 @@ class Peers:
         for _, answer in self._ask("statistics", list(rows)):
             if answer[0] == "done":
                 for name, version, statistics in answer[1]:
-                    add_statistics(rows[name, version], statistics)
+                    rows[name, version].add(statistics)
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import enum
+import operator
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
 from accel.errors import AccelError
@@ -186,12 +187,15 @@ class Histogram:
 @dataclass(slots=True)
 class ModelStatistics:
     """The fields of Triton's ModelStatistics. success + fail equals received whenever no request is pending. The
-    histograms count the same requests as ``success``."""
+    histograms count the same requests as ``success``.
+
+    Numbers of two processes add up. A number that doesn't has ``metadata={"merge": function}``.
+    """
 
     received: int = 0
     inference_count: int = 0
     execution_count: int = 0
-    last_inference_ms: int = 0
+    last_inference_ms: int = field(default=0, metadata={"merge": max})
     success: DurationStatistic = field(default_factory=DurationStatistic)
     fail: DurationStatistic = field(default_factory=DurationStatistic)
     cancel: DurationStatistic = field(default_factory=DurationStatistic)
@@ -209,6 +213,22 @@ class ModelStatistics:
     queue_depth: int = 0
     padded_tokens: int = 0
     real_tokens: int = 0
+
+    def add(self, other: ModelStatistics) -> None:
+        """Adds the statistics of another process, or of the executor in front of this one."""
+        for known in fields(ModelStatistics):
+            mine, further = getattr(self, known.name), getattr(other, known.name)
+            if isinstance(mine, DurationStatistic):
+                mine.add(further.ns, further.count)
+            elif isinstance(mine, Histogram):
+                mine.merge(further)
+            elif isinstance(mine, dict):
+                for size, durations in further.items():
+                    known_size = mine.setdefault(size, tuple(DurationStatistic() for _ in durations))
+                    for one, more in zip(known_size, durations, strict=True):
+                        one.add(more.ns, more.count)
+            else:
+                setattr(self, known.name, known.metadata.get("merge", operator.add)(mine, further))
 
 
 # Name and version of a model, and its statistics.

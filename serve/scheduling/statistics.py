@@ -86,10 +86,5 @@ def ns(seconds: float) -> int:
 
 def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
     """Adds to ``inner`` the requests that the executor in front of it answered itself, and returns ``inner``."""
-    for name in ("success", "fail", "cancel", "cache_hit", "cache_miss"):
-        further: DurationStatistic = getattr(outer, name)
-        getattr(inner, name).add(further.ns, further.count)
-    inner.request_times.merge(outer.request_times)
-    inner.received += outer.received
-    inner.queue_depth += outer.queue_depth
+    inner.add(outer)
     return inner
