@@ -145,7 +145,7 @@ class Runtime:
     name: str
     session: str
     module: str
-    extra: str | None
+    extra: str | None = None
     needs_gpu: bool = False
 
     @property
@@ -174,30 +174,52 @@ class Runtime:
         return getattr(importlib.import_module(module), name)(artifact, options)  # type: ignore[no-any-return]
 
 
-# Name, session (in accel.runtimes), module, extra, needs a GPU. accel.tables.kinds says which kinds each one opens.
-_TABLE: tuple[tuple[str, str, str, str | None, bool], ...] = (
-    ("torch", "torch_eager:TorchSession", "torch", None, False),
-    ("torch-compile", "torch_compile:TorchCompileSession", "torch", None, False),
-    ("tensorflow", "tensorflow:TensorFlowSession", "tensorflow", "tensorflow", False),
-    ("tflite", "tensorflow:TensorFlowSession", "tensorflow", "tensorflow", False),
-    ("onnxruntime", "onnxruntime:OnnxRuntimeSession", "onnxruntime", None, False),
-    ("onnxruntime-cuda", "onnxruntime:OnnxRuntimeCudaSession", "onnxruntime", "cuda", True),
-    ("onnx-rounded", "onnx_rounded:RoundedSession", "onnxruntime", None, False),
-    ("openvino", "openvino:OpenVinoSession", "openvino", "openvino", False),
-    ("ncnn", "ncnn:NcnnSession", "ncnn", "ncnn", False),
-    ("tensorrt", "tensorrt:TensorRTSession", "tensorrt", "tensorrt", True),
-    ("tensorrt-rtx", "tensorrt:TensorRTSession", "tensorrt_rtx_bindings", "tensorrt-rtx", True),
-)
-
-RUNTIMES: dict[str, Runtime] = {
-    name: Runtime(
-        name=name,
-        session=f"accel.runtimes.{session}",
-        module=module,
-        extra=extra,
-        needs_gpu=needs_gpu,
+# A row a runtime. The rows of ``accel.tables.kinds`` say which kinds each runtime opens.
+RUNTIMES = {
+    runtime.name: runtime
+    for runtime in (
+        Runtime(name="torch", session="accel.runtimes.torch_eager:TorchSession", module="torch"),
+        Runtime(name="torch-compile", session="accel.runtimes.torch_compile:TorchCompileSession", module="torch"),
+        Runtime(
+            name="tensorflow",
+            session="accel.runtimes.tensorflow:TensorFlowSession",
+            module="tensorflow",
+            extra="tensorflow",
+        ),
+        Runtime(
+            name="tflite",
+            session="accel.runtimes.tensorflow:TensorFlowSession",
+            module="tensorflow",
+            extra="tensorflow",
+        ),
+        Runtime(name="onnxruntime", session="accel.runtimes.onnxruntime:OnnxRuntimeSession", module="onnxruntime"),
+        Runtime(
+            name="onnxruntime-cuda",
+            session="accel.runtimes.onnxruntime:OnnxRuntimeCudaSession",
+            module="onnxruntime",
+            extra="cuda",
+            needs_gpu=True,
+        ),
+        Runtime(name="onnx-rounded", session="accel.runtimes.onnx_rounded:RoundedSession", module="onnxruntime"),
+        Runtime(
+            name="openvino", session="accel.runtimes.openvino:OpenVinoSession", module="openvino", extra="openvino"
+        ),
+        Runtime(name="ncnn", session="accel.runtimes.ncnn:NcnnSession", module="ncnn", extra="ncnn"),
+        Runtime(
+            name="tensorrt",
+            session="accel.runtimes.tensorrt:TensorRTSession",
+            module="tensorrt",
+            extra="tensorrt",
+            needs_gpu=True,
+        ),
+        Runtime(
+            name="tensorrt-rtx",
+            session="accel.runtimes.tensorrt:TensorRTSession",
+            module="tensorrt_rtx_bindings",
+            extra="tensorrt-rtx",
+            needs_gpu=True,
+        ),
     )
-    for name, session, module, extra, needs_gpu in _TABLE
 }
 
 

@@ -32,6 +32,7 @@ class NcnnSession(BaseSession):
 
     def close(self) -> None:
         """Free the net."""
+        super().close()
         self.net.net = None
 
 

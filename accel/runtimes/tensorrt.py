@@ -203,6 +203,7 @@ class TensorRTSession(BaseSession):
 
     def close(self) -> None:
         """Free the context, the engine, the buffers and the stream. A second call does nothing."""
+        super().close()
         if self._context is None:
             return
         self._cuda.wait(self._stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from accel.serve.models import loading
 from accel.serve.process.options import ServeOptions
 from accel.serve.process.serving import ServingProcess
+from tests.support.faulty_session import Faulty
 from tests.support.serving import Served, Start, linear, two_inputs
 
 
@@ -62,3 +65,26 @@ def serve() -> Iterator[Callable[..., Served]]:
                 served.process.wait()
         if served.process.stderr is not None:
             served.process.stderr.close()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts a server with ``bad``, whose session is faulty, and ``good``."""
+    released, running = threading.Event(), threading.Semaphore(0)
+    real = loading.open_session
+    sessions: list[Faulty] = []
+
+    def opened(artifact: Any, *arguments: Any) -> Any:
+        session = real(artifact, *arguments)
+        if "bad" not in artifact.path.parts:
+            return session
+        sessions.append(Faulty(session, released, running))
+        return sessions[-1]
+
+    monkeypatch.setattr(loading, "open_session", opened)
+    for name in ("bad", "good"):
+        linear(tmp_path / "models" / name / "1")
+    process = start(tmp_path / "models", mode="explicit", models=("*",), max_message=1 << 20, http_port=0)
+    process.released, process.running, process.sessions = released, running, sessions
+    yield process
+    released.set()

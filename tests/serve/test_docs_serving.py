@@ -17,7 +17,7 @@ from accel.serve.protocol import messages as proto
 from tests.support import ROOT
 from tests.support.certificates import certificate
 from tests.support.onnx_builder import artifact, node
-from tests.support.serving import FLOAT, INT64, WEIGHTS, linear, tensor
+from tests.support.serving import FLOAT, INT64, WEIGHTS, linear, routes, tensor
 
 # test_four_commands.py covers the four commands before this heading.
 HEADING = "\n## config.pbtxt\n"
@@ -174,3 +174,11 @@ def test_what_is_refused(tmp_path: Path, cli: Any, text: str, says: str) -> None
     ran = cli("serve", tmp_path / "models", "--check", "--json")
     assert ran.code == 1
     assert says in ran.stdout
+
+
+def test_the_table_of_endpoints() -> None:
+    """Fails if the server has a route that the page's table lacks, or if the table has a path without a route."""
+    rows = re.findall(r"^\| (GET|POST) \| `([^`]+)` \|", section("HTTP endpoints"), re.MULTILINE)
+    whole = {(method, re.sub(r"[\[\]]", "", path)) for method, path in rows}
+    short = {(method, re.sub(r"\[.*?\]", "", path)) for method, path in rows}
+    assert whole | short == routes()

@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from aiohttp import web
 from onnx import TensorProto
 from tritonclient.utils import InferenceServerException
 
 from accel.serve.models.repository import Repository
 from accel.serve.process.serving import ServingProcess
+from accel.serve.transports.http import front as http_front
 from tests.support import onnx_builder as build
 
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
@@ -222,3 +224,13 @@ def assert_refused(root: Path, said: str) -> None:
         assert re.search(said, row.reason), row.reason
     finally:
         repository.close(1.0)
+
+
+def routes() -> set[tuple[str, str]]:
+    """Returns the method and path of every HTTP route, from the server's own table."""
+    application = web.Application()
+    rest = http_front._Rest(None, 1)  # type: ignore[arg-type]
+    rest.add_to(application)
+    rest.close()
+    found = {(r.method, r.resource.canonical) for r in application.router.routes() if r.resource is not None}
+    return {route for route in found if route[0] != "HEAD"}  # aiohttp adds HEAD for each GET

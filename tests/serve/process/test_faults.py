@@ -25,59 +25,8 @@ import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from accel.serve.models import loading
 from accel.serve.protocol import messages as proto
-from tests.support.serving import WEIGHTS, Start, linear, plain
-
-
-class Faulty:
-    """A session that raises if x[0, 0] is 1, hangs until ``released`` if it is 2, and otherwise runs."""
-
-    def __init__(self, session: Any, released: threading.Event, running: threading.Semaphore) -> None:
-        self._session, self._released, self._running = session, released, running
-        self.sizes: list[int] = []
-        self.marks: list[float] = []
-        self.signature = session.signature
-
-    def run(self, feeds: Any) -> Any:
-        mark = feeds["x"].flat[0]
-        self.sizes.append(len(feeds["x"]))
-        self.marks.append(float(mark))
-        if mark == 1:
-            raise RuntimeError("the runtime gave up")
-        if mark == 2:
-            self._running.release()
-            self._released.wait(300)
-        return self._session.run(feeds)
-
-    def example_inputs(self, **sizes: int) -> Any:
-        return self._session.example_inputs(**sizes)
-
-    def close(self) -> None:
-        self._session.close()
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Starts a server with ``bad``, whose session is faulty, and ``good``."""
-    released, running = threading.Event(), threading.Semaphore(0)
-    real = loading.open_session
-    sessions: list[Faulty] = []
-
-    def opened(artifact: Any, *arguments: Any) -> Any:
-        session = real(artifact, *arguments)
-        if "bad" not in artifact.path.parts:
-            return session
-        sessions.append(Faulty(session, released, running))
-        return sessions[-1]
-
-    monkeypatch.setattr(loading, "open_session", opened)
-    for name in ("bad", "good"):
-        linear(tmp_path / "models" / name / "1")
-    process = start(tmp_path / "models", mode="explicit", models=("*",), max_message=1 << 20, http_port=0)
-    process.released, process.running, process.sessions = released, running, sessions
-    yield process
-    released.set()
+from tests.support.serving import WEIGHTS, plain
 
 
 def ask(client: Any, name: str, mark: float = 0, **options: Any) -> np.ndarray:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
-from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
@@ -23,9 +22,8 @@ from tritonclient.utils import InferenceServerException
 from accel.errors import BadRepository
 from accel.serve.protocol import messages as proto
 from accel.serve.security.access import bearer, read_tokens
-from accel.serve.transports.http import front as http_front
 from tests.support.certificates import certificate
-from tests.support.serving import Start, plain
+from tests.support.serving import Start, plain, routes
 
 TOKENS = f"""
 [[token]]
@@ -177,16 +175,6 @@ READ = {
         "/v2/systemsharedmemory/region/{region}/status", "/v2/cudasharedmemory/region/{region}/status",
     )
 } | {("POST", "/v2/repository/index")}  # fmt: skip
-
-
-def routes() -> set[tuple[str, str]]:
-    """Returns the method and path of every HTTP route, from the server's own table."""
-    application = web.Application()
-    rest = http_front._Rest(None, 1)  # type: ignore[arg-type]
-    rest.add_to(application)
-    rest.close()
-    found = {(r.method, r.resource.canonical) for r in application.router.routes() if r.resource is not None}
-    return {route for route in found if route[0] != "HEAD"}  # aiohttp adds HEAD for each GET
 
 
 BODIES = {

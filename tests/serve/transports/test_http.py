@@ -13,7 +13,7 @@ from onnx import TensorProto
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from tests.support.serving import WEIGHTS, Start, identity, linear, plain
+from tests.support.serving import WEIGHTS, Start, identity, linear, plain, routes
 
 X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
@@ -155,7 +155,9 @@ def test_versions_that_lead_out_of_the_model(process: Any, repository: Path, ver
     linear(repository.parent / "outside" / "1")
     model = f"/v2/models/linear/versions/{version}"
     assert plain(process, f"{model}/infer", good())[0] == 400
-    for path in ("", "/config", "/stats", "/ready"):
+    paths = {path.partition("{version}")[2] for method, path in routes() if method == "GET" and "{version}" in path}
+    assert paths >= {"", "/config"}
+    for path in paths:
         assert plain(process, f"{model}{path}")[0] == 400, path
 
 
