@@ -80,8 +80,8 @@ STATISTICS = "file 900\ninactive_file 100\n"
 def test_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], room: int | None
 ) -> None:
-    """Fails if a container's limit isn't found in either version of control groups, or if a number that the system
-    doesn't give is made up."""
+    """Fails if a container's limit isn't found in either version of control groups, or if accel invents a number
+    that the system doesn't report."""
     monkeypatch.setattr(machine, "_MEMORY_INFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     for name, text in files.items():
@@ -93,8 +93,8 @@ def test_what_there_is(
 @pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library that keeps freed memory is glibc")
 def test_closed_models_leave_no_memory_behind(tmp_path: Path) -> None:
-    """Fails if a process that opened and closed several models keeps as much memory as one of them takes. A search
-    through many forms of a model once took several times the memory of the largest form."""
+    """Fails if a process that opened and closed several models keeps as much memory as one of the models takes. A
+    search through many candidates once took several times the memory of the largest candidate."""
     small = chain(tmp_path / "small.onnx", 2)
     large = [chain(tmp_path / f"{index}.onnx", LAYERS + index) for index in range(2)]
     kept = run_in_child(f"{__name__}:kept_after", paths=[small, *large])

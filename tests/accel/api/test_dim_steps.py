@@ -1,4 +1,4 @@
-"""Dims whose sizes have to be multiples of a step, on a net that halves an image twice and joins the parts again."""
+"""Dims whose sizes have to be multiples of a step, on a U-Net that halves an image twice."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the export tries a size between the multiples, falls back from the first exporter, or gates another size
-    than a multiple, or if the ONNX file is wrong at a size that no gate ran."""
+    """Fails if the export tries a size between the multiples, falls back from the first exporter, or runs a gate at
+    a size that isn't a multiple, or if the ONNX file is wrong at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr

@@ -72,8 +72,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
 
 
 def test_what_is_published(result: Any) -> None:
-    """Fails if accel.load can't load the folder with the chosen runtime, or if optimize.json and the manifest
-    contradict it."""
+    """Fails if accel.load can't load the folder with the chosen runtime, or if optimize.json or the manifest
+    contradicts the choice."""
     folder = result.artifact.path.parent
     body = json.loads((folder / "optimize.json").read_text())
     assert body["chosen"] == {"name": result.chosen, "file": result.artifact.path.name}
@@ -130,8 +130,8 @@ def test_the_second_run_does_no_work(
 def test_an_engine_is_built_without_a_gpu(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if no engine comes out, if the engine's chain doesn't lead back to the weights, or if the report claims
-    that the engine ran."""
+    """Fails if no engine is published, if the engine's chain doesn't lead back to the weights, or if the report
+    claims that the engine ran."""
     out = tmp_path / "engine"
     words = ["--target", "tensorrt-rtx", "--precision", "fp16", "--compute-capability", "8.6"]
     ran = cli("optimize", digits.path, *words, "--profile", "image=1x1x8x8,8x1x8x8,64x1x8x8", "-o", out, "--json")
@@ -149,7 +149,8 @@ def test_an_engine_is_built_without_a_gpu(
 
 
 def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a precision that this model can't have ends the run, or if its row doesn't name the fix."""
+    """Fails if a precision that this model can't have ends the run, or if the candidate's row in the report doesn't
+    name the fix."""
     result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
     rows = {row.precision: row for row in result.candidates[1:]}
     assert rows["bf16"].status == "rejected"
@@ -160,8 +161,8 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
 
 
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if an engine comes out although no candidate is within the accuracy budget, or if a source that runs here
-    ends in an error."""
+    """Fails if an engine is published although no candidate is within the accuracy budget, or if a source that runs
+    here ends in an error."""
 
     with accel.load(digits.path) as session:
         images = np.load(digits_data[1])["image"]
@@ -188,7 +189,7 @@ def test_other_peoples_files_are_left_alone(digits: Artifact, tmp_path: Path) ->
 
 
 def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the choice of an earlier run stays beside the new one. Then loading the folder could take either."""
+    """Fails if the choice of an earlier run stays beside the new choice, so that loading the folder is ambiguous."""
     out = tmp_path / "out"
     digits.copy_to(out / "model.onnx")
     words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}

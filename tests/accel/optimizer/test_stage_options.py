@@ -97,8 +97,8 @@ def made(src: Artifact, target: str, precision: str, data: Path, **options: Any)
 
 
 def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
-    """Fails if a stage doesn't get its options, a form gets a calibration that it doesn't support, or an option that no
-    candidate reads is silently ignored."""
+    """Fails if a stage doesn't get its options, a target gets a calibration that it doesn't support, or an option
+    that no candidate reads is silently ignored."""
     found = made(src, "ort-cpu", "int8", data, quantize=parse_quantize_options(QUANTIZE))
     static = next(config for name, config, _ in found["ort-cpu int8 static"].stages if name == "quantize")
     assert (static.calibration, static.smooth, static.per_channel, static.keep) == (

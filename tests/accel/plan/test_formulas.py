@@ -1,4 +1,4 @@
-"""The closed forms, compared with published figures and with a simulation on fake tensors."""
+"""The formulas of ``accel plan``, compared with published figures and with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
     spec = _spec()
     weight = 4 if precision == "fp32" else 2
     parameters, gradients, optimizer = model_states(spec, layout)
-    pad = {8: 0.001, 64: 0.003}[world]  # pads a dim that the world size doesn't divide
+    pad = {8: 0.001, 64: 0.003}[world]  # FSDP2 pads a dim that the world size doesn't divide
     assert optimizer <= found.optimizer * 1.0001 <= optimizer * (1 + pad) * 1.0001
     if zero != 1 or accumulation > 1:  # with one micro-batch, stage 1 reduces at once and keeps less than its formula
         assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
@@ -207,8 +207,8 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if ranks that share sequences hold other states than data-parallel ranks, if their activations aren't their
-    share of a sequence's, or if they don't send Ulysses's 4 s b h / c per layer and pass, of which (c - 1) / c leaves
+    """Fails if ranks that share sequences hold other states than data-parallel ranks, if their activations aren't 1
+    / c of a sequence's, or if they don't send Ulysses's 4 s b h / c per layer and pass, of which (c - 1) / c leaves
     the rank (Jacobs et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
@@ -268,7 +268,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
     with pytest.raises(BadConfig, match=r"the smallest takes .* use more ranks"):
-        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # needs 0.37 GB with everything else on the host
+        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # with everything else on the host, takes 0.37 GB
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The closed forms of tensor parallel, of its replicas and of hpZ, compared with a simulation on fake tensors."""
+"""The formulas for tensor parallel, its replicas and hpZ, compared with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -82,16 +82,16 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
 @pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "replicate", "hpz", "accumulation"), [(8, 1, 2, 1), (16, 2, 4, 2)])
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
-    """Fails if the shards that hpZ keeps between forward and backward, or the bytes gathered from these and from all
-    shards, differ from the closed form by more than padding. Parameters outside the blocks are held whole and gathered
-    once."""
+    """Fails if the shards that hpZ keeps between forward and backward, or the bytes gathered from the second shards
+    and from the first shards, differ from the closed form by more than padding. Parameters outside the blocks are
+    held whole and gathered once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The first shards come on top: 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all parameters
-    # as second shards, so the parameters outside the blocks, which are held whole, are added.
+    # The first shards add 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all parameters as
+    # second shards, so the parameters outside the blocks, which are held whole, are added.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)

@@ -65,7 +65,7 @@ def test_a_chain_through_nncf_and_openvino_gives_the_same(
 
 def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tuple[Path, Path]) -> None:
     """Fails if reproduce calibrates on other data than the original run, or if the error doesn't name the missing
-    file."""
+    data file."""
     for data in ((), (digits_data[1],)):
         with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*--data"):
             reproduce(engine, data=data)
@@ -119,7 +119,7 @@ def test_a_stage_that_gives_other_bytes(
 
 
 def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a file without a manifest, or without stages, gives anything but one sentence."""
+    """Fails if a file without a manifest, or without stages, gives anything but a one-line error."""
     plain = tmp_path / "plain.onnx"
     plain.write_bytes(digits.path.read_bytes())
     with pytest.raises(ChainBroken, match="no manifest"):

@@ -171,7 +171,7 @@ def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_parts(tmp_path: Path) -> None:
-    """Fails if parts of different lengths can't be mixed, or if the labels of a part are lost."""
+    """Fails if the files of a data folder can't have different lengths, or if the labels of a file are lost."""
     np.savez(tmp_path / "a.npz", x=np.ones((2, 3), np.float32), ids=np.zeros(2, np.int64), y=np.array([1, 2]))
     np.savez(tmp_path / "b.npz", x=np.ones((1, 9), np.float32), ids=np.zeros(1, np.int64), y=np.array([3]))
     data = Dataset.load(tmp_path, SIGNATURE)
@@ -210,8 +210,8 @@ def words():
 
 
 def test_a_number_that_pytorch_has_no_row_for(tmp_path: Path, cli: Any) -> None:
-    """Fails if an index that PyTorch's table lacks is an internal error, or if the error doesn't name the file and the
-    index."""
+    """Fails if an index outside PyTorch's embedding table is an internal error, or if the error doesn't name the
+    file and the index."""
     (tmp_path / "words.py").write_text(WORDS)
     made, data = tmp_path / "m.onnx", tmp_path / "b.npz"
     words = ["--input", "input:int64[batch,3]{0..49}", "-q"]

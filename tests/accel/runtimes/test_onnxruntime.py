@@ -48,7 +48,7 @@ def artifact(path: Path) -> Artifact:
 
 
 def unread(path: Path) -> Artifact:
-    """Returns an artifact without opening it, for files that are damaged after they were opened."""
+    """Returns an artifact without opening it, so that the file may be damaged."""
     return Artifact(path=path, kind="onnx", signature=Signature((TensorSpec("x", "float32", (2,)),)))
 
 
@@ -107,7 +107,7 @@ def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ValuesOutOfRange, match=r"input 'ids' holds 7, it takes 0\.\.2"):
             session.run({"ids": np.array([0, 7])})
         assert session.run({"ids": np.array([2])})["y"].shape == (1, 2)
-        assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # counts from the end, as ONNX defines
+        assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # negative indices count from the end
 
 
 def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_float16_goes_in_and_out(tmp_path: Path) -> None:
     [("bfloat16", TensorProto.BFLOAT16), ("float8_e4m3fn", TensorProto.FLOAT8E4M3FN)],
 )
 def test_types_that_numpy_lacks_go_in_and_out_by_their_bits(tmp_path: Path, dtype: str, kind: int) -> None:
-    """Fails if the bits of such a type are converted like integers, if shapes are lost, or if memory is read after it
-    was freed."""
+    """Fails if the bits of bfloat16 or float8 values are converted like integers, if shapes are lost, or if memory
+    is read after it was freed."""
     model = save(
         tmp_path / "b.onnx",
         [

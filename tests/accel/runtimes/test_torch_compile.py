@@ -1,4 +1,4 @@
-"""torch.compile sessions give eager's numbers, and never run silently in eager."""
+"""torch.compile sessions give eager's outputs, and never run silently in eager."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def test_a_row_has_everything_that_was_promised() -> None:
-    """Fails if a figure is missing, None, or in another unit. The script takes 0.2 ms per run."""
+    """Fails if a figure is missing, None, or in another unit. The scripted session takes 0.2 ms per run."""
     report = quick([scripted("base"), scripted("other", off=1.5)])
     assert [row.name for row in report.rows] == ["base", "other"]
     base, other = report.rows
@@ -92,7 +92,7 @@ def test_a_row_has_everything_that_was_promised() -> None:
 
 
 def test_json_and_table_hold_the_report() -> None:
-    """Fails if the JSON has undocumented names or values that JSON can't hold, or if the table drops a row or an
+    """Fails if the JSON lacks a documented key or holds NaN or infinity, or if the table drops a candidate or an
     error."""
     report = quick([scripted("base", off=-2), scripted("[odd] name", ms=0.4), scripted("bad", nan=True)])
     body = json.loads(json.dumps(report.to_json(), allow_nan=False))
@@ -111,8 +111,8 @@ def test_json_and_table_hold_the_report() -> None:
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
-    """Fails if another process runs while one is timed or loaded. The other's thread pool would slow the timed process
-    down."""
+    """Fails if another process runs while a process is timed or loaded, because the other's thread pool would slow
+    the timed process down."""
     log = tmp_path / "siblings"
     script = {"siblings_log": str(log), "not_siblings": list(children()), "ms": 2, "spins": True}
     quick([scripted(f"c{i}", **script) for i in range(3)])
@@ -122,8 +122,8 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order (then whoever follows the hottest candidate is always slower), or if the
-    order isn't reproducible."""
+    """Fails if every round has the same order (the candidate after the hottest candidate would always be slower), or
+    if the order isn't reproducible."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
@@ -144,8 +144,8 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Fails if a candidate that fails or isn't comparable is timed, or stops the others, in the first round or a later
-    one."""
+    """Fails if a candidate that fails or isn't comparable is timed, or stops the other candidates, in the first
+    round or a later round."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -167,7 +167,7 @@ def test_other_input_names_are_not_comparable() -> None:
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
-    """Fails if the float16 form of a model can't be timed beside its float32 form."""
+    """Fails if the float16 version of a model can't be timed against its float32 version."""
     half = Signature((TensorSpec("x", "float16", ("batch", 4)),), (TensorSpec("y", "float16", ("batch", 4)),))
     row = quick([scripted("base"), scripted("half", signature=half)]).row("half")
     assert (row.error, row.max_abs_diff) == (None, 0.0)
@@ -223,7 +223,8 @@ def test_several_feeds_are_run_equally_often() -> None:
 
 
 def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond it."""
+    """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond the
+    budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
     # An interval within a quarter of the effect counts as narrow, however small the target. The test fixes the answer,
     # so that it doesn't depend on the clock.
@@ -273,7 +274,7 @@ def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
 
 def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
     """Fails if a step between the session and the verdict (block, pairing, floor) loses a delay of a tenth, or finds
-    one that doesn't exist. The sessions' clock is simulated, so the figures are the same on every machine."""
+    a delay that doesn't exist. The sessions' clock is simulated, so the figures are the same on every machine."""
     times = {"as it is": 2.0, "the same": 2.0, "delayed": 2.2, "doubled": 4.0}
     candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
     report = quick(candidates, rounds=9, block_seconds=0.2)
@@ -353,8 +354,8 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
 
 
 def test_a_block_is_cut_between_passes() -> None:
-    """Fails if a block ends within a pass (some inputs would count more than others) or before the first pass ends, or
-    if it exceeds its time or its number of passes."""
+    """Fails if a block ends within a pass (some inputs would count more than others) or before the first pass ends,
+    or exceeds its time or its number of passes."""
     feeds: Any = ["a", "b", "c"]
     for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
         clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the one before

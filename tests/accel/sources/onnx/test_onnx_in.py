@@ -102,8 +102,8 @@ def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, 
 
 
 def test_integers_in(shipped: Any, tmp_path: Path) -> None:
-    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset and run, or detects
-    another kind of file."""
+    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset and run, or has other
+    outputs after the conversion."""
     source = next(Path(shipped("magika", "models")).glob("*/model.onnx"))
     made = accel.export(source, opset=19, out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int32"
@@ -199,7 +199,7 @@ def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
-    """Fails if the exported file declares a dim that the user gave and the graph can't take."""
+    """Fails if the export declares a dim that the user passed although the graph can't run at the dim."""
     shape = numpy_helper.from_array(np.array([2, 6], np.int64), "shape")
     node = helper.make_node("Reshape", ["x", "shape"], ["y"])
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", [3, 4]), ("y", [2, 6])))

@@ -110,8 +110,8 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
 
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
-    """Fails if an evaluation within ``hang_seconds`` but longer than torch's half hour ends the run, because the other
-    ranks' process group timed out."""
+    """Fails if an evaluation within ``hang_seconds`` but longer than torch's default timeout of half an hour ends
+    the run, because the other ranks' process group times out."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:
@@ -209,7 +209,7 @@ def test_data_shorter_than_a_batch() -> None:
 
 
 def test_schedules() -> None:
-    """Fails if the warm-up, the shape of the decay or its floor is wrong."""
+    """Fails if the learning rate's warm-up, the shape of its decay or its floor is wrong."""
 
     def rates(name: str) -> list[float]:
         config = _config(steps=12, optimizer={"lr": 1.0}, schedule={"name": name, "warmup": 2, "floor": 0.1})

@@ -92,7 +92,7 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
 
 
 def test_a_stage_sends_what_lies_in_one_piece() -> None:
-    """Fails if a stage that ends in a transpose, like a ViT's patches, returns a view, which can't be sent."""
+    """Fails if a stage that ends in a transpose, like a ViT's patch embedding, returns a view, which can't be sent."""
 
     class Patches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,8 @@ def test_a_stage_sends_what_lies_in_one_piece() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
 def test_stages_are_balanced(weights: list[int], stages: int) -> None:
-    """Fails if a part is lost, doubled or out of order, if a stage is empty, or if another cut would lower the cost of
-    the most expensive stage."""
+    """Fails if balancing loses, doubles or reorders a module, if a stage is empty, or if another cut would lower the
+    cost of the most expensive stage."""
     if len(weights) < stages:
         with pytest.raises(BadConfig, match="use a smaller pp"):
             balance(weights, stages)
@@ -130,7 +130,7 @@ def test_every_stage_has_one_place() -> None:
 
 
 def test_a_chain_is_the_model() -> None:
-    """Fails if the parts in order don't cover the whole model, or if equal blocks have different costs."""
+    """Fails if the modules of the chain don't cover the whole model, or if equal blocks have different costs."""
     model = _gpt()
     names = chain(model)
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]

@@ -1,4 +1,4 @@
-"""``accel train`` from the outside: the documented commands, the files it writes, and the errors that stop it."""
+"""``accel train`` from the outside: its documented commands, its output files, and its errors."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["a weight", "the loss"])
 def test_what_is_no_number_in_float16_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Fails if the loss scale hides which weight is NaN, or if the error for a run that skips every step doesn't name
-    the cause."""
+    """Fails if, in float16, the loss scale hides which weight is NaN, or if the error for a run that skips every
+    step doesn't name the cause."""
     source = tmp_path / "broken.py"
     source.write_text(
         "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
@@ -227,7 +227,7 @@ def _plain(config: TrainConfig) -> dict[str, object]:
     return dataclasses.asdict(config)
 
 
-# Each rank raises another error. The second rank survives the end of the first, and raises once the first error is
+# Each rank raises another error. The second rank ignores SIGTERM and raises its error once the first rank's error is
 # written.
 _TWO_FAIL = """
 
