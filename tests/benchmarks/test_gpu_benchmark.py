@@ -145,9 +145,9 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a crashed or hung process costs more than its own row. Of eight rows, the second raises, the third kills
-    its process, the fifth hangs, and the GPU is lost after the sixth. torch.compile of the third kills its process,
-    too."""
+    """Fails if a crashed or hung process costs more than its own row. Of eight rows, the second raises, the third
+    kills its process, the fifth hangs, and the GPU is lost after the sixth. The third row kills its process under
+    torch.compile, too."""
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)]
     monkeypatch.setattr(script, "problems", lambda: iter(wanted))
     out = tmp_path / "out"
@@ -210,8 +210,8 @@ def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytes
 
 
 def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces the GPU with a stand-in for which every measurement takes a microsecond. Returns the list of what was
-    measured."""
+    """Replaces the GPU with a stand-in for which every measurement takes a microsecond. Returns the list of measured
+    problems."""
     asked: list[Any] = []
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m == 1) for m in (1, 2, 3)]
     device = SimpleNamespace(gpu="G", driver="580.1", library="abc", capability=(9, 0))
@@ -242,7 +242,7 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
     driver or of other rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
-    script.run(30.0, tmp_path, go_on=True)  # no file yet, and 30 seconds are too few for torch.compile
+    script.run(30.0, tmp_path, go_on=True)  # there is no file yet, and 30 s are too few for torch.compile
     assert asked == ["copy", 1, 2, 3]
     assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
     body = json.loads(file.read_text())

@@ -31,8 +31,8 @@ class FakeClock:
 
 
 class FakeSession:
-    """Computes y = 2x and z = the sum of a row. Records the rows of each run, calls ``during`` inside a run, and raises
-    on a row with POISON."""
+    """Computes ``y = 2 * x`` and ``z``, the sum of each row. Records the rows of each run, calls ``during`` inside a
+    run, and raises on a row with POISON."""
 
     def __init__(self, signature: Signature = SIGNATURE) -> None:
         self.signature = signature
@@ -93,7 +93,7 @@ class Caller:
         return found.code.name if isinstance(found, ServeError) else "OK" if found else None
 
     def check_rows(self) -> None:
-        """Asserts that the answer belongs to this caller's rows."""
+        """Asserts that the answer is computed from this caller's rows."""
         answer = self.answer
         assert isinstance(answer, InferenceResponse)
         x = self.request.inputs["x"]

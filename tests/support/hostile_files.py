@@ -1,7 +1,7 @@
 """Damaged, lying and malicious files, made from valid ones.
 
-Each ``make(good, here)`` writes into the folder ``here``. ``good`` is a folder of valid files, made once (see
-``test_hostile_files.py``).
+Each ``make(good, here)`` writes into the folder ``here``. ``good`` is the folder of valid files that a fixture of
+``test_hostile_files.py`` makes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# The file that the code in a pickle makes if it runs.
+# The file that the code hidden in a pickle makes if the code runs.
 MARK = "the-code-has-run"
 
 
 def small(**changes: Any) -> onnx.ModelProto:
-    """Makes ``y = x @ w``, with x float32[batch, 4]; ``changes``: opset, ir, nodes, inputs, outputs, weights."""
+    """Makes ``y = x @ w``, with x float32[batch, 4]. ``changes`` may replace ``opset``, ``ir``, ``nodes``,
+    ``inputs``, ``outputs`` and ``weights``."""
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         changes.get("nodes", [helper.make_node("MatMul", ["x", "w"], ["y"])]),
@@ -49,7 +50,8 @@ def chain(length: int) -> onnx.ModelProto:
 
 
 def deep_graph(depth: int) -> bytes:
-    """Makes graphs nested in nodes, ``depth`` deep. Writes the bytes by hand, because protobuf itself refuses them."""
+    """Makes graphs nested in nodes, ``depth`` deep. Writes the bytes by hand, because protobuf itself refuses to
+    serialize so deep a graph."""
 
     def field(number: int, payload: bytes) -> bytes:
         size, length = len(payload), b""
@@ -107,7 +109,7 @@ def external_link(_: Path, here: Path) -> None:
 
 
 def recursive_function() -> onnx.ModelProto:
-    """Makes a local function that calls itself."""
+    """Makes a model with a local function that calls itself."""
     node = helper.make_node("Again", ["a"], ["b"], domain="own")
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
     model = small(nodes=[helper.make_node("Again", ["x"], ["y"], domain="own")], opsets=opsets)
@@ -116,7 +118,7 @@ def recursive_function() -> onnx.ModelProto:
 
 
 def wrong_dims(dims: list[int], data: bytes = b"") -> onnx.ModelProto:
-    """Makes a weight whose dims don't match the count of its numbers."""
+    """Makes a model with a weight whose dims don't match its number of values."""
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, raw_data=data)
     return small(weights=[weight])
 

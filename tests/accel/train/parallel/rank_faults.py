@@ -18,7 +18,7 @@ from tests.support.runs import SMALL
 Start = Callable[[list[str], Path], Trainer]
 
 # The first loss of the last rank is infinite. In a pipeline, the second loss is infinite, because torch computes the
-# loss once more to learn the shapes.
+# first loss only to learn the shapes.
 SPIKY = {
     "zero2": ["parallel.zero=2", f"loss={SMALL}:overflow_once"],
     "tp": ["parallel.tp=2", f"loss={SMALL}:overflow_once"],
