@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one stage cache, and the real models, exported once."""
+"""Fixtures of the whole suite: one stage cache, and real models that are exported once."""
 
 from __future__ import annotations
 

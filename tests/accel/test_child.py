@@ -1,4 +1,4 @@
-"""Child processes: answers, crashes, time limits, and their end with the parent."""
+"""Child processes return answers, report crashes, keep time limits, and end with their parent."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def test_dies_with_its_parent() -> None:
 
 
 def test_what_a_program_wrote(tmp_path: Path) -> None:
-    """Fails if a program doesn't run in the given folder, its output is lost, or the caller waits for a hung
-    program, or the program keeps running."""
+    """Fails if a program doesn't run in the given folder, its output is lost, the caller waits for a hung program,
+    or a hung program keeps running."""
     said = run_program(["/bin/sh", "-c", "pwd; echo bad >&2; exit 3"], folder=tmp_path, timeout=60)
     assert said == f"{tmp_path}\nbad\n"
     pid, hangs = tmp_path / "pid", "echo $$ > new; mv new pid; exec sleep 600"

@@ -1,4 +1,4 @@
-"""The import of accel, its public names, and the help."""
+"""accel imports fast, shows its help fast, and documents its public names."""
 
 from __future__ import annotations
 

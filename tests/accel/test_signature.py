@@ -1,4 +1,4 @@
-"""Specs, ranges and example inputs."""
+"""Specs and ranges survive printing and parsing, and example inputs stay inside their ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running stages: the contract, the gates and the cache. The stages here are tiny, and each has one planted fault."""
+"""Running a stage enforces the contract, the gates and the cache, here on tiny stages with one planted fault each."""
 
 from __future__ import annotations
 

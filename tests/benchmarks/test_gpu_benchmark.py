@@ -1,4 +1,5 @@
-"""The GPU benchmark, as far as it can be tested without a GPU: the order, the goals and the files.
+"""Without a GPU, the tests show that the GPU benchmark orders its rows, judges its goals and writes its files
+correctly.
 
 These tests fail if the most important rows don't come first, or if a goal's ratio is inverted or judged on the wrong
 rows. The tests fail if a failed row breaks the report, or if a second run doesn't add to the first, or adds to results

@@ -1,4 +1,4 @@
-"""The command that runs everything on a machine with a GPU, tested with short commands in place of its steps.
+"""The command for a machine with a GPU runs and reports all its steps, here with short commands as steps.
 
 These tests fail if a step that fails or hangs stops the next steps, if a step's processes run on after its limit, or if
 the report is written only at the end. The tests fail if the whole run exceeds its time limit, if a test for a GPU is in

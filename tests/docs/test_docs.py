@@ -82,7 +82,8 @@ def test_the_ten_options() -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
-    """Fails if a command of these pages doesn't work as written, or if a page names an option that doesn't exist."""
+    """Fails if a command of optimize.md, engines.md or measure.md doesn't work as written, or if a page names an
+    option that doesn't exist."""
     from importlib import import_module
 
     from accel.cli import COMMANDS
@@ -106,7 +107,8 @@ def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: Path) -> None:
-    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of that kind."""
+    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of the kind that the
+    page names."""
     import warnings
 
     import torch

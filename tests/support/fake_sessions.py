@@ -1,4 +1,4 @@
-"""A clock that the test sets and sessions that record their work, for the tests of the scheduling."""
+"""A clock that the test sets, and sessions that record their work, for the tests of the scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POISON = -666.0
 
 
 class FakeClock:
-    """Tells the time, in seconds, that the test sets."""
+    """A clock whose time, in seconds, the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -103,7 +103,7 @@ class Caller:
 
 
 def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
-    """Makes a request with ``rows`` rows that no request of another value has."""
+    """Makes a request with ``rows`` rows, which differ from the rows of a request with another ``value``."""
     x = np.array([[value + row / 64, value] for row in range(rows)], dtype=np.float32)
     return InferenceRequest(model="m", id=str(value), inputs={"x": x}, **fields)
 
@@ -111,7 +111,7 @@ def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
 def by_hand(
     scheduling: Scheduling, session: FakeSession | None = None
 ) -> tuple[QueuedExecutor, FakeSession, FakeClock]:
-    """Makes an executor without threads: the test polls it, at the time of the test's clock."""
+    """Makes an executor without threads, which the test polls at the time of the fake clock."""
     clock = FakeClock()
     session = session or FakeSession()
     executor = make_executor(

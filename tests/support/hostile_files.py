@@ -1,4 +1,4 @@
-"""Damaged, lying and malicious files, made from valid ones.
+"""Makes damaged, lying and malicious files from valid files.
 
 Each ``make(good, here)`` writes into the folder ``here``. ``good`` is the folder of valid files that a fixture of
 ``test_hostile_files.py`` makes.
@@ -43,7 +43,7 @@ def small(**changes: Any) -> onnx.ModelProto:
 
 
 def chain(length: int) -> onnx.ModelProto:
-    """Makes ``length`` nodes in a row, on which recursive parsers overflow their stack."""
+    """Makes a chain of ``length`` nodes, on which recursive parsers overflow their stack."""
     nodes = [helper.make_node("Relu", [f"t{i}" if i else "x"], [f"t{i + 1}"]) for i in range(length)]
     nodes[-1].output[0] = "y"
     return small(nodes=nodes)

@@ -76,7 +76,7 @@ class _Decoder(torch.nn.Module):
 
 
 def decoder() -> torch.nn.Module:
-    """Makes a user's own transformer with tied embeddings."""
+    """Makes a transformer as a user may write it, with tied embeddings."""
     return _Decoder()
 
 

@@ -1,4 +1,4 @@
-"""accel export: the ladder of exporters, the opset, named dynamic dims, and the documented commands."""
+"""accel export tries a ladder of exporters, keeps the requested opset and dynamic dims, and works as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with external weights: every stage works on the weights tensor by tensor, also beyond protobuf's 2 GB."""
+"""Every stage works on external weights tensor by tensor, also beyond protobuf's 2 GB."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
         return plain(model, opset)
 
     monkeypatch.setattr(version_converter, "convert_version", convert)
-    # Runs in this process, because the limits are small only here.
+    # Runs in this process, because the fixture lowers the limits only in this process.
     monkeypatch.setattr(onnx_from_onnx, "run_in_child", lambda _, **words: onnx_from_onnx.run_conversion(**words))
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     made = made_by("onnx_from_onnx", src, OnnxFromOnnxConfig(opset=19), tmp_path / "cache")
@@ -275,8 +275,8 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
 
 
 def nncf_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_nncf`` or ``run_compressed`` in a child process; returns the largest number of bytes that NNCF got at
-    once."""
+    """Runs ``run_nncf`` or ``run_compressed`` in a child process. Returns the largest number of bytes that NNCF got
+    at once."""
     import nncf
 
     from accel.converters.quantize import nncf as quantize_nncf

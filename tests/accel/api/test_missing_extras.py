@@ -1,4 +1,4 @@
-"""An installation without extras: every feature that needs an extra names its install command in one line."""
+"""Without extras installed, every feature that needs an extra names its install command in one line."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The server itself asks for these packages, so their errors name [serve].
+# The extras of the server. Without the packages of [serve], their errors would name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
-# Runs in this process: hidden modules are neither found nor imported, as if they weren't installed.
+# Runs the actions in one process, in which Python doesn't find the hidden modules, as if they weren't installed.
 HIDING = """
 import contextlib, io, json, shlex, sys
 

@@ -1,4 +1,4 @@
-"""A frozen graph, a signature and a net with dropout: optimize, bench and verify accept the options of export."""
+"""optimize, bench and verify accept export's options for a frozen graph, a signature and a net with dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input on the command line: exit code 2 or 1, one line that names the fix, and no file left behind or lost."""
+"""Bad input on the command line gives exit code 1 or 2, one line that names the fix, and no stray or lost file."""
 
 from __future__ import annotations
 
@@ -300,8 +300,8 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache), "PYTHONDONTWRITEBYTECODE": "1"},
-        # A terminal sends the signal to the command and all its children, so they form a process group here. A suite
-        # that runs in the background of a shell would pass an ignored SIGINT down to its children.
+        # A terminal sends the signal to the command and all its children, so the test starts them in a process group. A
+        # suite that runs in the background of a shell would pass an ignored SIGINT down to its children.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

@@ -1,4 +1,4 @@
-"""``accel bench`` and ``accel.bench``: compare artifacts and sources."""
+"""``accel bench`` and ``accel.bench`` compare artifacts and sources, and report mistakes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = Tens
 
 
 def record(path: Path, **session: Any) -> Artifact:
-    """Writes a manifest for the file."""
+    """Writes a manifest for the ONNX file, with ``session`` as its session options."""
     artifact = Source(path).open()
     manifest = Manifest(
         kind="onnx",
@@ -94,7 +94,8 @@ def test_json_is_one_object_and_progress_goes_to_stderr(
 
 
 def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
-    """Fails if a row, its verdict or the noise floor is missing, or if ``--quiet`` prints more than the table."""
+    """Fails if the table lacks a candidate, a verdict or the noise floor, or if ``--quiet`` prints more than the
+    table."""
     ran = cli("bench", two[1], "--against", two[0], *QUICK, "--quiet")
     assert ran.code == 0
     assert ran.stderr == ""

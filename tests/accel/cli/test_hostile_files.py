@@ -1,5 +1,6 @@
-"""Damaged, lying and malicious files of every format on the command line. ``test_bad_input.py``,
-``test_hostile_settings.py`` and ``tests/accel/sources/checkpoints/test_refused.py`` cover other bad input."""
+"""Damaged, lying and malicious files of every format give a one-line error on the command line.
+``test_bad_input.py``, ``test_hostile_settings.py`` and ``tests/accel/sources/checkpoints/test_refused.py`` cover
+other bad input."""
 
 from __future__ import annotations
 

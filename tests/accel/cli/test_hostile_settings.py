@@ -1,5 +1,5 @@
-"""Contradictory and nonsensical settings, misbehaving code of the user, and unusual paths. ``test_bad_input.py`` and
-``test_bench_command.py`` test more settings."""
+"""Contradictory or nonsensical settings give a one-line error, and unusual paths and misbehaving user code do no
+harm. ``test_bad_input.py`` and ``test_bench_command.py`` test more settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk and a killed process in each stage: one line, nothing lost, and the same command continues."""
+"""After a full disk or SIGKILL in any stage, nothing is lost and the same command continues."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ COMMANDS = {
     "saved_model_from_onnx": (EXPORT, SAVED_MODEL),
     "tflite_from_saved_model": (EXPORT, TFLITE),
 }
-# TensorFlow takes ten seconds to start, and each of these tests starts it several times.
+# TensorFlow takes ten seconds to start, and the tests of these stages start TensorFlow several times.
 OF_TENSORFLOW = ("onnx_from_tensorflow", "onnx_from_tflite", "saved_model_from_onnx", "tflite_from_saved_model")
 
 
@@ -158,8 +158,8 @@ def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.Monk
 
 
 FROM_CODE = ("optimize", "net.py:make", "--input", "x:float32[batch,4]", "--data", "data.npz", "--rounds", "5")
-# For each target: the command that is killed, the stages and phases in which it is killed one after the other, and the
-# stages that were complete before the last kill.
+# Maps each target to a command, the stages and phases in which the command is killed in turn, and the stages that are
+# complete before the last kill.
 KILLS = {
     "openvino": (
         (*FROM_CODE, "--target", "openvino", "--precision", "int8", "-o", "out"),
@@ -229,7 +229,7 @@ def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> N
 
 
 def killed_in(here: Path, words: tuple[str, ...], stage: str) -> list[str]:
-    """Runs the command until a line names ``stage``, then kills it. Returns the lines so far, and checks that no
+    """Runs the command until a line names ``stage``, then kills it. Returns the output lines, and asserts that no
     process of the command is left."""
     command = [sys.executable, "-m", "accel", *words]
     process = subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -1,4 +1,4 @@
-"""accel inspect of every format other than ONNX: inputs, outputs, weights, FLOPs, warnings, and the page."""
+"""accel inspect reports the inputs, outputs, weights, FLOPs and warnings of files of every format, and draws them."""
 
 from __future__ import annotations
 

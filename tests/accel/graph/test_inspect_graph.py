@@ -1,4 +1,4 @@
-"""accel inspect: the cost of a graph, and the page that draws the graph in a real browser."""
+"""accel inspect counts a graph's FLOPs correctly, and its page draws the graph in a real browser."""
 
 from __future__ import annotations
 

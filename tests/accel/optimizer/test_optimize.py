@@ -1,4 +1,5 @@
-"""accel optimize: candidates, judgement, choice, and the published folder."""
+"""accel optimize gates, judges and measures its candidates, and publishes the fastest one within the accuracy
+budget."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
     if result.chosen != "source":
         assert chosen.measured["verdict"] == "faster"
         faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
-        # Keeps the rows of the last measurement. Of the session options, keeps those that are faster than the default
+        # Keeps the candidates of the last measurement, without session options that aren't faster than the default
         # options.
         bases = {r.base for r in rows.values() if r.base}
         faster = [r for r in faster if r.base or r.name in bases or not bases]
@@ -228,7 +229,7 @@ def _row(name: str, ms: float, verdict: str) -> Any:
 
 
 def test_the_rule_of_choice() -> None:
-    """Fails if a rejected or slower candidate, or one that only noise makes faster, could be chosen."""
+    """Fails if a rejected or slower candidate, or a candidate that only noise makes faster, can be chosen."""
     source = _row("source", 10.0, "baseline")
     noisy, slower = _row("noisy", 9.9, "no measurable difference"), _row("slower", 20.0, "slower")
     wrong = replace(_row("wrong", 1.0, "faster"), status="rejected", reason="drop")
@@ -292,8 +293,8 @@ def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = 
 
 @pytest.mark.proof
 def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if candidates are made from an ONNX form that passed the export's gate but differs from the model on the
-    user's data. torch exports a cumulative logsumexp whose parts become 0 for large numbers."""
+    """Fails if candidates are made from an ONNX export that passed its gate but differs from the source on the
+    user's data. torch exports a cumulative logsumexp whose terms become 0 for large numbers."""
     with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
         _optimize_scores("scores", 300, tmp_path)
     assert not (tmp_path / "out").exists()
@@ -313,8 +314,8 @@ def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_precision_that_nothing_came_of(tmp_path: Path) -> None:
-    """Fails if there is no warning when a user asks for int8 and gets the source. This model has nothing to
-    quantize."""
+    """Fails if there is no warning when a user asks for int8 and gets the source. The model of this test has no
+    layer to quantize."""
     found = _optimize_scores("scores", 1, tmp_path, "int8")
     assert (found.chosen, found.artifact.properties["precision"]) == ("source", "fp32")
     assert found.warnings[0].startswith(

@@ -35,8 +35,8 @@ def src(tmp_path: Path) -> Artifact:
 
 
 def test_defaults_are_those_of_the_function() -> None:
-    """Fails if the public function and the request have different arguments or defaults. Then the report's command
-    would leave out an option."""
+    """Fails if the public function and the request have different arguments or defaults, so that the report's
+    command leaves out an option."""
     parameters = dict(inspect.signature(accel.optimize).parameters)
     del parameters["model"]
     known = [one for one in (*fields(OptimizeRequest), *fields(Source)) if one.name not in ("source", "spec")]

@@ -1,4 +1,4 @@
-"""The search of accel optimize: session options, the time budget, and the choice. Times are scripted."""
+"""The search of accel optimize chooses session options and candidates by scripted times, within the time budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOAD = Workload(objective="throughput", mix=({},), batch=1, repeats=8, note="")
 
 
 class Clock:
-    """Tells the time, in seconds, that the test sets."""
+    """A clock whose time, in seconds, the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -269,7 +269,7 @@ def test_no_time_for_options(searching: Any) -> None:
 
 
 def test_faster_than_needs_the_same_rounds() -> None:
-    """Fails if figures of different measurements are compared."""
+    """Fails if the search compares figures of different measurements."""
     one, other = row("a"), row("b")
     one.measured = {"round_medians_ms": [1.0] * 9}
     other.measured = {"round_medians_ms": [2.0] * 5}

@@ -1,5 +1,4 @@
-"""The options of ``--quantize`` and ``--cast``: how they are read, passed to the stages and recorded, and when they are
-refused."""
+"""The options of ``--quantize`` and ``--cast`` are parsed, passed to the stages and recorded, or refused with a fix."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ QUANTIZE = [
 
 
 def test_every_option_is_read() -> None:
-    """Fails if an option is read as another, lists don't add up, or the spelling with underscores means something
-    else."""
+    """Fails if an option is parsed as another, repeated lists don't add up, or the spelling with underscores means
+    something else."""
     found = parse_quantize_options(QUANTIZE)
     assert found == {
         "calibration": "entropy", "samples": 40, "smooth": 0.5, "per_channel": False, "ops": ("MatMul", "Gemm"),

@@ -1,4 +1,4 @@
-"""The command ``accel plan``: its documented command lines, and the config that it writes."""
+"""``accel plan`` works as documented, and writes a config that ``accel train`` runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formulas of ``accel plan``, compared with published figures and with a simulation on fake tensors."""
+"""The formulas of ``accel plan`` agree with published figures and with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _spec() -> ModelSpec:
     [(8, 0, 2), (8, 1, 1), (64, 1, 3), (8, 2, 1), (64, 2, 3), (64, 3, 1), (64, 3, 3)],
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
-    """Fails if the bytes that FSDP2 keeps and sends (counted per tensor and per collective) differ from the closed form
-    by more than padding to the world size, or if ``train.zero`` gathers or reduces more often than it documents."""
+    """Fails if the bytes that FSDP2 keeps and sends (counted per tensor and per collective) differ from the closed
+    form by more than padding to the world size, or if ``train.zero`` gathers or reduces more often than documented."""
     layout = Layout(world=world, zero=zero, precision=precision, micro_batch=2, accumulation=accumulation)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     spec = _spec()

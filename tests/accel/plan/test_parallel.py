@@ -1,4 +1,4 @@
-"""The formulas for tensor parallel, its replicas and hpZ, compared with a simulation on fake tensors."""
+"""The formulas for tensor parallel, its replicas and hpZ agree with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _simulated(layers: int, layout: Layout) -> Simulated:
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> None:
-    """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. `accel
-    train` cuts the layers. Autograd keeps the whole gathered inputs of column-parallel products. Also fails if the
-    planned traffic differs from the bytes that the ranks send. The plan leaves out the gradients of positions and norms
-    that see only a part of the sequence."""
+    """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. The
+    layers are cut as in `accel train`, so autograd keeps the whole gathered inputs of column-parallel products. Also
+    fails if the planned traffic differs from the bytes that the ranks send. The plan leaves out the gradients of
+    positions and norms that see only a part of the sequence."""
     layout = Layout(world=tp, tp=tp, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     found = _simulated(3, layout)
     planned = activations(_spec(3), layout)

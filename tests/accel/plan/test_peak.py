@@ -1,4 +1,4 @@
-"""The planned memory of a rank, compared with the peak of a step over all tensors alive at once."""
+"""The planned memory of a rank agrees with the peak of a training step over all live tensors."""
 
 from __future__ import annotations
 

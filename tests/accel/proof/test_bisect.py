@@ -127,9 +127,9 @@ def rename(model: onnx.ModelProto) -> None:
 def test_a_planted_fault_is_found_by_name(
     encoder: Artifact, samples: Path, tmp_path: Path, fault: Edit, expected: str, renamed: bool
 ) -> None:
-    """Fails if bisect names another node than the faulty node, or if the inputs of the named node differ. Also fails if
-    the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model has
-    other names for all inner values."""
+    """Fails if bisect names another node than the faulty node, or if the inputs of the named node differ. Also fails
+    if the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model
+    has other names for all inner tensors."""
 
     def edit(model: onnx.ModelProto) -> None:
         fault(model)

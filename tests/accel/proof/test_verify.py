@@ -1,4 +1,4 @@
-"""The comparison of outputs, and the command accel verify."""
+"""accel verify compares outputs by name and reports every difference beyond the limit."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ SIGNATURE = Signature((TensorSpec.parse("x:float32[batch,n]"), TensorSpec.parse(
 
 @given(st.integers(1, 9), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 12)))
 def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size: int, limit: int | None) -> None:
-    """Fails if a sample is lost, repeated or reordered, or if the limit is exceeded."""
+    """Fails if batching loses, repeats or reorders a sample, or gives more samples than the limit."""
     path = tmp_path_factory.mktemp("data") / "d.npz"
     np.savez(path, x=np.ones((count, 3), np.float32), ids=np.arange(count))
     found = [b["ids"] for b in Dataset.load(path, SIGNATURE).batches(size, limit)]

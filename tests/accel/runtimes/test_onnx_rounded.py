@@ -1,4 +1,4 @@
-"""The rounded session: real rounding shows what ONNX Runtime hides."""
+"""The rounded session rounds after every node, which shows overflows that ONNX Runtime hides."""
 
 from __future__ import annotations
 

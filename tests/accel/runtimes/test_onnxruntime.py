@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: inputs and outputs, the effect of options, and the errors for bad files."""
+"""ONNX Runtime sessions check their inputs, apply their options, and report bad files in one line."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def ended(some: set[str]) -> bool:
 
 
 def test_threads_are_those_asked_for(linear: Artifact) -> None:
-    """Fails if the option doesn't reach the runtime. One thread starts no pool, and three threads start two beside the
-    caller."""
+    """Fails if ``threads`` doesn't reach ONNX Runtime. With one thread, ONNX Runtime starts no pool. With three
+    threads, ONNX Runtime starts two beside the caller's."""
     before = threads()
     with open_session(linear, "onnxruntime", {"threads": 1}):
         assert threads() <= before
@@ -223,7 +223,7 @@ def test_types_that_numpy_lacks_go_in_and_out_by_their_bits(tmp_path: Path, dtyp
 
 
 def test_strings_go_in_and_out(tmp_path: Path) -> None:
-    """Fails if object arrays are refused."""
+    """Fails if object arrays of strings are refused."""
     kind = (TensorProto.STRING, ["n"])
     model = save(tmp_path / "s.onnx", [helper.make_node("Identity", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with open_session(model, "onnxruntime") as session:

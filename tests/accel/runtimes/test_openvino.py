@@ -1,4 +1,4 @@
-"""The OpenVINO session, compared with ONNX Runtime on the ONNX file behind the IR."""
+"""The OpenVINO session agrees with ONNX Runtime on the ONNX file that the IR was converted from."""
 
 from __future__ import annotations
 

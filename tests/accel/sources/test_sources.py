@@ -1,4 +1,4 @@
-"""The kinds of sources that accel opens, and the errors of each."""
+"""accel opens each kind of source, or names the mistake in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule of the benchmark: the order of runs, paused processes, the comparison before timing, and misbehaving
+"""The benchmark shuffles its runs, pauses idle processes, compares outputs before timing, and reports misbehaving
 candidates."""
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def test_wrong_arguments_say_what_to_change(
 
 
 def test_the_baseline_may_be_any_candidate() -> None:
-    """Fails if ``baseline`` is ignored, or changes the order of rows."""
+    """Fails if ``baseline`` is ignored, or changes the order of the report's rows."""
     slow, base = (scripted(name, opener="simulated", ms=ms) for name, ms in (("slow", 0.4), ("base", 0.1)))
     report = quick([slow, base], baseline="base")
     assert [row.verdict for row in report.rows] == ["slower", "baseline"]
@@ -234,7 +234,7 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
 
 
 def children() -> set[int]:
-    """Returns the ids of this process's children. Some belong to earlier tests and remain."""
+    """Returns the ids of this process's children, including children that earlier tests left running."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -292,7 +292,8 @@ def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
-    """Fails if the benchmark loses the delay of a real runtime. Ten times as long is slower on any machine."""
+    """Fails if the benchmark loses the delay of a real runtime. The delayed runs take ten times as long, which shows
+    on any machine."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, options={"share": share}, opener="bench_sessions:delayed")
@@ -327,7 +328,7 @@ def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
 
 
 def test_a_block_takes_about_the_time_asked_for() -> None:
-    """Fails if slow models get fewer than three runs, or if several feeds count as one."""
+    """Fails if a block of a slow model gets fewer than three runs, or if several feeds count as one."""
     assert passes_for(0.2, 0.010, feeds=1) == 20
     assert passes_for(0.2, 0.010, feeds=4) == 20
     assert passes_for(0.2, 30.0, feeds=1) == 3

@@ -1,4 +1,4 @@
-"""Sweeps over shapes, streams, energy, and the report as JSON, Markdown and HTML."""
+"""accel bench sweeps over shapes and streams, measures energy, and reports in JSON, Markdown and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdicts on simulated machines whose truth is known: drift, heavy tails, and processes that differ by luck."""
+"""Verdicts are right on simulated machines with drift, heavy tails and lucky processes, where the truth is known."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
 
 
 def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
-    """Fails if a verdict drops one of the two conditions, in either direction."""
+    """Fails if "faster" or "slower" needs only the interval, or only the noise floor."""
     assert judge(Ratio(value=1.20, low=1.10, high=1.30), 0.05) == "faster"
     assert judge(Ratio(value=1.20, low=0.99, high=1.30), 0.05) == "no measurable difference"
     assert judge(Ratio(value=1.04, low=1.03, high=1.05), 0.05) == "no measurable difference"

@@ -1,4 +1,4 @@
-"""Precision in a single process: how the loss scale changes, and the notes for apex's names."""
+"""In a single process, the loss scale grows, halves and resumes, and a precision named as in apex comes with a note."""
 
 from __future__ import annotations
 

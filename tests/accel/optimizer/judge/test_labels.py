@@ -1,4 +1,4 @@
-"""accel optimize --labels: metrics that need only labels."""
+"""accel optimize --labels computes the metrics that need only labels, and refuses labels that don't fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(path: Path, **arrays: Any) -> Path:
     return path
 
 
-@settings(deadline=None)  # importing scipy takes longer than the deadline of a sample
+@settings(deadline=None)  # importing scipy takes longer than Hypothesis's deadline
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=30))
 def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
     """Fails if Spearman's rank correlation differs from scipy's, for example because equal values don't share their

@@ -84,7 +84,7 @@ def test_options_that_noise_decided_say_so() -> None:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> list[str]:
     """Replaces the benchmark by one that reports this speedup and verdict for the only candidate. Returns the list
-    of the candidates' names, one per call."""
+    of candidates that the benchmark times."""
     called: list[str] = []
 
     def measure(candidates: Any, feeds: Any, **_: Any) -> BenchReport:
@@ -128,7 +128,7 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
 
 
 class Clock:
-    """Tells the time, in seconds, that the test sets."""
+    """A clock whose time, in seconds, the test sets."""
 
     now = 0.0
 

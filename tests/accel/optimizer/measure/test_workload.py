@@ -1,4 +1,4 @@
-"""The workload of accel optimize (objective, batch, lengths), and loading the model with the measured session
+"""accel optimize measures the requested objective, batch and lengths, and loading keeps the measured session
 options."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""report.html of accel optimize, in a real browser."""
+"""report.html of accel optimize shows the whole search, in a real browser and without a network."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_names_in_the_plot_are_apart() -> None:
 
 @browser
 def test_light_and_dark(tmp_path: Path) -> None:
-    """Fails if the page is empty, or isn't light on dark although the reader's system is dark."""
+    """Fails if the page is empty, or doesn't have a dark background although the reader's system is dark."""
     page = tmp_path / "report.html"
     look = """
     <script>

@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers: accel reads each format bit for bit, without its library.
+"""accel reads the checkpoints of other trainers bit for bit, without the trainers' libraries.
 
 The scripts ``record_*.py`` ran the real libraries to write the folders under ``recorded``. Each
 ``expected.safetensors`` holds the weights that the library itself reads from its checkpoint. torch itself makes the

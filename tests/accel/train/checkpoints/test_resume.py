@@ -1,4 +1,4 @@
-"""Checkpoints of one process: which are kept, which can be resumed, and which are refused."""
+"""A run of one process keeps, resumes and refuses the right checkpoints."""
 
 from __future__ import annotations
 

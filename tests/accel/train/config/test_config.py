@@ -1,4 +1,4 @@
-"""TrainConfig: reading, overrides, writing, and the one-sentence refusal of a config that can't run."""
+"""TrainConfig survives reading, overrides and writing, and a config that can't run is refused in one sentence."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
-    """Makes one process compute like ``ranks`` ranks with qwZ (``weights``) and qgZ (``gradients``). ``shards`` of the
-    ranks hold one replica. Each micro-batch stands for a rank."""
+    """Makes one process compute like ``ranks`` ranks with qwZ (``weights``) and qgZ (``gradients``). One replica is
+    spread over ``shards`` ranks. Each micro-batch stands for a rank."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 

@@ -67,9 +67,9 @@ def _local(tensors: Iterable[torch.Tensor | None]) -> int:
 def switched_on(trainer: Trainer) -> dict[str, Any]:
     """Returns four settings of a run that the losses of the run don't show.
 
-    ``offload``: True if FSDP2 keeps the shards on the host. ``shards between the passes``: the numbers of ranks over
-    which FSDP2 shards between the forward and the backward pass. ``compiled``: True for each compiled block.
-    ``frames``: the number of frames compiled since the last call of this function.
+    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` holds the numbers of ranks
+    over which FSDP2 shards between the forward and the backward pass. ``compiled`` is True for each compiled block.
+    ``frames`` is the number of frames compiled since the last call of this function.
     """
     groups = [
         group

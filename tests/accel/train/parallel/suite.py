@@ -254,7 +254,7 @@ def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> list[float]:
-    """Returns the losses of the second half, resumed with the PowerSGD memory that world size 2 saved."""
+    """Returns the losses of the second half, resumed with the PowerSGD state that world size 2 saved."""
     trainer = start(POWER_SGD, (folder if world == 2 else others[0]) / "power_sgd")
     trainer.resume()
     return losses(trainer)

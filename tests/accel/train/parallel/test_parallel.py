@@ -1,4 +1,4 @@
-"""Tensor-parallel plans and pipeline cuts in one process: matched names, refused plans, balanced stages."""
+"""Tensor-parallel plans match the right modules, wrong plans are refused, and pipeline stages are balanced."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_chain_is_the_model() -> None:
 
 
 def test_a_chain_that_is_not_the_model_is_refused() -> None:
-    """Fails if a pipeline may train another function than the model, or leave out parameters."""
+    """Fails if a pipeline is accepted that computes another function than the model, or leaves out parameters."""
     inputs = torch.randint(0, 61, (1, 16))
     for wrong, says in (
         (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),

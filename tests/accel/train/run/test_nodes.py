@@ -1,4 +1,4 @@
-"""Training on several machines, which each run ``accel train`` with their own ranks and meet at an address."""
+"""Several machines, each with its own ``accel train`` command and ranks, train one model."""
 
 from __future__ import annotations
 

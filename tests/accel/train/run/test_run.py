@@ -1,4 +1,4 @@
-"""``accel train`` from the outside: its documented commands, its output files, and its errors."""
+"""``accel train`` works as documented, and its errors name the cause and the fix."""
 
 from __future__ import annotations
 
@@ -402,9 +402,9 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
-    """Fails if the MFU isn't the share of the peak that the model's products take, or if the TensorBoard file lacks a
-    step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the remaining steps take
-    at the speed of the last ones."""
+    """Fails if the MFU isn't the FLOPs per second of the model's products over the peak, or if the TensorBoard file
+    lacks a step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the remaining
+    steps take at the speed of the last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
