@@ -175,7 +175,7 @@ def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fau
 
 
 def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> None:
-    """Fails if wrong numbers pass, or if the bad file is lost or gets the final name."""
+    """Fails if wrong outputs pass the gate, or if the rejected file is lost or gets the final name."""
     out = tmp_path / "out.onnx"
     out.write_bytes(b"what was there before")
     with pytest.raises(

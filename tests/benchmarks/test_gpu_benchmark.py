@@ -2,8 +2,8 @@
 correctly.
 
 These tests fail if the most important rows don't come first, or if a goal's ratio is inverted or judged on the wrong
-rows. The tests fail if a failed row breaks the report, or if a second run doesn't add to the first, or adds to results
-of another GPU. The tests fail if a run without a GPU reports a result.
+rows. The tests fail if a failed row breaks the report, or if a second run doesn't add to the first run's results, or
+adds to results of another GPU. The tests fail if a run without a GPU reports a result.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatc
 
 def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the comparison with _int_mm is refused for few rows, because _int_mm takes at least 17 rows on a GPU.
-    Also fails if the padding rows change the result or appear in it."""
+    Also fails if the padding rows change the result or appear in the result."""
     real, seen = torch._int_mm, []
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

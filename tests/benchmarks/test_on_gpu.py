@@ -113,8 +113,8 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the other steps, at their limits and with the library already built, leave compute-sanitizer too little
-    time to start torch, or leave the benchmark none."""
+    """Fails if the other steps, at their limits and with the library already built, leave compute-sanitizer too
+    little time to start torch, or leave the benchmark no time."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any existing file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):

@@ -87,7 +87,7 @@ class Caller:
 
     @property
     def code(self) -> str | None:
-        """Returns ``None`` while there is no answer, ``OK``, or the name of the error."""
+        """Returns ``None`` before the answer, and then ``OK`` or the name of the error."""
         found = self.refused or (self.answers[0] if self.answers else None)
         assert len(self.answers) <= 1
         return found.code.name if isinstance(found, ServeError) else "OK" if found else None

@@ -83,7 +83,8 @@ def damaged_engine(good: Path, here: Path) -> None:
 
 
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
-    """Writes a model with external weights: ``size`` bytes in ``w.data``, and ``entries`` that may contradict them."""
+    """Writes a model with ``size`` bytes of external weights in ``w.data``. The model's ``entries`` may contradict
+    the file."""
 
     def write(_: Path, here: Path) -> None:
         model = small(weights=[])
@@ -238,8 +239,8 @@ def poisoned(name: str) -> Make:
 
 
 def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> Make:
-    """Writes ``w.safetensors`` with this header (bytes, or a value to write as JSON), which may lie about its
-    length."""
+    """Writes ``w.safetensors`` with this header, given as bytes or as a value to write as JSON. The header may lie
+    about its length."""
     body = header if isinstance(header, bytes) else json.dumps(header).encode()
     said = len(body) if length is None else length
     return raw("w.safetensors", struct.pack("<Q", said) + body + data)

@@ -34,7 +34,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _Rotary(torch.nn.Module):
-    """A block that accel doesn't know: RMS norm, rotary positions, grouped queries, gated MLP."""
+    """A block with RMS norm, rotary positions, grouped queries and a gated MLP, which accel doesn't know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def wrong_chain() -> torch.nn.Module:
 
 
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the default loss, written by a user who expects plain, whole logits."""
+    """Computes the default loss as a user may write it, for plain logits of the whole vocabulary."""
     assert type(outputs) is torch.Tensor
     assert outputs.shape[-1] == VOCABULARY
     picked = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]

@@ -1,4 +1,4 @@
-"""TensorFlow models, made once in a separate process, because the suite's process never imports TensorFlow."""
+"""Makes the TensorFlow models once, in a separate process, because the suite's process never imports TensorFlow."""
 
 from __future__ import annotations
 

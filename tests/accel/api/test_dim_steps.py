@@ -106,8 +106,8 @@ def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path:
 
 
 def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the older exporter traces at a size that isn't a multiple of the step. The older exporter gives two dims
-    of one usual size different sizes, to tell them apart."""
+    """Fails if the older exporter traces at a size that isn't a multiple of the step. The older exporter traces two
+    dims of the same usual size at different sizes, to tell the dims apart."""
     from accel.converters.from_torch import exporters as torch_exporters
     from accel.converters.from_torch import onnx_from_torch as stage
 

@@ -51,7 +51,8 @@ def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path
 
 @pytest.mark.proof
 def test_declared_sizes_and_values_are_used(choosy: Path, tmp_path: Path) -> None:
-    """Fails if gates and benchmarks ignore the values that --input gives. The test allows only the rate 2."""
+    """Fails if gates and benchmarks ignore the values that --input gives. In this test, --input allows only 2 for
+    the input ``rate``."""
     result = accel.optimize(
         choosy,
         target="ort-cpu",

@@ -84,7 +84,7 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Fails if a detached tensor is read from the wrong place in the file, or if the model's outputs change."""
+    """Fails if a detached tensor is read from the wrong offset in the file, or if the model's outputs change."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4
@@ -111,7 +111,7 @@ def test_a_cast_of_detached_weights_is_the_same_cast(
 
 @pytest.mark.usefixtures("detached")
 def test_simplify_without_the_weights(tmp_path: Path) -> None:
-    """Fails if onnxsim gets the weights, or if the simplified model loses a weight or has one as an input."""
+    """Fails if onnxsim gets the weights, or if the simplified model loses a weight or has a weight as an input."""
     path = chain(tmp_path / "m", 256, 3)
     run_onnxsim(path, tmp_path / "light.onnx", [], light=True)
     light = read_proto(tmp_path / "light.onnx")

@@ -162,7 +162,8 @@ def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path
 def test_exit_code_is_1_where_nothing_could_be_compared(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if the exit code isn't 1 when no candidate could be compared, or isn't 0 when one could be compared."""
+    """Fails if the exit code isn't 1 when no candidate could be compared, or isn't 0 when at least one candidate
+    could be compared."""
     other = save(tmp_path / "other.onnx", output="logits")
     ran = cli("bench", two[0], other, *QUICK, "--json", "-q")
     assert ran.code == 1

@@ -172,7 +172,7 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# Stages that no command in ``KILLS`` runs. Each is killed in its last command in ``COMMANDS``.
+# Stages that no command in ``KILLS`` runs. Each of these stages is killed in its last command in ``COMMANDS``.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"

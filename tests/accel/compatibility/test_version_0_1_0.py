@@ -1,7 +1,7 @@
 """Files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, the stage cache.
 
-Version 0.1.0 wrote ``v0_1_0/`` in a folder ``/model``: ``accel export net.py:make --input x:float32[batch,4]``, ``accel
-optimize net.onnx``, ``accel export net.onnx --to openvino`` and ``accel train train.toml``.
+In a folder ``/model``, ``accel export net.py:make --input x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel
+export net.onnx --to openvino`` and ``accel train train.toml`` of version 0.1.0 wrote ``v0_1_0/``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""accel inspect reports the inputs, outputs, weights, FLOPs and warnings of files of every format, and draws them."""
+"""accel inspect reports the inputs, outputs, weights, FLOPs and warnings of files of every format."""
 
 from __future__ import annotations
 

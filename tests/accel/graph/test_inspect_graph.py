@@ -171,8 +171,8 @@ def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
 
 @browser
 def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of one model is empty, a node isn't at its own coordinates, a click on a node doesn't open its
-    details, or dragging the graph opens them."""
+    """Fails if the page of one model is empty, a node isn't at its own coordinates, a click on a node doesn't open
+    its details, or dragging the graph opens a node's details."""
     from PIL import Image
 
     accel.inspect(digits, page=tmp_path / "one.html")
@@ -202,7 +202,7 @@ def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if CI passes without a browser, or if a developer's machine needs one."""
+    """Fails if CI passes without a browser, or if tests on a developer's machine fail without a browser."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
     spec = importlib.util.spec_from_file_location("browser_of_nobody", ROOT / "tests" / "support" / "browser.py")
     assert spec is not None

@@ -303,8 +303,8 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if integer outputs that differ on the user's data (one of two equal scores, for example) get the model
-    refused, or give no warning. The second run takes its results from the cache."""
+    """Fails if integer outputs that differ on the user's data (the index of one of two equal scores, for example)
+    lead to an error, or give no warning. The second run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(
@@ -314,8 +314,8 @@ def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_precision_that_nothing_came_of(tmp_path: Path) -> None:
-    """Fails if there is no warning when a user asks for int8 and gets the source. The model of this test has no
-    layer to quantize."""
+    """Fails if there is no warning when a user requests int8 and accel publishes the source. The model of this test
+    has no layer to quantize."""
     found = _optimize_scores("scores", 1, tmp_path, "int8")
     assert (found.chosen, found.artifact.properties["precision"]) == ("source", "fp32")
     assert found.warnings[0].startswith(

@@ -102,9 +102,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Fails if the bytes that qwZ gathers and qgZ exchanges (counted per collective, with the codes and scales of every
-    parameter) differ from the closed form by more than padding and the scales of short last blocks, or if they have
-    another precision than the config asks for."""
+    """Fails if the bytes that qwZ gathers and qgZ exchanges (counted per collective, with the codes and scales of
+    every parameter) differ from the closed form by more than padding and the scales of short last blocks, or if
+    these bytes have another precision than the config sets."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -176,7 +176,7 @@ def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.M
 def test_what_autocast_keeps() -> None:
     """Fails if the planned activations under autocast differ by more than half a percent from what autograd keeps: a
     float32 residual stream, and a copy of their input for each of query, key and value. The 16-bit copies of weights
-    don't count here, because the plan counts them as temporary."""
+    don't count as activations, because the plan counts the copies as temporary."""
     model = GPT(_shape(3))
     copied = sum(2 * part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
     ids = torch.zeros(2, 128, dtype=torch.long)

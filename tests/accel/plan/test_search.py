@@ -58,7 +58,7 @@ def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.Capture
     assert memory.host == usual.model_states == sum(model_states(SEVEN, plain))
     assert memory.temporary == usual.temporary
     first = training_memory(SEVEN, replace(plain, zero=1, offload=True))
-    assert first.parameters == first.gradients == 2 * SEVEN.params  # the device holds both during the whole step
+    assert first.parameters == first.gradients == 2 * SEVEN.params  # the device holds weights and gradients
     second = training_memory(SEVEN, replace(plain, zero=2, offload=True))
     assert (second.parameters, second.gradients, second.host) == (2 * SEVEN.params, 0, first.host)
     shard = 2 * SEVEN.params / 4

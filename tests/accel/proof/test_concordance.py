@@ -57,7 +57,7 @@ def test_one_number_a_sample() -> None:
     # Seven of eight samples are rounding errors.
     residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
     assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
-    # These numbers hardly differ, so an output can't follow their differences.
+    # The numbers in ``alike`` hardly differ, so an output can't follow their differences.
     alike = np.float32(1) + np.float32(1e-6) * years
     assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
 
@@ -84,7 +84,7 @@ def test_what_isnt_float() -> None:
 
 
 def test_errors_of_samples() -> None:
-    """Fails if a sample's error depends on the other samples, or if a zero in the reference is divided by."""
+    """Fails if a sample's error depends on the other samples, or if the error divides by a zero in the reference."""
     reference = np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0], [1e-9, 0.0]])
     candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     # The last sample is smaller than the rounding error of the first.

@@ -98,8 +98,8 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify or bench asks for the inputs of a factory although the other side's artifact declares them, or
-    ignores the declared ranges. Beyond the ranges, on 12 positions or token 20, the net fails."""
+    """Fails if verify or bench asks for the inputs of a factory although the other model's artifact declares these
+    inputs, or ignores the declared ranges. Beyond the ranges, on 12 positions or token 20, the net fails."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"

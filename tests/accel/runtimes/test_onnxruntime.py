@@ -231,7 +231,7 @@ def test_strings_go_in_and_out(tmp_path: Path) -> None:
 
 
 def test_weights_beside_the_model_are_found(tmp_path: Path) -> None:
-    """Fails if the model is loaded from its bytes, which don't tell the folder of the external weights."""
+    """Fails if the model is loaded from its bytes, from which ONNX Runtime can't find the external weights."""
     model = save(
         tmp_path / "m.onnx",
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -278,7 +278,7 @@ def test_a_damaged_file_is_one_sentence(linear: Artifact, how: str, capfd: pytes
 
 
 def test_an_operator_without_a_kernel_is_named(tmp_path: Path) -> None:
-    """Fails if a valid model that can't run here is called damaged."""
+    """Fails if the error for a valid model with an unsupported operator calls the model damaged."""
     kind = (TensorProto.BFLOAT16, [4])
     model = save(tmp_path / "k.onnx", [helper.make_node("Exp", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with pytest.raises(UnsupportedHere, match="Exp"):

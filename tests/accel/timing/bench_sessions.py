@@ -21,7 +21,8 @@ from accel.timing.blocks import Candidate
 
 
 class Scripted(BaseSession):
-    """Computes ``y = 2 x`` in ``ms`` milliseconds of this thread's time. The other options plant faults."""
+    """Computes ``y = 2 x`` in ``ms`` milliseconds of this thread's time. The options other than ``ms`` change the
+    outputs or plant a fault."""
 
     def __init__(self, candidate: Candidate) -> None:
         super().__init__(candidate.artifact, SessionOptions())

@@ -258,8 +258,8 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 
 
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
-    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime, timed by the thread's own
-    time. (The bound is loose because the machine may be busy. Simulated benchmarks test the statistics.)"""
+    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime, timed by the thread's
+    own time. The bound is loose because the machine may be busy. Simulated benchmarks test the statistics."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")
@@ -337,8 +337,9 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
 
 
 def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
-    """Fails if a block keeps the number of runs that the first estimate gave: here 200 of 0.1 s, so 20 s in a block of
-    0.2 s, on a simulated clock. Also fails if a figure counts the planned runs instead of the runs made."""
+    """Fails if a block keeps its first estimate of the number of runs after the runs get slower, here 200 runs of
+    0.1 s in a block of 0.2 s on a simulated clock. Also fails if a figure counts the planned runs instead of the
+    runs made."""
     slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
     report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
     row, rounds = report.row("slow"), report.samples["slow"]
@@ -346,7 +347,7 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
     cut = [times for times in rounds if len(times) < 20]
     assert len(cut) >= 3
     for times in rounds:
-        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass begins after twice the time
+        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass begins after twice the block's time
     assert all(len(times) > 100 for times in report.samples["base"])
     assert row.iterations == sum(map(len, rounds))
     assert row.samples_per_second == pytest.approx(2 * row.iterations / (sum(t.sum() for t in rounds) / 1e9))

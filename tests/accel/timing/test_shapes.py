@@ -79,8 +79,8 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a size beyond the declared range is found only by a crash during timing, if the error doesn't name the
-    range and the option that widens it, or if an undeclared range binds: the batch of 1 to 8 is accel's own choice."""
+    """Fails if a size beyond the declared range is found only by a crash during timing, if the error doesn't name
+    the range and the option that widens it, or if accel's default batch of 1 to 8 counts as a declared range."""
     made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
     manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)

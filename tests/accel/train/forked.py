@@ -1,7 +1,7 @@
 """Runs ``python -m MODULE`` without seconds of imports, by forking each process from a server that has imported torch.
 
 ``Server.installed`` makes ``subprocess.Popen`` fork for the modules of ``FORKED``. A forked process is a true child of
-the caller, with its own session, environment, working folder and command line in ``/proc``: ``waitpid`` and signals
+the caller, with its own session, environment, working folder and command line in ``/proc``, so ``waitpid`` and signals
 work.
 """
 

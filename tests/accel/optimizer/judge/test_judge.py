@@ -49,7 +49,7 @@ def scaled(y):
 @pytest.mark.parametrize("part", ["inside", "level", "helper"])
 def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -> None:
     """Fails if the judge reuses a cached judgement although a function, a module constant or an imported file that
-    the metric uses has changed. The judge would then compare candidates by the old metric with a source by the new
+    the metric uses has changed. A reused judgement would compare a candidate's old metric with the source's new
     metric."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
     keys, values = [], []
@@ -118,8 +118,7 @@ def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, t
 
 
 def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
-    """Fails if a cached judgement on both samples is reused for the second sample alone, although both are one
-    batch."""
+    """Fails if a cached judgement on both samples is reused for the second sample alone, because both are one batch."""
     source, data = twice(tmp_path), samples(tmp_path, 2)
     assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
     assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})

@@ -46,8 +46,8 @@ def test_top_k(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
-    """Fails if IoU differs from the mean of scikit-learn's Jaccard indices over the classes that occur, or if pixels
-    without a label count."""
+    """Fails if IoU differs from the mean of scikit-learn's Jaccard indices over the classes that occur, or if
+    unlabeled pixels are counted."""
     from sklearn.metrics import jaccard_score
 
     rng = np.random.default_rng(seed)

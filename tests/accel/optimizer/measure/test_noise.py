@@ -110,7 +110,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> l
 def test_what_noise_decided_is_not_taken_from_the_cache(
     small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str, times: int
 ) -> None:
-    """Fails if a verdict that noise decided is reused from the cache, or if a clear verdict is measured twice."""
+    """Fails if a verdict that noise decided is reused from the cache, or if a clear verdict is measured again."""
     called = scripted(monkeypatch, speedup, verdict)
     cache = StageCache(tmp_path / "cache")
     work = workload(small.signature, None, objective="latency", sizes={}, batch=None, lengths=None, cores=1)
@@ -161,8 +161,8 @@ def test_what_is_under_way_is_given_up_with_the_budget() -> None:
 def test_building_leaves_the_time_to_measure_what_was_built(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, at_least: int
 ) -> None:
-    """Fails if the search builds more candidates than it has time to measure, or stops building although there is time
-    for more."""
+    """Fails if the search builds more candidates than it has time to measure, or stops building while there is time
+    for more candidates."""
     clock = Clock()
     budget = Budget(seconds, clock)
 

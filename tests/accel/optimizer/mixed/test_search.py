@@ -40,8 +40,8 @@ _WEIGHTS = [(_RNG.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ 
 
 def planted(path: Path) -> Artifact:
     """Makes the sum of six layers. The input of each layer in ``PLANTED`` has one channel that is 3000 times as
-    large, with weights 3000 times as small. Float32 computes these layers as exactly as the others, but int8 rounds
-    their other channels to 0."""
+    large as the other channels, with weights 3000 times as small. Float32 computes the layers in ``PLANTED`` as
+    exactly as the other layers, but int8 rounds their small channels to 0."""
     nodes, constants, terms = [], {}, []
     for index in range(LAYERS):
         name = f"layer_{index}"
@@ -152,7 +152,7 @@ def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tm
 
 def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path, cli: Any) -> None:
     """Fails if the command doesn't accept `--precision mixed`, or if the manifest doesn't record how the layers were
-    chosen and in what precision the others compute."""
+    chosen and in what precision the other layers compute."""
     pytest.importorskip("tensorrt_rtx_bindings")
     done = cli(
         "optimize", src.path, "-o", tmp_path / "out", "--target", "tensorrt-rtx", "--precision", "mixed",

@@ -29,7 +29,7 @@ def net() -> Any:
 
 
 def keep(model: Any, folder: Path) -> None:
-    """Writes the model's weights in memory to ``expected.safetensors``."""
+    """Saves the model's current weights as ``expected.safetensors``."""
     from safetensors.torch import save_file
 
     save_file({n: t.detach().clone() for n, t in model.state_dict().items()}, str(folder / "expected.safetensors"))

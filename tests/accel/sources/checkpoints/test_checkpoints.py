@@ -1,9 +1,9 @@
 """accel reads the checkpoints of other trainers bit for bit, without the trainers' libraries.
 
 The scripts ``record_*.py`` ran the real libraries to write the folders under ``recorded``. Each
-``expected.safetensors`` holds the weights that the library itself reads from its checkpoint. torch itself makes the
-checkpoints of torch.distributed.checkpoint here. The tests write Megatron's pipeline stages and its layouts before
-version 2 by hand, as Megatron's training script does.
+``expected.safetensors`` holds the weights that the library itself reads from its checkpoint. The tests save the
+checkpoints of torch.distributed.checkpoint with torch itself. The tests write Megatron's pipeline stages and its
+layouts before version 2 by hand, as Megatron's training script does.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ IDS = "ids:int64[batch,length]{0..10}"
 
 
 def net() -> torch.nn.Module:
-    """Makes the net of the recordings, with other weights than any recording."""
+    """Makes the recorded net, with other weights than in any recording."""
     torch.manual_seed(99)
     made: torch.nn.Module = load_object(NET, "factory")[1]()
     return made
 
 
 def equals(module: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    """Asserts that every tensor of the module equals the expected one bit for bit."""
+    """Asserts that every tensor of the module equals the expected tensor bit for bit."""
     for name, value in module.state_dict().items():
         assert torch.equal(value, expected[name]), name
 

@@ -1,4 +1,4 @@
-"""accel export changes the opset, shapes, Constant weights and preprocessing of foreign ONNX files, but no outputs."""
+"""accel export converts foreign ONNX files of any opset, shape and weight storage, and adds preprocessing correctly."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: str) -> None:
-    """Fails if an unknown key, a wrong type or a broken file is accepted, or if the error doesn't name it."""
+    """Fails if an unknown key, a wrong type or a broken file is accepted, or if the error doesn't name the mistake."""
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(BadConfig, match=says):

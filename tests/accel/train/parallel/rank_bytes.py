@@ -39,7 +39,7 @@ FAST_HELD = (
     "ZeRO 3, hpZ 2, qwZ, qgZ",
 )
 DEEP = f"model={SMALL}:deep"
-# The pipelines, by world size, whose stages count the bytes that they send to one another in a step.
+# The pipelines, by world size, for which the ranks count the bytes that stages send to one another in a step.
 STAGES = {
     2: {
         "1F1B": ["parallel.pp=2"],

@@ -162,8 +162,8 @@ TAKEN_UP = {
     2: {**SAVED[2], "tp": ["parallel.tp=2"], "zero3": ["parallel.zero=3"]},
     4: {**SAVED[4], "ddp": ["parallel.zero=0"]},
 }
-# AdamW on float32 copies of bfloat16 weights. Two ranks save and four ranks resume the optimizer's state, which has to
-# be the same bit for bit.
+# The overrides for AdamW on float32 copies of bfloat16 weights. Two ranks save and four ranks resume the optimizer's
+# state, which has to be the same bit for bit.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
 # The layouts whose gradient in one plain SGD step has to equal that of one process.
 GRADIENTS = {

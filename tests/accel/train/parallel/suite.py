@@ -305,6 +305,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Ends like a rank of accel. gloo's threads outlive the process groups. If another rank closes its sockets while
-    # this rank tears down the objects of these threads, a signal kills this rank.
+    # Ends without cleanup, as a rank of accel does, because gloo's threads outlive the process groups. If another rank
+    # closes its sockets while this rank tears down the objects of these threads, a signal kills this rank.
     os._exit(0)

@@ -365,9 +365,9 @@ def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: in
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_power_sgd_is_resumed_with_its_memory(results: dict[int, dict[str, Any]], world: int) -> None:
-    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices, or if only the same number of
-    ranks can resume from them. The losses of steps 6 to 10 have to equal those of a run that never stopped, and to
-    differ without PowerSGD's state."""
+    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices, or if another number of ranks
+    can't resume from the checkpoint. The losses of steps 6 to 10 have to equal those of a run that never stopped,
+    and to differ without PowerSGD's state."""
     seen = results[2]["power_sgd"]
     whole = seen["whole"]
     assert seen["first"] == whole[: rows.HALF]
@@ -416,7 +416,7 @@ def _table() -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.parametrize("rows_", ["of make test", pytest.param("of make proof", marks=pytest.mark.proof)])
 def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], alone: _Alone, rows_: str) -> None:
     """Fails if docs/parity.md lacks a row or has a row too many, or if a loss difference of this run is an order of
-    magnitude off its figure. Figures below a tenth of the bound are chance and count as a tenth of the bound."""
+    magnitude off its figure. Figures below a tenth of the bound are noise and count as a tenth of the bound."""
     if os.environ.get("ACCEL_WRITE_PARITY"):
         lines = [
             "# Parity",

@@ -52,8 +52,8 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Fails if a plan of only columns and rows with sequence parallel ends in torch's error about shapes, or if a plan
-    whose embedding splits the sequence is refused."""
+    """Fails if a plan of only column and row styles with sequence parallel ends in torch's error about shapes, or if
+    a plan whose embedding splits the sequence is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(

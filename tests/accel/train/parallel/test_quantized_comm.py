@@ -1,4 +1,4 @@
-"""ZeRO++ rounds int8 blocks by half a step at most, and NaN and infinite values stay NaN and infinite."""
+"""ZeRO++ rounds int8 blocks by half a step at most, and a block with a NaN or an infinity becomes NaN."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ from accel.train.loss import cross_entropy as dies
 @pytest.mark.parametrize("what", _FULL)
 def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
     """Fails if a full disk in the middle of a save ends in a traceback, costs the previous checkpoint or leaves a
-    half-written checkpoint, or if the same command doesn't go on with the same losses once there is room."""
+    half-written checkpoint, or if the same command doesn't resume with the same losses once there is room."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
@@ -84,10 +84,10 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     assert (out / "final" / "config.json").is_file()
 
 
-# Code that kills a rank once, by the moment of the kill. "in its shards": after some shards of a checkpoint are
-# written. "in a step": in the second step after a checkpoint whose shards are complete, but whose folder doesn't have
-# its final name. "in a checkpoint": after all shards are written. "in the consolidation": after half of final/ is
-# written.
+# Code that kills a rank once, by the moment of the kill. The kill "in its shards" comes after some shards of a
+# checkpoint are written. The kill "in a step" comes in the second step after a checkpoint whose shards are complete,
+# but whose folder doesn't have its final name. The kill "in a checkpoint" comes after all shards are written. The kill
+# "in the consolidation" comes after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -248,7 +248,7 @@ def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    """Fails if slow imports or a restart count as a hung step, or if a start that never ends is waited for forever."""
+    """Fails if slow imports or a restart count as a hung step, or if a start that never ends blocks the run forever."""
 
     def made_before(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds,) * 2)

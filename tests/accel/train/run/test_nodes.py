@@ -55,8 +55,8 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Fails if an agent ends without a result although rank 0 runs on only one machine, if its metrics differ from
-    those of rank 0, if the losses differ from one process, or if an agent doesn't resume from their common checkpoint.
+    """Fails if an agent ends without a result or without the metrics of rank 0, which runs on only one machine, if the
+    losses differ from one process, or if an agent doesn't resume from the common checkpoint.
     """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)

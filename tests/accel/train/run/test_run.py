@@ -262,8 +262,9 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
-    """Fails if a single process isn't restarted, if the error of the first attempt is shown for the second, or if the
-    error for a rank killed by a signal doesn't name the signal, the place in the code and the step to go on at."""
+    """Fails if a single process isn't restarted, if the error of the first attempt is shown for the second attempt,
+    or if the error for a rank killed by a signal doesn't name the signal, the line of code and the step at which a
+    new run resumes."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -282,7 +283,7 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
     """Fails if another rank's error about the lost connection hides which rank was killed, or if the message doesn't
-    name the step to go on at."""
+    name the step at which the next run resumes."""
     (tmp_path / "errors").mkdir()
     body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
     (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
