@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite: one stage cache, and the real models, exported once."""
+"""Fixtures of the whole suite: one stage cache, and real models that are exported once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Samples have no deadline, since the machine may be busy, and are the same in each run (new samples:
-# --hypothesis-profile=default).
+# Hypothesis examples have no deadline, since the machine may be busy, and are the same in each run
+# (--hypothesis-profile=default gives new examples).
 settings.register_profile("accel", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("accel")
 
@@ -41,8 +41,8 @@ OneWorker = Callable[[str], AbstractContextManager[None]]
 
 @pytest.fixture(scope="session")
 def one_worker(shared: Path) -> OneWorker:
-    """Returns ``one_worker``. Inside ``with one_worker("name"):`` only one worker runs; the others wait and then find
-    the files that the first one made."""
+    """Returns ``one_worker``. Inside ``with one_worker("name"):`` only one worker runs. The other workers wait and
+    then find the first worker's files."""
 
     @contextmanager
     def alone(name: str) -> Iterator[None]:
@@ -66,7 +66,7 @@ def _short_measurements() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_cache(shared: Path) -> Iterator[None]:
-    """Gives every test the one cache of this run, never the user's."""
+    """Gives every test the cache that all tests of this run share, never the user's cache."""
     before = os.environ.get("ACCEL_CACHE_DIR")
     os.environ["ACCEL_CACHE_DIR"] = str(shared / "cache")
     yield
@@ -78,8 +78,7 @@ def _one_cache(shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Asserts that no test, and no library it calls, leaves a file in the folder of the run (except caches of
-    tools)."""
+    """Asserts that neither a test nor a library leaves a file in the folder of the run (except caches of tools)."""
     before = set(Path.cwd().iterdir())
     yield
     left = {path for path in set(Path.cwd().iterdir()) - before if not path.name.startswith((".", "__pycache__"))}
@@ -88,7 +87,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Gives a test that watches its cache an empty one."""
+    """Gives the test an empty cache of its own."""
     folder = tmp_path / "own-cache"
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(folder))
     return folder
@@ -125,7 +124,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> object:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a folder for the exported models of this run."""
+    """Makes the folder for the exported models of this run."""
     return tmp_path_factory.mktemp("models")
 
 

@@ -25,7 +25,7 @@ MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[batch, 4] x) => (floa
 
 
 class GivenUp(Exception):
-    """The work was cancelled."""
+    """Raised in work that was cancelled."""
 
 
 def soon(seconds: float = 0.3) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Child processes: answers, crashes, time limits, and their end with the parent."""
+"""Child processes return answers, report crashes, keep time limits, and end with their parent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_crash_is_not_told_by_what_an_earlier_call_wrote() -> None:
 
 def test_errors_come_back_as_they_were() -> None:
     """Fails if an AccelError loses its class or text on the way to the parent, or if another exception loses its
-    own."""
+    class or text."""
     with pytest.raises(UnknownName, match="unknown target 'toaster'"):
         run_in_child("accel.tables.target:Target.get", name="toaster")
     again = pickle.loads(pickle.dumps(MissingExtra("grpc", "serve")))
@@ -63,7 +63,7 @@ def test_errors_come_back_as_they_were() -> None:
 
 
 def test_time_limit_kills() -> None:
-    """Fails if the parent waits for a child that hangs, or leaves it running."""
+    """Fails if the parent waits for a hung child, or leaves the child running."""
     child = Child()
     started = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -74,11 +74,11 @@ def test_time_limit_kills() -> None:
 
 
 def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if temporary files of a library remain after the child ends, dies or is killed, or if each child has to
-    compile again what torch caches in the temporary folder."""
+    """Fails if temporary files of a library remain after the child ends, dies or is killed, or if torch's
+    compilation cache goes with the child's temporary folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile remembers the old folder
+    monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile caches the old folder
     with Child() as child:
         made = Path(child.call("tempfile:mkdtemp"))
         assert made.is_dir()
@@ -131,12 +131,12 @@ def test_dies_with_its_parent() -> None:
 
 
 def test_what_a_program_wrote(tmp_path: Path) -> None:
-    """Fails if a program doesn't run in the given folder, its output is lost, or a program that hangs is waited for or
-    keeps running."""
+    """Fails if a program doesn't run in the given folder, its output is lost, the caller waits for a hung program,
+    or a hung program keeps running."""
     said = run_program(["/bin/sh", "-c", "pwd; echo bad >&2; exit 3"], folder=tmp_path, timeout=60)
     assert said == f"{tmp_path}\nbad\n"
     pid, hangs = tmp_path / "pid", "echo $$ > new; mv new pid; exec sleep 600"
-    for timeout in (2, 10, 60):  # until the program has the time to start
+    for timeout in (2, 10, 60):  # a longer timeout, until the program has the time to start
         with pytest.raises(TimeoutError, match=f"sh took longer than {timeout} s"):
             run_program(["/bin/sh", "-c", hangs], folder=tmp_path, timeout=timeout)
         if pid.exists():

@@ -1,4 +1,4 @@
-"""The number of usable cores: a container's limit on CPU time may allow fewer cores than runtimes count."""
+"""Runtimes use no more threads than a container's limit on CPU time allows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_limits_of_control_groups(tmp_path: Path, files: Mapping[str, str], limit: int) -> None:
-    """Fails if a limit isn't found in either version of control groups, or if a missing limit counts as a limit."""
+    """Fails if a CPU limit isn't found in control groups v1 or v2, or if a missing limit counts as a limit."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""The available memory, and the memory that closed models return to the system."""
+"""accel finds the available memory, and closed models return their memory to the system."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ STATISTICS = "file 900\ninactive_file 100\n"
 def test_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], room: int | None
 ) -> None:
-    """Fails if a container's limit isn't found in either version of control groups, or if a number that the system
-    doesn't give is made up."""
+    """Fails if a container's memory limit isn't found in control groups v1 or v2, or if accel invents a number that
+    the system doesn't report."""
     monkeypatch.setattr(machine, "_MEMORY_INFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     for name, text in files.items():
@@ -93,8 +93,8 @@ def test_what_there_is(
 @pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library that keeps freed memory is glibc")
 def test_closed_models_leave_no_memory_behind(tmp_path: Path) -> None:
-    """Fails if a process that opened and closed several models keeps as much memory as one of them takes. A search
-    through many forms of a model once took several times the memory of the largest form."""
+    """Fails if a process that opened and closed several models keeps as much memory as one of the models takes. A
+    search through many candidates once took several times the memory of the largest candidate."""
     small = chain(tmp_path / "small.onnx", 2)
     large = [chain(tmp_path / f"{index}.onnx", LAYERS + index) for index in range(2)]
     kept = run_in_child(f"{__name__}:kept_after", paths=[small, *large])
@@ -105,7 +105,7 @@ WIDE = 1 << 23
 
 
 def wide(path: Path) -> Path:
-    """Makes a model with one output number per sample and 32 MB of inner values per sample."""
+    """Makes a model with one output number per sample and 32 MB of inner tensors per sample."""
     graph = helper.make_graph(
         [
             helper.make_node("Tile", ["x", "times"], ["t"]),

@@ -1,4 +1,4 @@
-"""Specs, ranges and example inputs."""
+"""Specs and ranges survive printing and parsing, and example inputs stay inside their ranges."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ signatures = st.builds(_signature, st.lists(specs, min_size=1, max_size=3), rang
 
 @given(specs)
 def test_a_spec_reads_back_what_it_prints(spec: TensorSpec) -> None:
-    """Fails if reading a spec's printed form loses a part."""
+    """Fails if parsing a printed spec loses a field."""
     assert TensorSpec.parse(str(spec)) == spec
 
 
 @given(signatures)
 def test_json_round_trip(signature: Signature) -> None:
-    """Fails if the manifest loses a part of the signature."""
+    """Fails if the manifest loses a field of the signature."""
     assert Signature.from_json(signature.to_json()) == signature
 
 
@@ -79,7 +79,8 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Fails if the manifest or the cache key of a model without a step differs from the one before steps existed."""
+    """Fails if the manifest or the cache key of a model without steps differs from those of versions that had no
+    steps."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}

@@ -1,4 +1,4 @@
-"""Running stages: the contract, the gates and the cache. The stages here are tiny, and each has one planted fault."""
+"""Running a stage enforces the contract, the gates and the cache, here on tiny stages with one planted fault each."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, 
 
 
 def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the gate runs only one batch size. The file declares `batch`, but works only at 1."""
+    """Fails if the gate runs only one batch size. The planted file declares `batch`, but works only at batch 1."""
     with pytest.raises(GateFailed, match="batch=2"):
         run(source, "baked", tmp_path / "out.onnx")
 
@@ -160,7 +160,8 @@ def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fau
     """Fails if the error hides a full disk because the library gave another reason or wrote a wrong file, or if the
     error blames the disk although there is room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores the signal. LLVM, which another test may have loaded into this process, ends the process.
+    # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end
+    # the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     try:
@@ -174,7 +175,7 @@ def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fau
 
 
 def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> None:
-    """Fails if wrong numbers pass, or if the bad file is lost or gets the final name."""
+    """Fails if wrong outputs pass the gate, or if the rejected file is lost or gets the final name."""
     out = tmp_path / "out.onnx"
     out.write_bytes(b"what was there before")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The script that checks the verdicts of accel bench."""
+"""The script that checks the verdicts of accel bench counts right and wrong verdicts correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = ROOT / "benchmarks" / "bench_itself.py"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # also for the processes of the candidates
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # so that the candidates' processes find the script, too
     spec = importlib.util.spec_from_file_location("bench_itself", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -51,7 +51,7 @@ def test_the_claims(script: ModuleType) -> None:
     text = script.page({"rows": rows})
     assert text.count("does not hold") == 2
     assert "same-03, same-07, same-09" in text
-    assert not any(claim.holds for claim in script.claims({}))  # no runs
+    assert not any(claim.holds for claim in script.claims({}))  # without runs, no claim holds
 
 
 def test_the_delay(script: ModuleType) -> None:
@@ -65,7 +65,7 @@ def test_the_delay(script: ModuleType) -> None:
 
 
 def test_both_kinds_are_mixed(script: ModuleType) -> None:
-    """Fails if a run is missing or repeated, or all runs of one kind come before those of the other."""
+    """Fails if a run is missing or repeated, or if all runs of one kind come before all runs of the other kind."""
     found = script.names(40, 20)
     assert len(set(found)) == len(found) == 60
     assert 8 <= sum(name.startswith("delayed") for name in found[:30]) <= 12
@@ -73,7 +73,7 @@ def test_both_kinds_are_mixed(script: ModuleType) -> None:
 
 @pytest.mark.proof
 def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if the script can't run its model on a runtime, or writes other results than it measured."""
+    """Fails if the script can't run its model on a runtime, or writes other results than the measured ones."""
     artifacts = script.models(tmp_path)
     for name, runtime in (("delayed-02", "onnxruntime"), ("same-01", "openvino")):
         found = script.run(name, artifacts, {"rounds": 5, "block_seconds": 0.01})

@@ -1,8 +1,9 @@
-"""The GPU benchmark, as far as it can be tested without a GPU: the order, the goals and the files.
+"""Without a GPU, the tests show that the GPU benchmark orders its rows, judges its goals and writes its files
+correctly.
 
 These tests fail if the most important rows don't come first, or if a goal's ratio is inverted or judged on the wrong
-rows. The tests fail if a failed row breaks the report, or if a second run doesn't add to the first, or adds to results
-of another GPU. The tests fail if a run without a GPU reports a result.
+rows. The tests fail if a failed row breaks the report, or if a second run doesn't add to the first run's results, or
+adds to results of another GPU. The tests fail if a run without a GPU reports a result.
 """
 
 from __future__ import annotations
@@ -145,9 +146,9 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a crashed or hung process costs more than its own row. Of eight rows, the second raises, the third kills
-    its process, the fifth hangs, and the GPU is lost after the sixth. torch.compile of the third kills its process,
-    too."""
+    """Fails if a crashed or hung process costs more than its own row. Of eight rows, the second raises, the third
+    kills its process, the fifth hangs, and the GPU is lost after the sixth. The third row kills its process under
+    torch.compile, too."""
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)]
     monkeypatch.setattr(script, "problems", lambda: iter(wanted))
     out = tmp_path / "out"
@@ -188,7 +189,7 @@ def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatc
 
 def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the comparison with _int_mm is refused for few rows, because _int_mm takes at least 17 rows on a GPU.
-    Also fails if the padding rows change the result or appear in it."""
+    Also fails if the padding rows change the result or appear in the result."""
     real, seen = torch._int_mm, []
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -210,8 +211,8 @@ def test_int8_of_few_rows_is_compared_too(script: ModuleType, monkeypatch: pytes
 
 
 def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces the GPU with a stand-in for which every measurement takes a microsecond. Returns the list of what was
-    measured."""
+    """Replaces the GPU with a stand-in for which every measurement takes a microsecond. Returns the list of measured
+    problems."""
     asked: list[Any] = []
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m == 1) for m in (1, 2, 3)]
     device = SimpleNamespace(gpu="G", driver="580.1", library="abc", capability=(9, 0))
@@ -242,7 +243,7 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
     driver or of other rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
-    script.run(30.0, tmp_path, go_on=True)  # no file yet, and 30 seconds are too few for torch.compile
+    script.run(30.0, tmp_path, go_on=True)  # there is no file yet, and 30 s are too few for torch.compile
     assert asked == ["copy", 1, 2, 3]
     assert "torch.compile, the time was over: 1, 8, 8 bf16." in (tmp_path / "gpu_gemm.md").read_text()
     body = json.loads(file.read_text())

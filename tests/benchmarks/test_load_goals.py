@@ -1,4 +1,4 @@
-"""The goals of the load benchmark."""
+"""The load benchmark judges its goals correctly, and counts lost and repeated answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serve_goals", module)  # dataclasses look up their module there
+    monkeypatch.setitem(sys.modules, "serve_goals", module)  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -89,8 +89,8 @@ def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if lost and repeated answers have no column, if a peer without counts gets 0 there, or if the reasons quote
-    other rates than this run's."""
+    """Fails if lost and repeated answers have no column, if a server without counts gets 0 in these columns, or if
+    the text quotes other rates than this run's."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     run = {"rate": 100.0, "p50": 0.26, "p99": 1.0, "failed": 0.0}

@@ -1,8 +1,8 @@
-"""The one command for a machine with a GPU, with short commands in place of its steps.
+"""The command for a machine with a GPU runs and reports all its steps, here with short commands as steps.
 
 These tests fail if a step that fails or hangs stops the next steps, if a step's processes run on after its limit, or if
-the report is written only at the end. The tests fail if the whole run takes longer than its time, if a test for a GPU
-is in no shard or its failure has no name, or if skipped tests count as passed.
+the report is written only at the end. The tests fail if the whole run exceeds its time limit, if a test for a GPU is in
+no shard, if a failed test isn't named, or if skipped tests count as passed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["on_gpu"] = module  # dataclasses look up their annotations there
+    sys.modules["on_gpu"] = module  # dataclasses look up their annotations in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -104,7 +104,7 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
 
 
 def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step gets more time than the steps before it have left."""
+    """Fails if a step gets more time than the previous steps have left."""
     steps = [script.Step(name=str(at), limit=600, commands=shell("sleep 600")) for at in range(2)]
     started = time.monotonic()
     rows = script.run_steps(steps, 6, tmp_path)
@@ -113,9 +113,9 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the other steps, at their limits and with the library already built, leave compute-sanitizer too little
-    time to start torch, or leave the benchmark none."""
-    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any file
+    """Fails if the other steps, at their limits and with the library already built, leave compute-sanitizer too
+    little time to start torch, or leave the benchmark no time."""
+    monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any existing file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):
         granted[step.name] = min(step.limit, left)
@@ -127,7 +127,7 @@ def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monk
 
 
 def test_what_the_caller_brings_is_there(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the steps lose the packages of the caller's PYTHONPATH, or find them before this checkout."""
+    """Fails if the steps lose the packages of the caller's PYTHONPATH, or put these packages before this checkout."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/somewhere", str(tmp_path)]))
     assert script.environment()["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/somewhere", str(tmp_path)]
     for nothing in (lambda: monkeypatch.setenv("PYTHONPATH", ""), lambda: monkeypatch.delenv("PYTHONPATH")):
@@ -184,9 +184,9 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
 def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the tests of a file that can't be imported are missing without a word. Also fails if a folder whose
+    """Fails if the tests of a file that can't be imported are missing without an error. Also fails if a folder whose
     conftest.py lacks a package hides the tests of all other folders, so that the step passes with nothing to run."""
-    mark = "gpu"  # separate, or this file would count as one with tests for a GPU
+    mark = "gpu"  # a variable, or this file would count as a file with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()

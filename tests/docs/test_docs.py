@@ -39,7 +39,7 @@ def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a line of the README's Python raises, or if its last two checks don't hold."""
+    """Fails if a line of the README's Python raises, or if the last two printed comparisons aren't True."""
     found = blocks("python")
     assert found
     for code in found:
@@ -57,7 +57,7 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
     for command in commands:
         words = shlex.split(command)
         assert words[0] == "accel"
-        # Fewer rounds: the test checks the arguments, not the figures.
+        # Runs fewer rounds, because the test checks the arguments, not the figures.
         faster = ["--rounds", "5"] if words[1] in ("optimize", "bench") else []
         faster += ["--fixed-session"] if words[1] == "optimize" else []
         ran = cli(*words[1:], *faster, "-q")
@@ -82,7 +82,8 @@ def test_the_ten_options() -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
-    """Fails if a command of these pages doesn't work as written, or if a page names an option that doesn't exist."""
+    """Fails if a command of optimize.md, engines.md or measure.md doesn't work as written, or if a page names an
+    option that doesn't exist."""
     from importlib import import_module
 
     from accel.cli import COMMANDS
@@ -106,7 +107,8 @@ def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_checkpoints(user_folder: Path, cli: Any, tmp_path: Path) -> None:
-    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of that kind."""
+    """Fails if a command of docs/how-to/checkpoints.md doesn't work as written on a checkpoint of the kind that the
+    page names."""
     import warnings
 
     import torch
@@ -217,7 +219,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     for link in found:
-        if link.endswith("reference/messages.md"):  # ``make docs`` writes this page
+        if link.endswith("reference/messages.md"):  # ``make docs`` writes the page, which isn't in the repository
             continue
         assert link.startswith(("http://", "https://")) or (page.parent / link).exists(), link
 
@@ -243,7 +245,8 @@ def test_every_error_is_explained() -> None:
 
 
 def test_every_message_is_listed() -> None:
-    """Fails if the page of messages lacks an error that the source raises, or if almost no messages are found."""
+    """Fails if the page of messages lacks an error that the source raises, or if the search finds almost no
+    messages."""
     found = set(_script("messages").messages())
     assert len(found) > 500
     assert ("BadSource", "no model is named; give a path, file.py:factory or package.module:factory") in found
@@ -258,7 +261,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 
 def test_the_layers_of_the_architecture_are_those_of_the_linter() -> None:
-    """Fails if docs/architecture.md shows other layers than import-linter holds."""
+    """Fails if docs/architecture.md shows other layers than import-linter enforces."""
     import tomllib
 
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][

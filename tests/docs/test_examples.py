@@ -12,7 +12,7 @@ import pytest
 from tests.support import ROOT
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-# The text that each script prints, and whether the script takes minutes because it measures.
+# Maps each script to the text that the script prints, and to whether the script takes minutes of measuring.
 PROMISES = {
     "engine_for_another_gpu": ("tensorrt-rtx fp16        chosen", True),
     "optimize_image": ("chosen: ", True),

@@ -20,7 +20,8 @@ PAGES = ("tensorflow.md", "formats.md")
 
 
 def test_every_route_has_an_example() -> None:
-    """Fails if an input or output format has no command on these pages. The next test runs the commands."""
+    """Fails if an input or output format has no command in tensorflow.md or formats.md. ``test_the_page`` runs the
+    commands."""
     text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
     exported = re.findall(r"^\$ accel export (\S+)(.*)$", text, flags=re.MULTILINE)
     endings = {Path(source).suffix or "a SavedModel" for source, _ in exported} | {

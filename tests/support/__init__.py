@@ -1,4 +1,4 @@
-"""Shared parts of the tests: builders of models and files, servers, fakes, a browser. ``ROOT`` is the repository's
+"""Shared code of the tests: builders of models and files, servers, fakes, a browser. ``ROOT`` is the repository's
 root."""
 
 from pathlib import Path

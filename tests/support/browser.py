@@ -1,4 +1,4 @@
-"""Pages in a real browser, headless."""
+"""Opens pages in a real browser without a window, and reads, clicks and draws them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 MISSING = "needs Chromium: apt-get install chromium"
-# In CI, a missing browser skips no test: the tests fail at the first page that they open.
+# In CI, tests fail without a browser instead of being skipped.
 browser = pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason=MISSING)
 
 # A container's /dev/shm is too small for a browser, and the browser's first run asks questions.
@@ -35,7 +35,7 @@ def chromium(folder: Path, *words: str) -> list[str]:
 
 def _run(folder: Path, *words: str) -> str:
     command = chromium(folder, *words)
-    for _ in range(2):  # a second try, in case the browser crashes
+    for _ in range(2):  # tries twice, in case the browser crashes
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if ran.returncode == 0:
             return ran.stdout
@@ -43,7 +43,7 @@ def _run(folder: Path, *words: str) -> str:
 
 
 def document(folder: Path, address: str, milliseconds: int = 3000) -> str:
-    """Returns the document at ``address`` as the browser has it after ``milliseconds`` of the page's own time."""
+    """Returns the DOM of the page at ``address`` after ``milliseconds`` of virtual time."""
     return _run(folder, "--window-size=1400,900", "--dump-dom", f"--virtual-time-budget={milliseconds}", address)
 
 
@@ -79,7 +79,7 @@ class Page:
         return found["result"].get("value")
 
     def click(self, x: float, y: float) -> None:
-        """Presses and releases the left mouse button at a place of the window."""
+        """Presses and releases the left mouse button at a point of the window."""
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

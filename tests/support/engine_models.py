@@ -75,7 +75,7 @@ def two_inputs_source(folder: Path) -> Artifact:
 
 
 def two_inputs_engine(source: Artifact, folder: Path) -> Artifact:
-    """Builds an engine with the signature's own ranges, for two kinds of GPU, through run_stage."""
+    """Builds an engine with the signature's ranges, for two GPU architectures, through run_stage."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6", "12.0"))
     cache = StageCache(folder / "cache")
     return run_stage("engine_from_onnx", source, config, cache=cache, out=folder / "two.engine")

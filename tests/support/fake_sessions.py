@@ -1,4 +1,4 @@
-"""A clock that the test sets and sessions that record their work, for the tests of the scheduling."""
+"""A clock that the test sets, and sessions that record their work, for the tests of the scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POISON = -666.0
 
 
 class FakeClock:
-    """Tells the time, in seconds, that the test sets."""
+    """A clock whose time, in seconds, the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -31,8 +31,8 @@ class FakeClock:
 
 
 class FakeSession:
-    """Computes y = 2x and z = the sum of a row. Records the rows of each run, calls ``during`` inside a run, and raises
-    on a row with POISON."""
+    """Computes ``y = 2 * x`` and ``z``, the sum of each row. Records the rows of each run, calls ``during`` inside a
+    run, and raises on a row with POISON."""
 
     def __init__(self, signature: Signature = SIGNATURE) -> None:
         self.signature = signature
@@ -87,13 +87,13 @@ class Caller:
 
     @property
     def code(self) -> str | None:
-        """Returns ``None`` while there is no answer, ``OK``, or the name of the error."""
+        """Returns ``None`` before the answer, and then ``OK`` or the name of the error."""
         found = self.refused or (self.answers[0] if self.answers else None)
         assert len(self.answers) <= 1
         return found.code.name if isinstance(found, ServeError) else "OK" if found else None
 
     def check_rows(self) -> None:
-        """Asserts that the answer belongs to this caller's rows."""
+        """Asserts that the answer is computed from this caller's rows."""
         answer = self.answer
         assert isinstance(answer, InferenceResponse)
         x = self.request.inputs["x"]
@@ -103,7 +103,7 @@ class Caller:
 
 
 def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
-    """Makes a request with ``rows`` rows that no request of another value has."""
+    """Makes a request with ``rows`` rows, which differ from the rows of a request with another ``value``."""
     x = np.array([[value + row / 64, value] for row in range(rows)], dtype=np.float32)
     return InferenceRequest(model="m", id=str(value), inputs={"x": x}, **fields)
 
@@ -111,7 +111,7 @@ def request(value: float, rows: int = 1, **fields: Any) -> InferenceRequest:
 def by_hand(
     scheduling: Scheduling, session: FakeSession | None = None
 ) -> tuple[QueuedExecutor, FakeSession, FakeClock]:
-    """Makes an executor without threads: the test polls it, at the time of the test's clock."""
+    """Makes an executor without threads, which the test polls at the time of the fake clock."""
     clock = FakeClock()
     session = session or FakeSession()
     executor = make_executor(

@@ -23,7 +23,7 @@ from accel.stage import run_stage
 RULES = ("body first", "plugin first", "plugin where it is named")
 
 
-# The ways in which the engine implements a node.
+# The implementations that the engine may choose for a node.
 QUICK, LIBRARY_PLUGIN, BODY = "plugin of 'accel'", "plugin of ''", "body"
 
 
@@ -124,8 +124,8 @@ class FakeTensorRT(ModuleType):
 
 
 def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
-    """Returns the model with its external weights, read as TensorRT's parser reads them: from the folder of ``path``,
-    following links, but from no folder above."""
+    """Returns the model with its external weights, read as TensorRT's parser reads them: from the folder of
+    ``path``, following links, but never from a parent folder."""
     model = onnx.ModelProto.FromString(content)
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -152,15 +152,15 @@ class Descriptor:
 
 
 class Scalars(list[Any]):
-    """Stands for ``SymIntExprs``."""
+    """Replaces ``tensorrt.plugin.SymIntExprs``."""
 
     def __init__(self, size: int) -> None:
         super().__init__([None] * size)
 
 
 def quick_plugins(registry: Registry | None = None) -> ModuleType:
-    """Makes ``tensorrt.plugin``. ``tensorrt.plugin.kept`` holds the registered functions, as ``<id> shapes`` and ``<id>
-    kernel``."""
+    """Makes a stand-in for the module ``tensorrt.plugin``. ``tensorrt.plugin.kept`` holds the registered functions,
+    as ``<id> shapes`` and ``<id> kernel``."""
     plugin = ModuleType("tensorrt.plugin")
     kept: dict[str, Callable[..., Any]] = {}
 
@@ -187,13 +187,13 @@ def quick_plugins(registry: Registry | None = None) -> ModuleType:
 
 
 def kernel(function: Any, arch: int) -> PluginKernel:
-    """Replaces ``compile_kernel``."""
+    """Replaces ``compile_kernel``: returns a kernel without PTX code."""
     assert arch == 80
     return PluginKernel(name=function.name, ptx="", threads=128, shared=0, block_m=64, block_n=64)
 
 
 def built(src: Artifact, folder: Path, **options: Any) -> tuple[dict[str, str], Artifact]:
-    """Builds an engine. Returns what implements each operator in the engine, and the engine."""
+    """Builds an engine. Returns the implementation of each operator in the engine, and the engine."""
     config = EngineFromOnnxConfig(toolkit="tensorrt", kernels=True, **options)
     made = run_stage("engine_from_onnx", src, config, out=folder / "made.engine")
     return dict(json.loads(made.path.read_bytes())), made

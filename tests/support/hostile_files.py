@@ -1,7 +1,7 @@
-"""Damaged, lying and malicious files, made from valid ones.
+"""Makes damaged, lying and malicious files from valid files.
 
-Each ``make(good, here)`` writes into the folder ``here``. ``good`` is a folder of valid files, made once (see
-``test_hostile_files.py``).
+Each ``make(good, here)`` writes into the folder ``here``. ``good`` is the folder of valid files that a fixture of
+``test_hostile_files.py`` makes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# The file that the code in a pickle makes if it runs.
+# The file that the code hidden in a pickle makes if the code runs.
 MARK = "the-code-has-run"
 
 
 def small(**changes: Any) -> onnx.ModelProto:
-    """Makes ``y = x @ w``, with x float32[batch, 4]; ``changes``: opset, ir, nodes, inputs, outputs, weights."""
+    """Makes ``y = x @ w``, with x float32[batch, 4]. ``changes`` may replace ``opset``, ``ir``, ``nodes``,
+    ``inputs``, ``outputs`` and ``weights``."""
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
         changes.get("nodes", [helper.make_node("MatMul", ["x", "w"], ["y"])]),
@@ -42,14 +43,15 @@ def small(**changes: Any) -> onnx.ModelProto:
 
 
 def chain(length: int) -> onnx.ModelProto:
-    """Makes ``length`` nodes in a row, on which recursive parsers overflow their stack."""
+    """Makes a chain of ``length`` nodes, on which recursive parsers overflow their stack."""
     nodes = [helper.make_node("Relu", [f"t{i}" if i else "x"], [f"t{i + 1}"]) for i in range(length)]
     nodes[-1].output[0] = "y"
     return small(nodes=nodes)
 
 
 def deep_graph(depth: int) -> bytes:
-    """Makes graphs nested in nodes, ``depth`` deep. Writes the bytes by hand, because protobuf itself refuses them."""
+    """Makes graphs nested in nodes, ``depth`` deep. Writes the bytes by hand, because protobuf itself refuses to
+    serialize so deep a graph."""
 
     def field(number: int, payload: bytes) -> bytes:
         size, length = len(payload), b""
@@ -81,7 +83,8 @@ def damaged_engine(good: Path, here: Path) -> None:
 
 
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
-    """Writes a model with external weights: ``size`` bytes in ``w.data``, and ``entries`` that may contradict them."""
+    """Writes a model with ``size`` bytes of external weights in ``w.data``. The model's ``entries`` may contradict
+    the file."""
 
     def write(_: Path, here: Path) -> None:
         model = small(weights=[])
@@ -107,7 +110,7 @@ def external_link(_: Path, here: Path) -> None:
 
 
 def recursive_function() -> onnx.ModelProto:
-    """Makes a local function that calls itself."""
+    """Makes a model with a local function that calls itself."""
     node = helper.make_node("Again", ["a"], ["b"], domain="own")
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
     model = small(nodes=[helper.make_node("Again", ["x"], ["y"], domain="own")], opsets=opsets)
@@ -116,7 +119,7 @@ def recursive_function() -> onnx.ModelProto:
 
 
 def wrong_dims(dims: list[int], data: bytes = b"") -> onnx.ModelProto:
-    """Makes a weight whose dims don't match the count of its numbers."""
+    """Makes a model with a weight whose dims don't match its number of values."""
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, raw_data=data)
     return small(weights=[weight])
 
@@ -236,8 +239,8 @@ def poisoned(name: str) -> Make:
 
 
 def safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -> Make:
-    """Writes ``w.safetensors`` with this header (bytes, or a value to write as JSON), which may lie about its
-    length."""
+    """Writes ``w.safetensors`` with this header, given as bytes or as a value to write as JSON. The header may lie
+    about its length."""
     body = header if isinstance(header, bytes) else json.dumps(header).encode()
     said = len(body) if length is None else length
     return raw("w.safetensors", struct.pack("<Q", said) + body + data)

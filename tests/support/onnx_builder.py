@@ -1,4 +1,4 @@
-"""Builders of small ONNX files for the tests of stages, and runs of the results."""
+"""Builds small ONNX files for the tests of stages, and runs ONNX files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def kept(made: Artifact) -> set[str]:
 
 
 def run(made: Artifact, **feeds: np.ndarray) -> dict[str, np.ndarray]:
-    """Runs the model with real rounding."""
+    """Runs the model in the rounded session, which rounds after every node."""
     with RoundedSession(made, SessionOptions()) as session:
         return session.run(feeds)
 

@@ -1,4 +1,4 @@
-"""Processes that remain of a command that was ended."""
+"""Finds child processes that outlive their command."""
 
 from __future__ import annotations
 

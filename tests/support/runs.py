@@ -1,4 +1,4 @@
-"""Runs of the small GPT, as the tests of ``accel train`` start them."""
+"""Makes configs and trainers of the small GPT for the tests of ``accel train``, and reads their logs."""
 
 from __future__ import annotations
 

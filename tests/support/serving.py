@@ -43,7 +43,7 @@ ensemble_scheduling {
 }
 """
 
-# A folder for the server's path. There, models under "bad" do what their input says: see sitecustomize.py.
+# A folder for the server's path. In this folder, sitecustomize.py makes models under "bad" fail as their input says.
 FAULTY = Path(__file__).parent / "faulty_sessions"
 
 
@@ -144,14 +144,14 @@ class Served:
 
 
 def client(port: int) -> triton.InferenceServerClient:
-    """Makes a client with a connection of its own."""
+    """Makes a client with a separate connection."""
     # By default, all clients of a process share a connection, which reaches only one process of the server.
     options = [("grpc.use_local_subchannel_pool", 1)]
     return triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
 
 
 def tensor(name: str, value: np.ndarray, kind: str) -> triton.InferInput:
-    """Makes an input of a gRPC request."""
+    """Makes an input tensor of a gRPC request."""
     made = triton.InferInput(name, list(value.shape), kind)
     made.set_data_from_numpy(value)
     return made
@@ -178,9 +178,9 @@ class Load:
 
     @property
     def lost(self) -> list[str]:
-        """Returns the errors of requests that were sent. Requests that never were sent don't count: while its process
-        dies, a new connection is refused, gRPC tries another after a second, and a client without a pause asks
-        thousands of times meanwhile."""
+        """Returns the errors of requests that were sent. Requests that were never sent don't count: while a process
+        of the server ends, gRPC waits a second before it connects to another process, and a client without a pause
+        fails thousands of times meanwhile."""
         return [why for _, why in self.errors if not why.startswith("failed to connect")]
 
     def _run(self, port: int, at: int) -> None:
@@ -215,7 +215,7 @@ def pids(served: Any) -> list[int]:
 
 
 def assert_refused(root: Path, said: str) -> None:
-    """Asserts that the repository refuses to load its only model, for this reason."""
+    """Asserts that the repository refuses to load its only model, for the reason ``said``."""
     repository = Repository(root)
     try:
         repository.start()

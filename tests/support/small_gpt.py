@@ -18,7 +18,7 @@ def model() -> torch.nn.Module:
 
 
 def deep() -> torch.nn.Module:
-    """Makes a model with as many parts as four ranks have stages, two each."""
+    """Makes a model deep enough for a pipeline of four ranks with two stages each."""
     return GPT(GPTConfig(vocab=VOCABULARY, layers=7, hidden=32, heads=4, seq=LENGTH))
 
 
@@ -34,7 +34,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _Rotary(torch.nn.Module):
-    """A block that accel doesn't know: RMS norm, rotary positions, grouped queries, gated MLP."""
+    """A block with RMS norm, rotary positions, grouped queries and a gated MLP, which accel doesn't know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ class _Decoder(torch.nn.Module):
 
 
 def decoder() -> torch.nn.Module:
-    """Makes a user's own transformer with tied embeddings."""
+    """Makes a transformer as a user may write it, with tied embeddings."""
     return _Decoder()
 
 
 class _Counting(torch.nn.Module):
-    """Attention that fixes its heads in the code: ``shape`` is its (heads, width), computed by one product or by
-    three."""
+    """Attention with a fixed number and width of heads, ``shape``. One product (``together``) or three products
+    compute queries, keys and values."""
 
     def __init__(self, shape: tuple[int, int], *, together: bool = False) -> None:
         super().__init__()
@@ -110,17 +110,17 @@ def one_head() -> torch.nn.Module:
 
 
 def all_heads() -> torch.nn.Module:
-    """Makes attention that, on two ranks, splits its features into twice as many heads of half the width."""
+    """Makes a model whose attention, on two ranks, splits its features into twice as many heads of half the width."""
     return _counting(4, -1)
 
 
 def whole_heads() -> torch.nn.Module:
-    """Makes attention that, on two ranks, expects more features than its rank has."""
+    """Makes a model whose attention, on two ranks, expects more features than its rank has."""
     return _counting(4, 8)
 
 
 def one_product() -> torch.nn.Module:
-    """Makes attention that computes queries, keys and values in one product.
+    """Makes a model whose attention computes queries, keys and values in one product.
 
     On two ranks, each rank wrongly cuts its half of the joined queries, keys and values into thirds.
     """
@@ -128,7 +128,7 @@ def one_product() -> torch.nn.Module:
 
 
 def odd_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Makes sequences of a length that two ranks can't share."""
+    """Makes sequences of 15 tokens, which two ranks can't share equally."""
     return [(ids[:15], targets[:15]) for ids, targets in data()]
 
 
@@ -138,7 +138,7 @@ def few() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Makes pieces of 1 to 16 tokens."""
+    """Makes documents of 1 to 16 tokens."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for _ in range(400):
@@ -149,7 +149,7 @@ def documents() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def wrong_chain() -> torch.nn.Module:
-    """Makes a model that computes more than its chain of parts."""
+    """Makes a model whose forward computes more than its chain of modules."""
 
     class Doubled(GPT):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ def wrong_chain() -> torch.nn.Module:
 
 
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the default loss, written by a user who expects plain, whole logits."""
+    """Computes the default loss as a user may write it, for plain logits of the whole vocabulary."""
     assert type(outputs) is torch.Tensor
     assert outputs.shape[-1] == VOCABULARY
     picked = outputs.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]

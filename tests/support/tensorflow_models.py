@@ -1,4 +1,4 @@
-"""TensorFlow models, made once in a separate process, because the suite's process never imports TensorFlow."""
+"""Makes the TensorFlow models once, in a separate process, because the suite's process never imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensorflow_models(shared: Path, one_worker: Any, tmp_path_factory: pytest.Te
     folder = shared / "tensorflow"
     made = folder.with_name("tensorflow-unfinished")
     words = [sys.executable, "-W", "ignore", str(_MAKER), str(made)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("t"))}  # TensorFlow leaves files there
+    environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("t"))}  # TensorFlow leaves files in TMPDIR
     with one_worker("tensorflow"):
         if not folder.exists():
             made.mkdir()
@@ -50,7 +50,7 @@ def _ends_the_process() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_tensorflow_here(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Asserts that no test of TensorFlow's models, and nothing it calls, imports TensorFlow into this process."""
+    """Asserts that no test of TensorFlow's models imports TensorFlow into this process, even indirectly."""
     yield
     if request.node.get_closest_marker("tensorflow"):
         assert "tensorflow" not in sys.modules

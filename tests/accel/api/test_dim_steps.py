@@ -1,4 +1,5 @@
-"""Dims whose sizes have to be multiples of a step, on a net that halves an image twice and joins the parts again."""
+"""Dims with a step are exported, run and served only at multiples of the step, here on a U-Net that halves an image
+twice."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the export tries a size between the multiples, falls back from the first exporter, or gates another size
-    than a multiple, or if the ONNX file is wrong at a size that no gate ran."""
+    """Fails if the export tries a size between the multiples, falls back from the first exporter, or runs a gate at
+    a size that isn't a multiple, or if the ONNX file is wrong at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -105,8 +106,8 @@ def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path:
 
 
 def test_the_older_exporter(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the older exporter traces at a size that isn't a multiple of the step. The older exporter gives two dims
-    of one usual size different sizes, to tell them apart."""
+    """Fails if the older exporter traces at a size that isn't a multiple of the step. The older exporter traces two
+    dims of the same usual size at different sizes, to tell the dims apart."""
     from accel.converters.from_torch import exporters as torch_exporters
     from accel.converters.from_torch import onnx_from_torch as stage
 
@@ -148,7 +149,7 @@ def test_other_sizes_are_refused(cli: Any, unet: Artifact, tmp_path: Path) -> No
     ],
 )
 def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path, text: str, words: str) -> None:
-    """Fails if a wrong step is accepted, or refused without the correct numbers."""
+    """Fails if a step that contradicts its range is accepted, or if the error doesn't name the fix."""
     ran = cli("export", source, "--input", IMAGE, "--dim", text, "-o", tmp_path / "m.onnx", "-q")
     assert (ran.code, len(ran.stderr.splitlines())) == (2, 1)
     assert words in ran.stderr
@@ -275,8 +276,8 @@ def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path
 
 
 def test_what_goes_in_steps_is_made_again(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if `accel reproduce` opens a source at sizes that the source doesn't accept, or loses ranges that were
-    options of a stage."""
+    """Fails if `accel reproduce` opens a source at sizes that the source doesn't accept, or loses the ranges in a
+    stage's recorded options."""
     assert unet.manifest is not None
     assert remaking._source(unet.manifest).signature.dims["height"] == DimRange(16, 32, 64, 4)
     foreign = shutil.copy(unet.path, tmp_path / "foreign.onnx")

@@ -1,4 +1,4 @@
-"""accel doctor: lists the parts that are installed, the parts that are missing, and the command that installs each."""
+"""accel doctor lists the installed and the missing dependencies, and the command that installs each missing one."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def parts() -> dict[str, dict[str, Any]]:
 
 
 def test_every_dependency_of_every_extra_has_its_row() -> None:
-    """Fails if the list lacks an extra of pyproject.toml or a dependency that this machine has, puts a dependency under
-    the wrong extra, or lacks onnx2tf or one of its companions."""
+    """Fails if `accel doctor` omits an extra of pyproject.toml, a dependency that applies to this machine, onnx2tf
+    or a dependency of onnx2tf, or lists a dependency under the wrong extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     rows = parts()
     named = {}
@@ -54,8 +54,8 @@ def test_every_dependency_of_every_extra_has_its_row() -> None:
 
 
 def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing part, or a part whose files are gone although pip lists it, has no install command, or if a
-    working part has one."""
+    """Fails if a missing or broken dependency (pip lists the package, but its files are gone) has no install
+    command, or if a working dependency has one."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
     found = parts()
@@ -75,8 +75,8 @@ def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_command(cli: Any) -> None:
-    """Fails if --json prints anything but one object with the parts, every target and the machine, or if the table
-    leaves out a part."""
+    """Fails if --json prints anything but one object with the dependencies, every target and the machine, or if the
+    table leaves out a dependency."""
     ran = cli("doctor", "--json")
     assert ran.code == 0, ran.stderr
     assert len(ran.stdout.splitlines()) == 1
@@ -93,8 +93,8 @@ def test_the_command(cli: Any) -> None:
 
 
 def test_the_line_of_onnx2tf_is_its_file() -> None:
-    """Fails if accel tells users to install other versions for onnx2tf than the suite installs. The versions stand in
-    the code too, because a wheel doesn't contain the requirements file."""
+    """Fails if accel tells users to install other versions for onnx2tf than the suite installs. The code repeats the
+    versions, because a wheel doesn't contain the requirements file."""
     lines = (ROOT / "onnx2tf.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
     words = ONNX2TF.split()

@@ -1,4 +1,4 @@
-"""accel export: the ladder of exporters, the opset, named dynamic dims, and the documented commands."""
+"""accel export tries a ladder of exporters, keeps the requested opset and dynamic dims, and works as documented."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = "x:float32[batch,3,32,32]"
 
 
 def test_the_command_of_the_readme(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if a factory in a file with one --input isn't exported with a dynamic, named batch."""
+    """Fails if `accel export` with one --input doesn't export a factory in a file with a dynamic, named batch."""
     out = tmp_path / "my.onnx"
     ran = cli("export", f"{my_model}:make", "--input", SPEC, "-o", out, "--json")
     assert ran.code == 0, ran.stderr
@@ -81,14 +81,14 @@ def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
     assert body["signature"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 6]}]
     assert all(gate["passed"] for gate in body["gates"])
     with accel.load(tmp_path / "net.onnx") as session, torch.inference_mode():
-        for scale in (1, -4):  # the script takes both ways of its branch
+        for scale in (1, -4):  # the scripted module runs both branches of its if
             (found,) = session.run({"x": x.numpy() * scale}).values()
             np.testing.assert_allclose(found, net(x * scale).numpy(), atol=1e-6)
 
 
 def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
-    """Fails if `accel export FOLDER` can't export a folder of save_pretrained, fixes its batch or sequence, or changes
-    its outputs under a mask that hides the end."""
+    """Fails if `accel export FOLDER` can't export a folder of save_pretrained, fixes its batch or sequence, or
+    changes its outputs under an attention mask that hides the last tokens."""
     import transformers
 
     torch.manual_seed(0)
@@ -114,8 +114,7 @@ def test_a_folder_of_transformers(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opset", [17, 18, 20, 21])
 def test_the_opset_asked_for_is_the_opset_given(my_model: Path, tmp_path: Path, opset: int) -> None:
-    """Fails if the file has another opset than the user asked for. Exporters may change the opset and only log the
-    change."""
+    """Fails if the file doesn't have the requested opset. Exporters may change the opset and only log the change."""
     made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx", opset=opset)
     assert made.properties["opset"] == opset
     assert {o.domain: o.version for o in onnx.load(str(made.path)).opset_import}[""] == opset
@@ -150,8 +149,8 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:
-    """Fails if a model that no exporter can export ends in a traceback, or if the error leaves out the reason of an
-    exporter."""
+    """Fails if a model that no exporter can export ends in a traceback, or if the error doesn't say why each
+    exporter failed."""
     source = tmp_path / "odd.py"
     source.write_text(
         "import torch\n"
@@ -201,8 +200,8 @@ def window():
 def test_a_dim_that_goes_farther_than_the_model(
     factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
 ) -> None:
-    """Fails if a dim reaches beyond a table of positions, or below a convolution's window, and the error says to fix
-    the size instead of naming the largest range that works."""
+    """Fails if the error for a dim beyond the position embeddings, or below a convolution's window, says to fix the
+    size instead of naming the largest range that works."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")  # the older exporter suffices here and is faster
@@ -222,7 +221,7 @@ def test_a_dim_that_goes_farther_than_the_model(
 
 
 def test_an_output_named_like_something_inside(tmp_path: Path) -> None:
-    """Fails if a model can't be exported because its output has the name of an inner value (`embedding`)."""
+    """Fails if a model can't be exported because its output has the name of an inner tensor (`embedding`)."""
     source = tmp_path / "named.py"
     source.write_text(
         "import torch, accel\n"
@@ -305,7 +304,7 @@ def test_a_file_that_is_onnx_already(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_numbers_of_a_state_dict_reach_the_file(digits: Artifact, digits_weights: Path) -> None:
-    """Fails if the ONNX file holds the factory's own random weights instead of the weights that were passed."""
+    """Fails if the ONNX file holds the factory's own random weights instead of the passed state dict."""
     from safetensors.torch import load_file
 
     wanted = load_file(str(digits_weights))["12.weight"]

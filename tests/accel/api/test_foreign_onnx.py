@@ -1,5 +1,4 @@
-"""ONNX files that declare too little about their inputs, and other files of users: each works or ends in one
-sentence."""
+"""ONNX files with incomplete input declarations, and other files of users, work or end in a one-line error."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from accel.errors import BadInputSpec, BadSource
 
 @pytest.fixture
 def choosy(tmp_path: Path) -> Path:
-    """Makes a model that takes windows of 20 samples or more (its convolution is that wide) and a rate that indexes a
-    table of 3 rows."""
+    """Makes a model of windows of 20 samples or more (the width of its convolution) and a rate that indexes a table
+    of 3 rows."""
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
         helper.make_node("ReduceMean", ["c", "axes"], ["m"], name="mean", keepdims=0),
@@ -44,7 +43,7 @@ def choosy(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path: Path) -> None:
-    """Fails if a model that can't run at the sizes that accel guessed ends in a candidate's row or in the runtime's own
+    """Fails if a model that can't run at guessed sizes becomes a failed candidate or ends in the runtime's own
     message, instead of an error that asks for the sizes."""
     with pytest.raises(BadInputSpec, match=r"choosy.onnx fails at .*samples.*--dim NAME=MIN:OPT:MAX"):
         accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out")
@@ -52,7 +51,8 @@ def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path
 
 @pytest.mark.proof
 def test_declared_sizes_and_values_are_used(choosy: Path, tmp_path: Path) -> None:
-    """Fails if gates and benchmarks ignore the values that --input gives. The only rate that works is 2."""
+    """Fails if gates and benchmarks ignore the values that --input gives. In this test, --input allows only 2 for
+    the input ``rate``."""
     result = accel.optimize(
         choosy,
         target="ort-cpu",

@@ -1,4 +1,4 @@
-"""Models with external weights: every stage works on the weights tensor by tensor, also beyond protobuf's 2 GB."""
+"""Every stage works on external weights tensor by tensor, also beyond protobuf's 2 GB."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from accel.stage import run_stage
 
 
 def chain(folder: Path, width: int, layers: int) -> Path:
-    """Writes ``layers`` square MatMuls, each followed by a Relu, with the weights in a file of their own, and an
-    Identity that simplify can remove."""
+    """Writes ``layers`` square MatMuls, each followed by a Relu, with external weights, and an Identity that
+    simplify can remove."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     block = (rng.standard_normal((width, width)) * np.sqrt(2 / width)).astype(np.float32)
@@ -74,7 +74,7 @@ def chain(folder: Path, width: int, layers: int) -> Path:
 
 @pytest.fixture
 def detached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes accel call weights large from a quarter of a megabyte on."""
+    """Makes accel treat weights of a quarter of a megabyte or more as large."""
     monkeypatch.setattr(onnx_weights, "DETACHED_BYTES", 1 << 18)
 
 
@@ -84,7 +84,7 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Fails if a detached tensor is read from the wrong place in the file, or if the model computes something else."""
+    """Fails if a detached tensor is read from the wrong offset in the file, or if the model's outputs change."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4
@@ -111,7 +111,7 @@ def test_a_cast_of_detached_weights_is_the_same_cast(
 
 @pytest.mark.usefixtures("detached")
 def test_simplify_without_the_weights(tmp_path: Path) -> None:
-    """Fails if onnxsim gets the weights, or if the simplified model loses a weight or has one as an input."""
+    """Fails if onnxsim gets the weights, or if the simplified model loses a weight or has a weight as an input."""
     path = chain(tmp_path / "m", 256, 3)
     run_onnxsim(path, tmp_path / "light.onnx", [], light=True)
     light = read_proto(tmp_path / "light.onnx")
@@ -168,7 +168,8 @@ def dynamic_of_a_large_one(task: Task) -> Any:
 
 @pytest.mark.proof
 def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
-    """Fails if inferring shapes without a copy of the weights changes a node or a number of the dynamic form."""
+    """Fails if inferring shapes without a copy of the weights changes a node or a weight of the dynamically
+    quantized model."""
     model = onnx.load(str(chain(tmp_path / "m", 64, 3)))
     model.graph.node[0].op_type = "Gemm"
     onnx.save(model, str(tmp_path / "gemm.onnx"))
@@ -210,8 +211,8 @@ def large():
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 @pytest.mark.usefixtures("apart")
 def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path) -> None:
-    """Fails if PyTorch's exporter writes one file whatever its size, if the exporter's own weight files stay beside the
-    model, or if the artifact leaves out the weight files that the model needs."""
+    """Fails if PyTorch's exporter writes one file whatever the model's size, if the exporter's own weight files stay
+    beside the model, or if the artifact leaves out the weight files that the model needs."""
     (tmp_path / "net.py").write_text(LINEAR)
     src = Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"]).open()
     cache = StageCache(tmp_path / "cache")
@@ -224,7 +225,7 @@ def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path
 
 @pytest.mark.usefixtures("apart")
 def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the weights of a refused exporter stay beside the model of the next exporter."""
+    """Fails if the weights of a rejected exporter stay beside the model of the next exporter."""
     from accel.converters.from_torch import onnx_from_torch as stage
 
     right = stage._RUNGS["dynamo"]
@@ -260,7 +261,7 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
         return plain(model, opset)
 
     monkeypatch.setattr(version_converter, "convert_version", convert)
-    # Runs in this process, because the limits are small only here.
+    # Runs in this process, because the fixture lowers the limits only in this process.
     monkeypatch.setattr(onnx_from_onnx, "run_in_child", lambda _, **words: onnx_from_onnx.run_conversion(**words))
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     made = made_by("onnx_from_onnx", src, OnnxFromOnnxConfig(opset=19), tmp_path / "cache")
@@ -274,8 +275,8 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
 
 
 def nncf_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_nncf`` or ``run_compressed`` in a child process; returns the largest number of bytes that NNCF got at
-    once."""
+    """Runs ``run_nncf`` or ``run_compressed`` in a child process. Returns the largest number of bytes that NNCF got
+    at once."""
     import nncf
 
     from accel.converters.quantize import nncf as quantize_nncf
@@ -302,7 +303,7 @@ def nncf_of_a_large_one(task: Task) -> Any:
 def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if NNCF gets all weights in one message, or if reading them one by one changes NNCF's result."""
+    """Fails if NNCF gets all weights in one message, or if reading the weights one by one changes NNCF's result."""
     src = open_onnx(chain(tmp_path / "m", 256, 3), probe=False)
     config = QuantizeConfig(form="openvino", mode=mode, smallest=1)
     whole = quantize(src, config, tmp_path / "whole.onnx")
@@ -322,8 +323,8 @@ def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
 
 
 def taken_by_a_session(path: Path) -> float:
-    """Returns the memory that a session of ``path`` takes and that can't be read again from a file, as a multiple of
-    the size of its weights."""
+    """Returns the anonymous memory (RssAnon) that a session of ``path`` takes, as a multiple of the size of its
+    weights."""
     onnx_weights.DETACHED_BYTES, onnx_rounded._LARGE_BYTES = 0, 0
     model = RoundedModel(read_detached(path), threads=1)
 
@@ -355,7 +356,7 @@ def resident(pid: int) -> int:
 
 @contextmanager
 def peak_of(pid: int) -> Iterator[Callable[[], int]]:
-    """Returns the largest sum over a process and its children, sampled twenty times a second."""
+    """Returns a function that gives the peak of ``resident(pid)`` so far, sampled twenty times a second."""
     found, done = [0], threading.Event()
 
     def watch() -> None:
@@ -394,9 +395,9 @@ def exported(path: Path, folder: Path) -> Artifact:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds the weights too often: the peak of a
-    process that only runs the stage, and its children, stays below 2.5 times the model, except for the stages in
-    ``HOLD_MORE``."""
+    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. The peak
+    memory of a process that only runs the stage, and of its children, has to stay below 2.5 times the model's size,
+    except for the stages in ``HOLD_MORE``."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4

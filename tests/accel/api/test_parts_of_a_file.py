@@ -1,4 +1,4 @@
-"""A frozen graph, a signature and a net with dropout: optimize, bench and verify accept the options of export."""
+"""optimize, bench and verify accept export's options for a frozen graph, a signature and a net with dropout."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path:
 
 @pytest.mark.proof
 def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_onnx: Path) -> None:
-    """Fails if a frozen graph can't be the baseline, or if bench looks for the graph's tensors in the ONNX file beside
-    it."""
+    """Fails if a frozen graph can't be the baseline, or if bench looks for the graph's tensors in the ONNX
+    candidate."""
     words = ["--rounds", "5", "--block-seconds", "0.01", "--budget-seconds", "0", "--json", "-q"]
     ran = cli("bench", frozen_onnx, "--against", tensorflow_models / "frozen.pb", *ENDS, *words)
     assert ran.code == 0, ran.stderr
@@ -49,8 +49,8 @@ def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_
 
 
 def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
-    """Fails if `accel verify` can't compare a frozen graph, a signature or a net with dropout, on either side, with its
-    own export, or if one signature passes for the other."""
+    """Fails if `accel verify` can't compare a frozen graph, a signature or a net with dropout with its own export,
+    in either order, or if the wrong signature passes."""
     frozen = tensorflow_models / "frozen.pb"
     for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
         ran = cli("verify", *pair, *ENDS, "-q")

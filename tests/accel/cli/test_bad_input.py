@@ -1,4 +1,4 @@
-"""Bad input on the command line: exit code 2 or 1, one line that names the fix, and no file left behind or lost."""
+"""Bad input on the command line gives exit code 1 or 2, one line that names the fix, and no stray or lost file."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def corpus(tmp_path: Path) -> Path:
 
 OPTIMIZE = ("optimize", "{d}/good.onnx", "--target", "ort-cpu", "-o", "{d}/out")
 
-# The arguments, the exit code, and a pattern for the message.
+# Each row holds the arguments, the exit code, and a pattern for the message.
 CASES: list[tuple[tuple[str, ...], int, str]] = [
     (("optimize", "{d}/gone.onnx", "-o", "{d}/out"), 2, "does not exist"),
     (("optimize", "{d}/empty.onnx", "-o", "{d}/out"), 2, "is empty; export it again"),
@@ -157,14 +157,14 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     ("words", "code", "message"), CASES, ids=lambda v: " ".join(v) if isinstance(v, tuple) else None
 )
 def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, message: str) -> None:
-    """Fails if bad input gives a traceback, another exit code or no fix, or leaves or changes a file."""
+    """Fails if bad input gives a traceback, the wrong exit code or no fix, or leaves or changes a file."""
     before = snapshot(corpus)
     ran = cli(*(word.format(d=corpus) for word in words), *(["-q"] if len(words) > 1 else []))
     assert ran.code == code, ran.stderr
     assert message in ran.stderr
     assert "should not have happened" not in ran.stderr
     if ran.stderr.startswith("Usage: "):
-        # Arguments that are no command get the form of a command as the fix.
+        # For arguments that are no command, the fix is click's pointer to --help.
         assert words[0] in MISTYPED, ran.stderr
         assert re.search(r"^Try 'accel.* --help' for help\.$", ran.stderr, re.MULTILINE), ran.stderr
     else:
@@ -197,8 +197,8 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Fails if accel notices only after the work (and its progress lines) that it can't write to a folder, prints more
-    than one line with the fix, or leaves a file anywhere."""
+    """Fails if accel does its work before it finds that it can't write to a folder, prints more than one line with
+    the fix, or leaves a file anywhere."""
     locked = corpus / "locked"
     locked.mkdir()
     locked.chmod(0o555)
@@ -237,7 +237,7 @@ INT8 = ("optimize", "{d}/good.onnx", "--data", "{d}/good.npz", *OUT)
 RTX = (*INT8, "--target", "tensorrt-rtx", "--precision")
 TO = ("export", "{d}/good.onnx", *OUT, "--to")
 FILE = ("export", "{d}/good.onnx", "-o", "{d}/out/model.onnx")
-# Each stage and phase, and a command that runs it.
+# Maps each stage and phase to a command that runs it.
 INTERRUPTED_IN = {
     "onnx_from_torch": ("optimize", "{d}/net.py:make", "--input", "x:float32[batch,4]", *OUT),
     "onnx_from_onnx": (*FILE, "--opset", "19"),
@@ -268,7 +268,7 @@ def make():
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage of the table is neither interrupted here nor excepted with a reason."""
+    """Fails if a stage is neither in ``INTERRUPTED_IN`` nor, with a reason, in ``NOT_INTERRUPTED_IN``."""
     stages = {stage.name for stage in STAGES}
     assert set(INTERRUPTED_IN) & stages | set(NOT_INTERRUPTED_IN) == stages
     assert not set(INTERRUPTED_IN) & set(NOT_INTERRUPTED_IN)
@@ -289,8 +289,8 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", INTERRUPTED_IN)
 def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache: Path) -> None:
-    """Fails if Ctrl-C gives a traceback, more than one line or another exit code, leaves a file or a child process, or
-    removes or changes the files of earlier runs."""
+    """Fails if Ctrl-C gives a traceback, more than one line or an exit code other than 1, leaves a file or a child
+    process, or removes or changes the files of earlier runs."""
     shutil.copytree(earlier, corpus / "out")
     (corpus / "net.py").write_text(FACTORY)
     before = snapshot(corpus)
@@ -300,8 +300,8 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache), "PYTHONDONTWRITEBYTECODE": "1"},
-        # A terminal sends the signal to the command and all its children, so they form a process group here. A suite
-        # that runs in the background of a shell would pass an ignored SIGINT down to its children.
+        # A terminal sends the signal to the command and all its children, so the test starts them in a process group. A
+        # suite that runs in the background of a shell would pass an ignored SIGINT down to its children.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

@@ -1,4 +1,4 @@
-"""``accel bench`` and ``accel.bench``: compare artifacts and sources."""
+"""``accel bench`` and ``accel.bench`` compare artifacts and sources, and report mistakes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ make = Net
 
 
 def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = TensorProto.FLOAT) -> Path:
-    """Saves ``y = x @ w (+ offset)``, with x float32[batch, 4], or of another dtype that a cast inside converts."""
+    """Saves ``y = x @ w (+ offset)``, with x float32[batch, 4], or x of another dtype and a Cast to float32."""
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["wide", "w"], ["m"]),
@@ -53,7 +53,7 @@ def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = Tens
 
 
 def record(path: Path, **session: Any) -> Artifact:
-    """Writes a manifest for the file."""
+    """Writes a manifest for the ONNX file, with ``session`` as its session options."""
     artifact = Source(path).open()
     manifest = Manifest(
         kind="onnx",
@@ -75,8 +75,8 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 def test_json_is_one_object_and_progress_goes_to_stderr(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if stdout holds anything but the object, a documented field is missing, or the file differs from the
-    output."""
+    """Fails if stdout holds anything but the object, a documented field is missing, or the report file differs from
+    stdout."""
     out = tmp_path / "report.json"
     ran = cli("bench", *two, *QUICK, "--sizes", "batch=3", "--threads", "1", "--json", "-o", out)
     assert ran.code == 0
@@ -94,7 +94,8 @@ def test_json_is_one_object_and_progress_goes_to_stderr(
 
 
 def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
-    """Fails if a row, its verdict or the noise floor is missing, or if ``--quiet`` prints more than the table."""
+    """Fails if the table lacks a candidate, a verdict or the noise floor, or if ``--quiet`` prints more than the
+    table."""
     ran = cli("bench", two[1], "--against", two[0], *QUICK, "--quiet")
     assert ran.code == 0
     assert ran.stderr == ""
@@ -103,8 +104,8 @@ def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[.
 
 
 def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any], monkeypatch: Any) -> None:
-    """Fails if a noisy benchmark comes without a warning, or a quiet one with it. The test sets the limit so that every
-    noise floor counts as noisy, then none."""
+    """Fails if a noisy benchmark gives no warning, or a quiet benchmark gives one. The test first sets the limit so
+    that every noise floor counts as noisy, then so that no noise floor does."""
     for least, noisy in ((0.0, True), (float("inf"), False)):
         monkeypatch.setattr("accel.timing.report.NOISY_FLOOR", least)
         ran = cli("bench", *two, *QUICK, "--json")
@@ -132,8 +133,8 @@ def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
-    """Fails if bench doesn't read a folder of accel optimize as its chosen model, doesn't read a folder of artifacts as
-    all of them, or runs files that aren't artifacts (rejected ones, for example)."""
+    """Fails if bench doesn't time the chosen model of a folder of accel optimize, doesn't time every artifact of
+    another folder, or times files without a manifest (rejected candidates, for example)."""
     chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
     for name in ("fp32", "other"):
         record(save(tmp_path / "several" / f"{name}.onnx"))
@@ -151,7 +152,7 @@ def test_the_same_file_twice_gets_two_names(two: tuple[Path, Path]) -> None:
 
 
 def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the float16 form of a model can't be timed beside its float32 form."""
+    """Fails if the float16 version of a model can't be timed against its float32 version."""
     half = save(tmp_path / "half.onnx", kind=TensorProto.FLOAT16)
     row = accel.bench([two[0], half], **FAST).rows[1]
     assert row.error is None
@@ -161,8 +162,8 @@ def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path
 def test_exit_code_is_1_where_nothing_could_be_compared(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if the exit code doesn't tell a script that nothing could be compared. One good candidate is enough for
-    0."""
+    """Fails if the exit code isn't 1 when no candidate could be compared, or isn't 0 when at least one candidate
+    could be compared."""
     other = save(tmp_path / "other.onnx", output="logits")
     ran = cli("bench", two[0], other, *QUICK, "--json", "-q")
     assert ran.code == 1
@@ -242,7 +243,7 @@ def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path]
 def test_ctrl_c_promises_nothing_to_go_on_with(
     cli: Any, digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if Ctrl-C during a benchmark promises that the next run continues it, or writes a report."""
+    """Fails if Ctrl-C during a benchmark promises that the next run continues the benchmark, or writes a report."""
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -1,5 +1,5 @@
-"""Contradictory and nonsensical settings, misbehaving code of the user, and unusual paths.
-``tests/accel/cli/test_bad_input.py`` and ``test_bench_command.py`` have more of them."""
+"""Contradictory or nonsensical settings give a one-line error, and unusual paths and misbehaving user code do no
+harm. ``test_bad_input.py`` and ``test_bench_command.py`` test more settings."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ BENCH = ("bench", "{d}/m.onnx")
 EXPORT = ("export", "{d}/m.onnx", "-o", "{d}/o.onnx")
 METRIC = (*OPTIMIZE, "--data", "{d}/d.npz", "--metric")
 
-# The arguments, the exit code, and a pattern for the message.
+# Each row holds the arguments, the exit code, and a pattern for the message.
 SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
     ((*OPTIMIZE, "--rounds", "-1"), 2, "x>=5"),
     ((*OPTIMIZE, "--rounds", "many"), 2, "not a valid integer"),
@@ -178,17 +178,17 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
-@pytest.mark.timeout(120, func_only=True)  # doesn't count the time to make the folder's model
+@pytest.mark.timeout(120, func_only=True)  # the limit excludes the fixture that makes the folder
 @pytest.mark.parametrize(
     ("words", "code", "says"), SETTINGS, ids=lambda v: " ".join(v[1:]) if isinstance(v, tuple) else ""
 )
 def test_hostile_setting(cli: Any, folder: Path, words: tuple[str, ...], code: int, says: str) -> None:
-    """Fails if a bad setting gives a traceback, no fix or another exit code, or leaves or changes a file."""
+    """Fails if a bad setting gives a traceback, no fix or the wrong exit code, or leaves or changes a file."""
     before = _snapshot(folder)
     ran = cli(*(word.format(d=folder) for word in words), "-q")
     assert ran.code == code, ran.stderr
     lines = ran.stderr.strip().splitlines()
-    if lines[0].startswith("Usage: "):  # click's form: the usage, where to find help, the mistake
+    if lines[0].startswith("Usage: "):  # click prints the usage, where to find help, and the mistake
         lines = [line for line in lines if line.startswith("Error: ")]
     else:
         assert lines[0].startswith("accel: error: "), ran.stderr

@@ -1,4 +1,4 @@
-"""A full disk and a killed process in each stage: one line, nothing lost, and the same command continues."""
+"""After a full disk or SIGKILL in any stage, nothing is lost and the same command continues."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 def full_disk() -> Iterator[None]:
     """Limits the size of every file, here and in child processes, as a full disk does."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # an earlier call started it, so it doesn't inherit the limit
+    if tensorflow_process._process is not None:  # an earlier call started this process, so it doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end
@@ -90,7 +90,7 @@ INT8 = (*OPTIMIZE, "--target", "openvino", "--precision", "int8")
 ENGINE = (*OPTIMIZE, "--target", "tensorrt-rtx", "--precision", "fp16")
 SAVED_MODEL = ("export", "m.onnx", "--to", "saved_model", "-o", "saved")
 TFLITE = ("export", "m.onnx", "--to", "tflite", "-o", "lite")
-# For each stage, the commands that lead to it. The last command runs it.
+# Maps each stage to a list of commands, the last of which runs the stage.
 COMMANDS = {
     "onnx_from_torch": (EXPORT,),
     "onnx_from_tensorflow": (EXPORT, SAVED_MODEL, ("export", "saved", "-o", "back.onnx")),
@@ -109,12 +109,12 @@ COMMANDS = {
     "saved_model_from_onnx": (EXPORT, SAVED_MODEL),
     "tflite_from_saved_model": (EXPORT, TFLITE),
 }
-# TensorFlow takes ten seconds to start, and each of these tests starts it several times.
+# TensorFlow takes ten seconds to start, and the tests of these stages start TensorFlow several times.
 OF_TENSORFLOW = ("onnx_from_tensorflow", "onnx_from_tflite", "saved_model_from_onnx", "tflite_from_saved_model")
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage of the table is neither run on a full disk, nor killed, nor excepted with a reason."""
+    """Fails if a stage isn't run on a full disk, or is neither killed nor, with a reason, in ``NOT_KILLED_IN``."""
     stages = {stage.name for stage in STAGES}
     assert set(COMMANDS) == stages
     assert set(KILLED_IN) & stages | set(NOT_KILLED_IN) == stages
@@ -132,8 +132,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "stage", [pytest.param(stage, marks=pytest.mark.proof) if stage in OF_TENSORFLOW else stage for stage in COMMANDS]
 )
 def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """Fails if a stage that can't write gives a traceback or a success, leaves half a file under a final name or in the
-    cache, removes files that an earlier run published, or if the same command fails once there is room."""
+    """Fails if a stage that can't write gives a traceback or exit code 0, leaves a half-written file under a final
+    name or in the cache, removes files that an earlier run published, or if the same command fails once there is
+    room."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache))
     words = COMMANDS[stage][-1]
     for whole in COMMANDS[stage]:
@@ -157,8 +158,8 @@ def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.Monk
 
 
 FROM_CODE = ("optimize", "net.py:make", "--input", "x:float32[batch,4]", "--data", "data.npz", "--rounds", "5")
-# For each target: the command that is killed, the stages and phases in which it is killed one after the other, and the
-# stages that were complete before the last kill.
+# Maps each target to a command, the stages and phases in which the command is killed in turn, and the stages that are
+# complete before the last kill.
 KILLS = {
     "openvino": (
         (*FROM_CODE, "--target", "openvino", "--precision", "int8", "-o", "out"),
@@ -171,7 +172,7 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# The same for stages that only these commands have.
+# Stages that no command in ``KILLS`` runs. Each of these stages is killed in its last command in ``COMMANDS``.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"
@@ -190,8 +191,8 @@ NOT_KILLED_IN = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", KILLS)
 def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> None:
-    """Fails if SIGKILL in a stage leaves a process or half a result, removes published files, makes the next run start
-    from the beginning, or leaves garbage in the cache."""
+    """Fails if SIGKILL in a stage leaves a process or a half-written result, removes published files, makes the next
+    run start from the beginning, or leaves garbage in the cache."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "old.onnx")
     earlier = cli("optimize", "old.onnx", "--target", target, "--rounds", "5", "-o", "out", "--precision", "fp32", "-q")
     assert earlier.code == 0, earlier.stderr
@@ -214,7 +215,8 @@ def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", KILLED_ALONE)
 def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> None:
-    """Fails if SIGKILL in the stage leaves a process or half a file, or if the same command fails afterwards."""
+    """Fails if SIGKILL in the stage leaves a process or a half-written file, or if the same command fails
+    afterwards."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "m.onnx")
     before = published(here)
     words = COMMANDS[stage][-1]
@@ -227,7 +229,7 @@ def test_killed_in_a_stage_of_one_command(cli: Cli, here: Path, stage: str) -> N
 
 
 def killed_in(here: Path, words: tuple[str, ...], stage: str) -> list[str]:
-    """Runs the command until a line names ``stage``, then kills it. Returns the lines so far, and checks that no
+    """Runs the command until a line names ``stage``, then kills it. Returns the output lines, and asserts that no
     process of the command is left."""
     command = [sys.executable, "-m", "accel", *words]
     process = subprocess.Popen(command, cwd=here, stderr=subprocess.PIPE, text=True, start_new_session=True)

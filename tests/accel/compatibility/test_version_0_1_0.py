@@ -1,7 +1,7 @@
 """Files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, the stage cache.
 
-Version 0.1.0 wrote ``v0_1_0/`` in a folder ``/model``: ``accel export net.py:make --input x:float32[batch,4]``, ``accel
-optimize net.onnx``, ``accel export net.onnx --to openvino`` and ``accel train train.toml``.
+In a folder ``/model``, ``accel export net.py:make --input x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel
+export net.onnx --to openvino`` and ``accel train train.toml`` of version 0.1.0 wrote ``v0_1_0/``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_run_is_exported_and_goes_on(old: Path, cli: Any) -> None:
 
 
 def test_an_entry_of_the_cache_is_found(old: Path) -> None:
-    """Fails if accel can't read a stage that 0.1.0 kept in the cache."""
+    """Fails if accel can't read a stage's result that 0.1.0 cached."""
     (entry,) = (old / "cache" / "stages").iterdir()
     found = StageCache(old / "cache").find(entry.name)
     assert found is not None
@@ -82,7 +82,7 @@ def test_a_stage_has_the_key_that_it_had(old: Path) -> None:
     """Fails if a change of accel's code alone, with the same libraries, invalidates the cache of 0.1.0."""
     before = Artifact.open(old / "net.onnx").history
     again = accel.export("net.py:make", inputs={"x": ("float32", ("batch", 4))}, out=old / "again.onnx").history
-    was, now = before[0], again[0]  # the first output names the folder of the code, so later stages differ
+    was, now = before[0], again[0]  # the first stage's output names the source's folder, so later stages differ
     assert was["input"] == now["input"]
     if was["versions"] == now["versions"]:
         assert was["key"] == now["key"]

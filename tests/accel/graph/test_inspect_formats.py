@@ -1,4 +1,4 @@
-"""accel inspect of every format other than ONNX: inputs, outputs, weights, FLOPs, warnings, and the page."""
+"""accel inspect reports the inputs, outputs, weights, FLOPs and warnings of files of every format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from accel.errors import BadSource, UnsupportedHere
 from accel.graph.ncnn_param import read_net
 from accel.graph.openvino_ir import read_ir
 
-# The small net of make_models.py: the FLOPs of its convolution for one image, and its weights (a batch norm has four
-# per channel).
+# The FLOPs of the convolution in make_models.py's small net for one image, and the net's number of weights (a batch
+# norm has four per channel).
 CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
-# The weights of its kernels alone, which TFLite keeps whatever else it folds.
+# The number of weights in the net's kernels, which TFLite keeps when it folds the batch norm.
 KERNELS = 108 + 20
 
 
@@ -37,8 +37,8 @@ SAID = {
 
 
 def all_said(body: dict[str, Any]) -> None:
-    """Fails if a field of the report is missing, the most expensive nodes don't come first, or the parts of a sum don't
-    add up."""
+    """Fails if a field of the report is missing, the most expensive nodes don't come first, or the FLOPs by operator
+    don't add up to the total."""
     graph = body["graph"]
     assert set(graph) >= SAID
     assert body["signature"]["inputs"]
@@ -72,8 +72,8 @@ def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
     ],
 )
 def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
-    """Fails if a form of one net reports other weights, FLOPs or operators than the net was built with, or doesn't
-    report int8."""
+    """Fails if inspect of the same net in another file format reports other weights, FLOPs or operators than the net
+    was built with, or doesn't report int8."""
     body = looked_at(cli, tensorflow_models / name)
     all_said(body)
     graph = body["graph"]
@@ -95,8 +95,8 @@ def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator
     ("name", "ends"), [("frozen.pb", ["logits"]), ("checkpoint/model.meta", ["logits", "MatMul_2"])]
 )
 def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name: str, ends: list[str]) -> None:
-    """Fails if inspect of a bare graph doesn't cover the nodes from the placeholder to its result, counts the nodes
-    that save and restore, or ignores --inputs and --outputs."""
+    """Fails if inspect of a graph without a signature doesn't cover the nodes from the placeholder to the result,
+    counts the nodes that save and restore, or ignores --inputs and --outputs."""
     body = looked_at(cli, tensorflow_models / name)
     assert [spec["name"] for spec in body["signature"]["inputs"]] == ["x"]
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ends
@@ -117,8 +117,8 @@ def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if inspect shows nothing of a model with an operator that ONNX lacks, counts FLOPs for that model, or draws
-    it."""
+    """Fails if inspect shows nothing of a model with an operator that ONNX lacks, counts FLOPs for that model, or
+    draws the model."""
     graph = looked_at(cli, tensorflow_models / "gelu_int8.tflite")["graph"]
     assert graph["operators"]["GELU"] == 1
     assert "flops" not in graph
@@ -184,7 +184,7 @@ def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], 
 @pytest.mark.parametrize("name", ["m.param", "m.xml"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40, b"7767517\n1 1\nInput in0 x"])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file that is neither a net nor an IR ends in anything but one line that says so."""
+    """Fails if a file that is neither a net nor an IR gives anything but a one-line error."""
     (tmp_path / name).write_bytes(content)
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(BadSource) as caught:
@@ -200,7 +200,7 @@ def test_an_engine_is_not_drawn(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_netron(cli: Any, digits: Artifact, tensorflow_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if inspect doesn't offer netron although it is installed, or offers it although it isn't."""
+    """Fails if inspect doesn't offer an installed netron, or offers a netron that isn't installed."""
     import importlib.util
 
     from accel.cli import inspect as command

@@ -1,4 +1,4 @@
-"""accel inspect: the cost of a graph, and the page that draws the graph in a real browser."""
+"""accel inspect counts a graph's FLOPs correctly, and its page draws the graph in a real browser."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_second_model_without_a_page(cli: Any, digits: Artifact) -> None:
 
 
 def test_layers_go_down() -> None:
-    """Fails if an edge goes up, or if two nodes lie on top of each other."""
+    """Fails if an edge points upwards, or if two nodes overlap."""
     edges = [(0, 2), (1, 2), (2, 3), (0, 3), (3, 4), (2, 5), (5, 4)]
     places, width, height = layout(6, edges)
     assert all(places[a][1] < places[b][1] for a, b in edges)
@@ -121,7 +121,7 @@ def hostile(path: Path) -> Path:
 
 
 def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
-    """Returns the page's document in Chromium, after ``script`` ran on the loaded page."""
+    """Returns the page's DOM in Chromium, after ``script`` ran on the loaded page."""
     if script:
         copy = page.with_name("driven.html")
         copy.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
@@ -171,8 +171,8 @@ def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
 
 @browser
 def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of one model is empty, a node isn't at its own coordinates, a click on a node doesn't open its
-    details, or dragging the graph opens them."""
+    """Fails if the page of one model is empty, a node isn't at its own coordinates, a click on a node doesn't open
+    its details, or dragging the graph opens a node's details."""
     from PIL import Image
 
     accel.inspect(digits, page=tmp_path / "one.html")
@@ -202,7 +202,7 @@ def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if CI passes without a browser, or if a developer's machine needs one."""
+    """Fails if CI passes without a browser, or if tests on a developer's machine fail without a browser."""
     monkeypatch.setattr(shutil, "which", lambda _: None)
     spec = importlib.util.spec_from_file_location("browser_of_nobody", ROOT / "tests" / "support" / "browser.py")
     assert spec is not None
@@ -229,12 +229,12 @@ def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
     assert re.search(r'id="changes">\d+ same, 1 changed, 0 added, 0 removed<', text)
     shot = screenshot(tmp_path, f"file://{tmp_path / 'two.html'}")
     assert shot.read_bytes()[:4] == b"\x89PNG"
-    assert shot.stat().st_size > 10_000  # an empty window has a tenth of these bytes
+    assert shot.stat().st_size > 10_000  # a screenshot of an empty window has a tenth of these bytes
 
 
 @browser
 def test_a_connection_past_other_nodes_is_seen(tmp_path: Path) -> None:
-    """Fails if an edge that skips a layer is drawn straight down, hidden behind the nodes in between."""
+    """Fails if an edge that skips a layer is hidden behind the nodes in between."""
     nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["b"])]
     nodes.append(helper.make_node("Add", ["a", "b"], ["y"]))
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("x", "y")]

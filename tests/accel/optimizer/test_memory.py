@@ -17,7 +17,7 @@ WIDTH, SAMPLES = 1 << 15, 1000  # 128 KiB per sample
 
 
 def model(path: Path) -> Path:
-    """Makes a product over wide samples, reshaped so that the weights stay small."""
+    """Makes a model of a MatMul over wide samples, which are reshaped so that the weights stay small."""
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal((64, 32)) / 8).astype(np.float32)
     nodes = [
@@ -40,7 +40,7 @@ def model(path: Path) -> Path:
 @pytest.mark.proof
 def test_the_data_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if all of the data is in memory at once in the command, in a gate, in the judge, or in the measurement.
-    (Calibration runs in another process and has a test of its own.)"""
+    Calibration, which runs in another process, has a separate test."""
     source = model(tmp_path / "m.onnx")
     x = np.random.default_rng(1).standard_normal((SAMPLES, WIDTH), np.float32)
     size = x.nbytes

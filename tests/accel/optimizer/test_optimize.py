@@ -1,4 +1,5 @@
-"""accel optimize: candidates, judgement, choice, and the published folder."""
+"""accel optimize gates, judges and measures its candidates, and publishes the fastest one within the accuracy
+budget."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
     if result.chosen != "source":
         assert chosen.measured["verdict"] == "faster"
         faster = [r for r in rows.values() if r.status == "passed" and r.measured["verdict"] == "faster"]
-        # Keeps the rows of the last measurement. Of the session options, keeps those that are faster than the default
+        # Keeps the candidates of the last measurement, without session options that aren't faster than the default
         # options.
         bases = {r.base for r in rows.values() if r.base}
         faster = [r for r in faster if r.base or r.name in bases or not bases]
@@ -72,8 +73,8 @@ def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any)
 
 
 def test_what_is_published(result: Any) -> None:
-    """Fails if accel.load can't load the folder with the chosen runtime, or if optimize.json and the manifest
-    contradict it."""
+    """Fails if accel.load can't load the folder with the chosen runtime, or if optimize.json or the manifest
+    contradicts the choice."""
     folder = result.artifact.path.parent
     body = json.loads((folder / "optimize.json").read_text())
     assert body["chosen"] == {"name": result.chosen, "file": result.artifact.path.name}
@@ -130,8 +131,8 @@ def test_the_second_run_does_no_work(
 def test_an_engine_is_built_without_a_gpu(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if no engine comes out, if the engine's chain doesn't lead back to the weights, or if the report claims
-    that the engine ran."""
+    """Fails if no engine is published, if the engine's chain doesn't lead back to the weights, or if the report
+    claims that the engine ran."""
     out = tmp_path / "engine"
     words = ["--target", "tensorrt-rtx", "--precision", "fp16", "--compute-capability", "8.6"]
     ran = cli("optimize", digits.path, *words, "--profile", "image=1x1x8x8,8x1x8x8,64x1x8x8", "-o", out, "--json")
@@ -149,7 +150,8 @@ def test_an_engine_is_built_without_a_gpu(
 
 
 def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a precision that this model can't have ends the run, or if its row doesn't name the fix."""
+    """Fails if a precision that this model can't have ends the run, or if the candidate's row in the report doesn't
+    name the fix."""
     result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
     rows = {row.precision: row for row in result.candidates[1:]}
     assert rows["bf16"].status == "rejected"
@@ -160,8 +162,8 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
 
 
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if an engine comes out although no candidate is within the accuracy budget, or if a source that runs here
-    ends in an error."""
+    """Fails if an engine is published although no candidate is within the accuracy budget, or if a source that runs
+    here ends in an error."""
 
     with accel.load(digits.path) as session:
         images = np.load(digits_data[1])["image"]
@@ -188,7 +190,7 @@ def test_other_peoples_files_are_left_alone(digits: Artifact, tmp_path: Path) ->
 
 
 def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the choice of an earlier run stays beside the new one. Then loading the folder could take either."""
+    """Fails if the choice of an earlier run stays beside the new choice, so that loading the folder is ambiguous."""
     out = tmp_path / "out"
     digits.copy_to(out / "model.onnx")
     words = {"target": "tensorrt-rtx", "precision": "fp32", "compute_capabilities": ["8.6"]}
@@ -227,7 +229,7 @@ def _row(name: str, ms: float, verdict: str) -> Any:
 
 
 def test_the_rule_of_choice() -> None:
-    """Fails if a rejected or slower candidate, or one that only noise makes faster, could be chosen."""
+    """Fails if a rejected or slower candidate, or a candidate that only noise makes faster, can be chosen."""
     source = _row("source", 10.0, "baseline")
     noisy, slower = _row("noisy", 9.9, "no measurable difference"), _row("slower", 20.0, "slower")
     wrong = replace(_row("wrong", 1.0, "faster"), status="rejected", reason="drop")
@@ -291,8 +293,8 @@ def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = 
 
 @pytest.mark.proof
 def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if candidates are made from an ONNX form that passed the export's gate but differs from the model on the
-    user's data. torch exports a cumulative logsumexp whose parts become 0 for large numbers."""
+    """Fails if candidates are made from an ONNX export that passed its gate but differs from the source on the
+    user's data. torch exports a cumulative logsumexp whose terms become 0 for large numbers."""
     with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
         _optimize_scores("scores", 300, tmp_path)
     assert not (tmp_path / "out").exists()
@@ -301,8 +303,8 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if integer outputs that differ on the user's data (one of two equal scores, for example) get the model
-    refused, or give no warning. The second run takes its results from the cache."""
+    """Fails if integer outputs that differ on the user's data (the index of one of two equal scores, for example)
+    lead to an error, or give no warning. The second run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(
@@ -312,8 +314,8 @@ def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_precision_that_nothing_came_of(tmp_path: Path) -> None:
-    """Fails if there is no warning when a user asks for int8 and gets the source. This model has nothing to
-    quantize."""
+    """Fails if there is no warning when a user requests int8 and accel publishes the source. The model of this test
+    has no layer to quantize."""
     found = _optimize_scores("scores", 1, tmp_path, "int8")
     assert (found.chosen, found.artifact.properties["precision"]) == ("source", "fp32")
     assert found.warnings[0].startswith(

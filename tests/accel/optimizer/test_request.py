@@ -35,8 +35,8 @@ def src(tmp_path: Path) -> Artifact:
 
 
 def test_defaults_are_those_of_the_function() -> None:
-    """Fails if the public function and the request have different arguments or defaults. Then the report's command
-    would leave out an option."""
+    """Fails if the public function and the request have different arguments or defaults, so that the report's
+    command leaves out an option."""
     parameters = dict(inspect.signature(accel.optimize).parameters)
     del parameters["model"]
     known = [one for one in (*fields(OptimizeRequest), *fields(Source)) if one.name not in ("source", "spec")]
@@ -86,7 +86,8 @@ def test_options_in_python_are_the_words_of_the_command_line() -> None:
 @pytest.mark.parametrize("quantize", [QUANTIZE, QUANTIZE.words()])
 @pytest.mark.parametrize("cast", [CAST, CAST.words()])
 def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: Any, cast: Any) -> None:
-    """Fails if the report's command doesn't repeat the options, whether the user gave them as fields or as words."""
+    """Fails if the report's command doesn't repeat the options, whether the user gave the options as fields or as
+    strings."""
     request = OptimizeRequest(
         source=Source(src),
         out=Path("out"),
@@ -122,7 +123,7 @@ def test_a_function_and_mixed_options_in_the_command() -> None:
 
 
 def test_the_table_of_precisions() -> None:
-    """Fails if a target names a precision without a row, or if two precisions share a place in an order."""
+    """Fails if a target names a precision without a row, or if two precisions have the same rank."""
     assert all(name in PRECISIONS for target in TARGETS.values() for name in target.precisions)
     for rank in ("rank", "rank_unmeasured"):
         assert sorted(getattr(row, rank) for row in PRECISIONS.values()) == list(range(len(PRECISIONS)))

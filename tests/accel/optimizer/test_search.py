@@ -1,4 +1,4 @@
-"""The search of accel optimize: session options, the time budget, and the choice. Times are scripted."""
+"""The search of accel optimize chooses session options and candidates by scripted times, within the time budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOAD = Workload(objective="throughput", mix=({},), batch=1, repeats=8, note="")
 
 
 class Clock:
-    """Tells the time, in seconds, that the test sets."""
+    """A clock whose time, in seconds, the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,8 +39,8 @@ class Clock:
 
 
 class Timed:
-    """Stands for ``measured``: gives each row its milliseconds with a jitter of ``noise``, and records the names and
-    the effort of each call."""
+    """Replaces ``measured``: gives each candidate its time from ``ms`` with a jitter of ``noise``, and records the
+    names and the effort of each call."""
 
     def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
         self.ms, self.noise, self.clock = ms, noise, clock
@@ -66,7 +66,7 @@ class Timed:
 
 
 class Judging:
-    """Stands for the judge: gives the named options this drop, and all others none."""
+    """Replaces the judge: gives options that match a key of ``drops`` its accuracy drop, and all others no drop."""
 
     def __init__(self, drops: Mapping[str, float] | None = None) -> None:
         self.drops = drops or {}
@@ -116,8 +116,8 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
-    """Fails if a candidate that is measurably faster than the source isn't chosen because another candidate beats it,
-    although noise has cost that other candidate its own verdict."""
+    """Fails if session options that are measurably faster than the source aren't chosen because the best candidate
+    of the first measurement isn't measurably faster in the second."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
     rows = [row("a"), row("b")]
@@ -143,7 +143,8 @@ def test_options_are_judged_like_candidates(searching: Any) -> None:
 
 
 def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
-    """Fails if a source that no candidate beats isn't tried with other options, or is replaced by slower ones."""
+    """Fails if a source that no candidate beats isn't tried with other session options, or is replaced by slower
+    options."""
     ms = {"source": 10, "a": 11, "source, 1 thread": 7, "source, extended graph level": 10, "source, no spinning": 12}
     search = searching(Timed(ms))
     rows = [row("a")]
@@ -197,8 +198,8 @@ def test_halving(searching: Any) -> None:
 def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     searching: Any, monkeypatch: pytest.MonkeyPatch, gigabytes: int
 ) -> None:
-    """Fails if more models are loaded at once than fit into memory, if the fastest is lost by that, or if too little
-    memory ends the search."""
+    """Fails if more models are loaded at once than fit into memory, if timing in several groups loses the fastest
+    model, or if too little memory ends the search."""
     names = [f"c{i}" for i in range(5)]
     ms = {name: 9.0 - i % 4 for i, name in enumerate(names)}
     timed = Timed({"source": 10.0} | ms | {f"{name}, 1 thread": value / 2 for name, value in ms.items()})
@@ -230,8 +231,8 @@ def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     spent=st.floats(0, 300),
 )
 def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float], spent: float) -> None:
-    """Fails if, for any times and any rest of the budget, the search chooses a candidate that wasn't measured or isn't
-    faster than the source, or leaves a row without a reason."""
+    """Fails if, for any times and any remaining budget, the search chooses a candidate that wasn't measured or isn't
+    faster than the source, or leaves a candidate without a reason."""
     ms = {"source": 10.0} | {f"c{i}": t for i, t in enumerate(times)}
     clock = Clock()
     timed = Timed(ms, clock=clock)
@@ -268,7 +269,7 @@ def test_no_time_for_options(searching: Any) -> None:
 
 
 def test_faster_than_needs_the_same_rounds() -> None:
-    """Fails if figures of different measurements are compared."""
+    """Fails if the search compares figures of different measurements."""
     one, other = row("a"), row("b")
     one.measured = {"round_medians_ms": [1.0] * 9}
     other.measured = {"round_medians_ms": [2.0] * 5}

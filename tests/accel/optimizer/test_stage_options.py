@@ -1,5 +1,4 @@
-"""The options of ``--quantize`` and ``--cast``: how they are read, passed to the stages and recorded, and when they are
-refused."""
+"""The options of ``--quantize`` and ``--cast`` are parsed, passed to the stages and recorded, or refused with a fix."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ QUANTIZE = [
 
 
 def test_every_option_is_read() -> None:
-    """Fails if an option is read as another, lists don't add up, or the spelling with underscores means something
-    else."""
+    """Fails if an option is parsed as another, repeated lists don't add up, or the spelling with underscores means
+    something else."""
     found = parse_quantize_options(QUANTIZE)
     assert found == {
         "calibration": "entropy", "samples": 40, "smooth": 0.5, "per_channel": False, "ops": ("MatMul", "Gemm"),
@@ -110,8 +109,8 @@ def made(src: Artifact, target: str, precision: str, data: Path, **options: Any)
 
 
 def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
-    """Fails if a stage doesn't get its options, a form gets a calibration that it doesn't support, or an option that no
-    candidate reads is silently ignored."""
+    """Fails if a stage doesn't get its options, a target gets a calibration that it doesn't support, or an option
+    that no candidate reads is silently ignored."""
     found = made(src, "ort-cpu", "int8", data, quantize=parse_quantize_options(QUANTIZE))
     static = next(config for name, config, _ in found["ort-cpu int8 static"].stages if name == "quantize")
     assert (static.calibration, static.smooth, static.per_channel, static.keep) == (

@@ -1,4 +1,4 @@
-"""The command ``accel plan``: its documented command lines, and the config that it writes."""
+"""``accel plan`` works as documented, and writes a config that ``accel train`` runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SHAPE = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nseq = 2048\n"
 
 
 def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command line or the names in its JSON change, or if 7.5 B parameters at ZeRO 3 don't take
-    1.9 GB."""
+    """Fails if the documented command line or the keys of its JSON change, or if 7.5 B parameters at ZeRO 3 don't
+    take 1.9 GB."""
     line = "plan --params 7.5e9 --world 64 --zero 3 --precision fp16 --optimizer adam --json"
     assert run(group, line.split()) == 0
     body = json.loads(capsys.readouterr().out)
@@ -190,7 +190,7 @@ def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.C
 
 
 def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if keys and values aren't 2 L h s b elements: 2 x 32 x 4096 x 2048 x 4 x 2 bytes."""
+    """Fails if the KV cache doesn't have 2 L h s b elements, here 2 x 32 x 4096 x 2048 x 4 of 2 bytes each."""
     line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
     assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
     assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2
@@ -207,7 +207,7 @@ def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str
     shape["num_key_value_heads"] = kv_heads
     with torch.device("meta"):
         made = Starcoder2Model(Starcoder2Config(**shape, intermediate_size=4 * 768))
-        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))  # 3 products, as large as 2
+        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))  # its 3 products are as large as 2
     line = f"plan --layers 4 --hidden 768 --heads 12 --kv-heads {kv_heads} --vocab 1000 --precision fp32 --json"
     assert run(group, line.split()) == 0
     planned = json.loads(capsys.readouterr().out)["parameter_bytes_per_rank"] / 4

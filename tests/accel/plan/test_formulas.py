@@ -1,4 +1,4 @@
-"""The closed forms, compared with published figures and with a simulation on fake tensors."""
+"""The formulas of ``accel plan`` agree with published figures and with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def _spec() -> ModelSpec:
     [(8, 0, 2), (8, 1, 1), (64, 1, 3), (8, 2, 1), (64, 2, 3), (64, 3, 1), (64, 3, 3)],
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
-    """Fails if the bytes that FSDP2 keeps and sends (counted per tensor and per collective) differ from the closed form
-    by more than padding to the world size, or if ``train.zero`` gathers or reduces more often than it documents."""
+    """Fails if the bytes that FSDP2 keeps and sends (counted per tensor and per collective) differ from the closed
+    form by more than padding to the world size, or if ``train.zero`` gathers or reduces more often than documented."""
     layout = Layout(world=world, zero=zero, precision=precision, micro_batch=2, accumulation=accumulation)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     spec = _spec()
     weight = 4 if precision == "fp32" else 2
     parameters, gradients, optimizer = model_states(spec, layout)
-    pad = {8: 0.001, 64: 0.003}[world]  # pads a dim that the world size doesn't divide
+    pad = {8: 0.001, 64: 0.003}[world]  # FSDP2 pads a dim that the world size doesn't divide
     assert optimizer <= found.optimizer * 1.0001 <= optimizer * (1 + pad) * 1.0001
     if zero != 1 or accumulation > 1:  # with one micro-batch, stage 1 reduces at once and keeps less than its formula
         assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
@@ -118,7 +118,7 @@ def test_states_and_traffic_at_1024_ranks() -> None:
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), layout)
     parameters, gradients, optimizer = model_states(spec, layout)
     assert (found.gradients, found.optimizer) == (gradients, optimizer)
-    # Each rank holds the parameters outside the blocks whole. The plan counts them as temporary.
+    # Each rank holds the parameters outside the blocks whole. The plan counts these parameters as temporary.
     assert found.parameters == parameters + 2 * spec.outside * 1023 / 1024
     assert temporary(spec, layout) > 2 * spec.outside
     assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
@@ -207,9 +207,9 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if ranks that share sequences hold other states than data-parallel ranks, if their activations aren't their
-    share of a sequence's, or if they don't send Ulysses's 4 s b h / c per layer and pass, of which (c - 1) / c leaves
-    the rank (Jacobs et al. 2023, section 3.2)."""
+    """Fails if ranks that share sequences hold other states than data-parallel ranks, if their activations aren't 1
+    / c of a sequence's, or if each rank doesn't send (c - 1) / c of Ulysses's 4 s b h / c per layer and pass (Jacobs
+    et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
@@ -268,7 +268,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
     with pytest.raises(BadConfig, match=r"the smallest takes .* use more ranks"):
-        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # needs 0.37 GB with everything else on the host
+        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # takes 0.37 GB with the rest on the host
 
 
 @pytest.mark.parametrize(

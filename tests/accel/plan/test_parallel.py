@@ -1,4 +1,4 @@
-"""The closed forms of tensor parallel, of its replicas and of hpZ, compared with a simulation on fake tensors."""
+"""The formulas for tensor parallel, its replicas and hpZ agree with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _simulated(layers: int, layout: Layout) -> Simulated:
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> None:
-    """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. `accel
-    train` cuts the layers. Autograd keeps the whole gathered inputs of column-parallel products. Also fails if the
-    planned traffic differs from the bytes that the ranks send. The plan leaves out the gradients of positions and norms
-    that see only a part of the sequence."""
+    """Fails if the planned activations differ by more than half a percent from the tensors that autograd keeps. The
+    layers are cut as in `accel train`, so autograd keeps the whole gathered inputs of column-parallel products. Also
+    fails if the planned traffic differs from the bytes that the ranks send. The plan leaves out the gradients of
+    positions and norms that see only a part of the sequence."""
     layout = Layout(world=tp, tp=tp, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     found = _simulated(3, layout)
     planned = activations(_spec(3), layout)
@@ -82,16 +82,16 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
 @pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "replicate", "hpz", "accumulation"), [(8, 1, 2, 1), (16, 2, 4, 2)])
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
-    """Fails if the shards that hpZ keeps between forward and backward, or the bytes gathered from these and from all
-    shards, differ from the closed form by more than padding. Parameters outside the blocks are held whole and gathered
-    once."""
+    """Fails if the shards that hpZ keeps between forward and backward, or the bytes gathered from the second shards
+    and from the first shards, differ from the closed form by more than padding. Parameters outside the blocks are
+    held whole and gathered once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The first shards come on top: 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all parameters
-    # as second shards, so the parameters outside the blocks, which are held whole, are added.
+    # The first shards add 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all parameters as
+    # second shards, so the parameters outside the blocks, which are held whole, are added.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -102,9 +102,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Fails if the bytes that qwZ gathers and qgZ exchanges (counted per collective, with the codes and scales of every
-    parameter) differ from the closed form by more than padding and the scales of short last blocks, or if they have
-    another precision than the config asks for."""
+    """Fails if the bytes that qwZ gathers and qgZ exchanges (counted per collective, with the codes and scales of
+    every parameter) differ from the closed form by more than padding and the scales of short last blocks, or if
+    these bytes have another precision than the config sets."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -176,7 +176,7 @@ def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.M
 def test_what_autocast_keeps() -> None:
     """Fails if the planned activations under autocast differ by more than half a percent from what autograd keeps: a
     float32 residual stream, and a copy of their input for each of query, key and value. The 16-bit copies of weights
-    don't count here, because the plan counts them as temporary."""
+    don't count as activations, because the plan counts the copies as temporary."""
     model = GPT(_shape(3))
     copied = sum(2 * part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
     ids = torch.zeros(2, 128, dtype=torch.long)

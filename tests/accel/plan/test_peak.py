@@ -1,4 +1,4 @@
-"""The planned memory of a rank, compared with the peak of a step over all tensors alive at once."""
+"""The planned memory of a rank agrees with the peak of a training step over all live tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHAPE = GPTConfig(vocab=500, layers=3, hidden=128, heads=4, seq=128)
 
 
 def _peaks(layout: Layout) -> tuple[int, int]:
-    """Returns the peak bytes of all storages alive at once, over two micro-batches, and over these and the optimizer's
-    step."""
+    """Returns the peak bytes of all live storages: over two micro-batches, and over two micro-batches and the
+    optimizer's step."""
     optimizer = OptimizerConfig(name="sgd" if layout.optimizer == "momentum" else layout.optimizer)
     with _fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
         with _default_dtype(parameter_dtype(layout.precision)):
@@ -71,8 +71,9 @@ def _peaks(layout: Layout) -> tuple[int, int]:
     ],
 )
 def test_a_rank_holds_at_most_what_is_planned(kind: dict[str, object]) -> None:
-    """Fails if the peak of a rank exceeds the plan by over 5%, or if the plan exceeds the peak by over a quarter. The
-    peak includes temporary tensors of the passes and of the optimizer's step, which is the peak for small batches."""
+    """Fails if the peak of a rank exceeds the plan by over 5%, or if the plan exceeds the peak by over a quarter.
+    The peak includes temporary tensors of the passes and of the optimizer's step. For small batches, the peak is in
+    the optimizer's step."""
     layout = Layout(accumulation=2, **kind)  # type: ignore[arg-type]
     passes, whole = _peaks(layout)
     spec = replace(spec_of(GPT(SHAPE)), seq=SHAPE.seq)

@@ -1,5 +1,5 @@
-"""The layouts that ``accel plan`` lists: replicas, second shards, recomputation and offload, each as training runs
-it."""
+"""The layouts that ``accel plan`` lists (replicas, second shards, recomputation, offload) are those that training
+runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_everything_that_is_listed_can_be_trained() -> None:
     assert {1, 2, 4, 8} <= kinds["replicate"]
     assert kinds["hpz"] == {0, 8}
     assert {plan.layout.offload for plan in found} == {False, True}
-    assert not [plan for plan in found if plan.layout.qwz or plan.layout.qgz]  # they round: only on request
+    assert not [plan for plan in found if plan.layout.qwz or plan.layout.qgz]  # qwZ and qgZ round, so only on request
     for plan in found:
         check(config_of(plan), 64)
 
@@ -58,7 +58,7 @@ def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.Capture
     assert memory.host == usual.model_states == sum(model_states(SEVEN, plain))
     assert memory.temporary == usual.temporary
     first = training_memory(SEVEN, replace(plain, zero=1, offload=True))
-    assert first.parameters == first.gradients == 2 * SEVEN.params  # gathered, and accumulated, during the whole step
+    assert first.parameters == first.gradients == 2 * SEVEN.params  # the device holds weights and gradients
     second = training_memory(SEVEN, replace(plain, zero=2, offload=True))
     assert (second.parameters, second.gradients, second.host) == (2 * SEVEN.params, 0, first.host)
     shard = 2 * SEVEN.params / 4

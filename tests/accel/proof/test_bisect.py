@@ -1,4 +1,4 @@
-"""accel bisect names planted faults in few runs, even if a stage in between renamed everything."""
+"""accel bisect names planted faults in few runs, even if a stage in between renamed all tensors."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def rename(model: onnx.ModelProto) -> None:
 def test_a_planted_fault_is_found_by_name(
     encoder: Artifact, samples: Path, tmp_path: Path, fault: Edit, expected: str, renamed: bool
 ) -> None:
-    """Fails if bisect names another node than the faulty node, or if the inputs of the named node differ. Also fails if
-    the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model has
-    other names for all inner values."""
+    """Fails if bisect names another node than the faulty node, or if the inputs of the named node differ. Also fails
+    if the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model
+    has other names for all inner tensors."""
 
     def edit(model: onnx.ModelProto) -> None:
         fault(model)
@@ -149,8 +149,8 @@ def test_a_planted_fault_is_found_by_name(
 def test_only_what_crosses_a_cut_is_held(
     encoder: Artifact, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a run returns more tensors than cross one cut of the graph. These are at most a layer's input, query,
-    key and value, and the mask, of 52 tensors in all."""
+    """Fails if a run returns more tensors than cross one cut of the graph. A cut crosses at most a layer's input,
+    query, key and value, and the mask, of 52 tensors in all."""
     held: list[int] = []
     plain = RoundedModel.run
 
@@ -197,7 +197,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
                 node("Sqrt", "a", "c"),
                 node("Mul", "c factor", "d"),
                 node("Tanh", "d", "t"),
-                node("Relu", "negative", "nothing"),  # so late in the graph that most cuts cross the difference
+                node("Relu", "negative", "nothing"),  # this Relu is so late that most cuts cross the difference
                 node("Add", "t nothing", "y"),
             ],
             {"x": (FLOAT, ["batch", 4])},
@@ -218,7 +218,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
 
 def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_path: Path) -> None:
     """Fails if bisect finds a difference in a correctly simplified model, or doesn't trace a wrong scale in the QDQ
-    form to its matrix product."""
+    model to its matrix product."""
     made = run_stage("simplify", encoder, SimplifyConfig())
     assert bisect(encoder, made, data=samples).divergence is None
     quantized = run_stage("quantize", made, QuantizeConfig(form="tensorrt", data=samples, smooth=0.0))
@@ -257,7 +257,8 @@ def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tupl
     ran = cli("bisect", digits.path, bad, "--data", digits_data[0], "--json")
     assert ran.code == 1, ran.stderr
     body = json.loads(ran.stdout)
-    # The third convolution is child 7 of the net. The exporter folds batch norm (child 8) into it and may note either.
+    # The third convolution is child 7 of the net. The exporter folds batch norm (child 8) into child 7 and may record
+    # either path.
     assert body["divergence"]["node"]["module"] in ("7", "8")
     assert body["divergence"]["node"]["operator"] == "Conv"
     shown = cli("bisect", digits.path, bad, "--data", digits_data[0])
@@ -286,7 +287,7 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
 
 
 def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: Path) -> None:
-    """Fails if bisect can't use the ONNX file that an IR was made from, takes another file for that one, or doesn't
+    """Fails if bisect can't use the ONNX file that an IR was converted from, uses another file instead, or doesn't
     name the file."""
     pytest.importorskip("openvino")
     graph = tmp_path / "graph.onnx"
@@ -305,8 +306,8 @@ def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: P
 
 
 def test_what_a_runtime_computes_is_not_passed_over(cli: Any, tmp_path: Path) -> None:
-    """Fails if bisect reports agreement because two ONNX files agree, although the runtime computes something else than
-    the file that its model was made from (here with other weights)."""
+    """Fails if bisect reports agreement because two ONNX files agree, although the IR converted from one of the
+    files has other outputs (here from other weights)."""
     pytest.importorskip("openvino")
     weight = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
     shapes = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 8])}

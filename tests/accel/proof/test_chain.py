@@ -1,4 +1,4 @@
-"""The chain of hashes, from the artifact back to the weights."""
+"""The chain of hashes leads from an artifact back to its weights and reveals every changed file."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def made(
     digits_weights: Path,
     caches: Callable[[str], Path],
 ) -> tuple[Path, list[Path]]:
-    """Makes an artifact three stages away from its weights (an IR, or an engine). Returns it and every file of its
-    chain."""
+    """Makes an artifact three stages away from its weights (an IR, or an engine). Returns the artifact and every
+    file of its chain."""
     kind = getattr(request, "param", "openvino")
     if caches(kind).is_dir():
         shutil.copytree(caches(kind), own_cache)
@@ -110,8 +110,8 @@ def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: 
 
 
 def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Fails if a missing intermediate counts as broken (it may be elsewhere), or if a missing file of the artifact
-    itself doesn't."""
+    """Fails if a missing intermediate counts as broken (the file may be elsewhere), or if a missing file of the
+    artifact itself counts as intact."""
     out, _ = made
     (tmp_path / "weights.safetensors").unlink()
     found = accel.inspect(out, check=True)

@@ -1,5 +1,5 @@
-"""Concordance: the agreement of outputs sample by sample, which finds errors that large samples hide in a norm over
-all."""
+"""Concordance, the agreement of outputs sample by sample, finds errors that large samples hide in a norm over all
+samples."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ vectors = hnp.arrays(np.float64, st.tuples(st.integers(1, 6), st.integers(2, 5))
 
 @given(vectors, st.floats(0.1, 10))
 def test_of_vectors(value: np.ndarray, factor: float) -> None:
-    """Fails if equal outputs count as different, a wrong scale is forgiven, or vectors of equal norm are compared by
-    anything but their direction."""
+    """Fails if equal outputs count as different, a wrong scale counts as agreement, or the result for vectors of
+    equal norm isn't 1 minus their cosine."""
     assert discordance([value], [value]) == 0
     value = value[np.abs(value).max(axis=1) > 1e-3]
     if not len(value):
@@ -44,8 +44,8 @@ def test_batches_of_other_lengths() -> None:
 
 
 def test_one_number_a_sample() -> None:
-    """Fails if only the sign counts, if a few large samples drown the many small ones, or if an output that follows
-    none of the differences between the samples counts as correct."""
+    """Fails if only the sign of a scalar output counts, if a few large samples drown the many small ones, or if an
+    output that follows none of the differences between the samples counts as correct."""
     prices = np.random.default_rng(0).lognormal(0, 3, (256, 1)).astype(np.float32)
     step = prices.max() / 127
     assert discordance([prices], [prices * 1.01]) < 1e-3
@@ -54,10 +54,10 @@ def test_one_number_a_sample() -> None:
     years = np.float32(2000) + 100 * np.random.default_rng(1).random((64,), np.float32)
     assert discordance([years], [np.full_like(years, years.mean())]) == pytest.approx(1)
     assert discordance([years], [np.full_like(years, years.mean())], about_the_mean=False) < 1e-3
-    # All but a few samples are rounding errors.
+    # Seven of eight samples are rounding errors.
     residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
     assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
-    # These numbers hardly differ, so an output can't follow their differences.
+    # The numbers in ``alike`` hardly differ, so an output can't follow their differences.
     alike = np.float32(1) + np.float32(1e-6) * years
     assert discordance([alike], [np.full_like(alike, alike.mean())]) < 1e-3
 
@@ -84,7 +84,7 @@ def test_what_isnt_float() -> None:
 
 
 def test_errors_of_samples() -> None:
-    """Fails if a sample's error depends on the other samples, or if a zero in the reference is divided by."""
+    """Fails if a sample's error depends on the other samples, or if the error divides by a zero in the reference."""
     reference = np.array([[3.0, 4.0], [0.0, 0.0], [1e-3, 0.0], [1e-9, 0.0]])
     candidate = np.array([[3.0, 9.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     # The last sample is smaller than the rounding error of the first.
@@ -103,7 +103,7 @@ def _rounding(path: Path, step: float) -> Path:
 
 
 def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
-    """Fails if a scalar input is asked for its number of samples."""
+    """Fails if `accel verify` takes the first dim of a scalar input for the number of samples."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float t, float[batch, 2] x) => (float[batch, 2] y) '
         "{ y = Mul(x, t) }"
@@ -118,7 +118,7 @@ def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because the few large outputs
     are right."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
-    prices[::8] = 100  # one in each batch
+    prices[::8] = 100  # one large output in each batch
     np.savez(tmp_path / "prices.npz", x=prices)
     fine = _rounding(tmp_path / "fine.onnx", 1e-6)
     coarse = _rounding(tmp_path / "coarse.onnx", 100 / 127)
@@ -126,7 +126,7 @@ def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     ran = cli(*words, "--json")
     assert ran.code == 1
     found = json.loads(ran.stdout)
-    assert found["outputs"]["y"]["rel_l2"] < 0.01  # the norm over all samples looks fine
+    assert found["outputs"]["y"]["rel_l2"] < 0.01  # the norm over all samples hides the error
     assert found["middle_sample"]["y"] == 1
     assert "half of the samples have a relative error of 1 or more" in found["problems"][0]
     assert "middle sample" in cli(*words).stdout

@@ -53,8 +53,8 @@ def test_a_chain_of_five_stages_gives_the_same(
 def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if NNCF or OpenVINO, which make the usual form for CPUs, can't be run again from the manifest, or give
-    other bytes."""
+    """Fails if a chain through NNCF and OpenVINO, the usual chain for CPUs, can't be run again from the manifest or
+    gives other bytes."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))
@@ -65,7 +65,7 @@ def test_a_chain_through_nncf_and_openvino_gives_the_same(
 
 def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tuple[Path, Path]) -> None:
     """Fails if reproduce calibrates on other data than the original run, or if the error doesn't name the missing
-    file."""
+    data file."""
     for data in ((), (digits_data[1],)):
         with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*--data"):
             reproduce(engine, data=data)
@@ -100,8 +100,8 @@ def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
 def test_a_stage_that_gives_other_bytes(
     digits: Artifact, monkeypatch: pytest.MonkeyPatch, factor: float, status: str
 ) -> None:
-    """Fails if changed bytes count as identical, if changed bytes with outputs within the gate count as different, or
-    if changed outputs count as equivalent. Here, simplify scales a weight."""
+    """Fails if changed bytes count as identical, if changed bytes with outputs within the gate count as different,
+    or if changed outputs count as equivalent. In this test, the stage simplify scales a weight."""
     from accel.converters.graph import write as onnx_write
 
     right = onnx_write.write_onnx
@@ -119,7 +119,7 @@ def test_a_stage_that_gives_other_bytes(
 
 
 def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a file without a manifest, or without stages, gives anything but one sentence."""
+    """Fails if a file without a manifest, or without stages, gives anything but a one-line error."""
     plain = tmp_path / "plain.onnx"
     plain.write_bytes(digits.path.read_bytes())
     with pytest.raises(ChainBroken, match="no manifest"):
@@ -143,8 +143,8 @@ def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path:
 
 
 def test_a_source_that_was_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain runs only in the folder where it was made, or if a file of the same name in the current folder
-    passes for the recorded one."""
+    """Fails if a chain runs again only in the folder of the original run, or if a file of the same name in the
+    current folder passes for the recorded one."""
     (tmp_path / "elsewhere").mkdir()
     stub(tmp_path, 2)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The comparison of outputs, and the command accel verify."""
+"""accel verify compares outputs by name and reports every difference beyond the limit."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify or bench asks for the inputs of a factory although the other side's artifact declares them, or
-    ignores the declared ranges. Beyond the ranges, on 12 positions or token 20, the net fails."""
+    """Fails if verify or bench asks for the inputs of a factory although the other model's artifact declares these
+    inputs, or ignores the declared ranges. Beyond the ranges, on 12 positions or token 20, the net fails."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -152,7 +152,7 @@ SIGNATURE = Signature((TensorSpec.parse("x:float32[batch,n]"), TensorSpec.parse(
 
 @given(st.integers(1, 9), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 12)))
 def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size: int, limit: int | None) -> None:
-    """Fails if a sample is lost, repeated or reordered, or if the limit is exceeded."""
+    """Fails if batching loses, repeats or reorders a sample, or gives more samples than the limit."""
     path = tmp_path_factory.mktemp("data") / "d.npz"
     np.savez(path, x=np.ones((count, 3), np.float32), ids=np.arange(count))
     found = [b["ids"] for b in Dataset.load(path, SIGNATURE).batches(size, limit)]
@@ -171,7 +171,7 @@ def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_parts(tmp_path: Path) -> None:
-    """Fails if parts of different lengths can't be mixed, or if the labels of a part are lost."""
+    """Fails if the files of a data folder can't have different lengths, or if the labels of a file are lost."""
     np.savez(tmp_path / "a.npz", x=np.ones((2, 3), np.float32), ids=np.zeros(2, np.int64), y=np.array([1, 2]))
     np.savez(tmp_path / "b.npz", x=np.ones((1, 9), np.float32), ids=np.zeros(1, np.int64), y=np.array([3]))
     data = Dataset.load(tmp_path, SIGNATURE)
@@ -210,8 +210,8 @@ def words():
 
 
 def test_a_number_that_pytorch_has_no_row_for(tmp_path: Path, cli: Any) -> None:
-    """Fails if an index that PyTorch's table lacks is an internal error, or if the error doesn't name the file and the
-    index."""
+    """Fails if an index outside PyTorch's embedding table is an internal error, or if the error doesn't name the
+    file and the index."""
     (tmp_path / "words.py").write_text(WORDS)
     made, data = tmp_path / "m.onnx", tmp_path / "b.npz"
     words = ["--input", "input:int64[batch,3]{0..49}", "-q"]

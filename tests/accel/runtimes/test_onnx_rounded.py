@@ -1,4 +1,4 @@
-"""The rounded session: real rounding shows what ONNX Runtime hides."""
+"""The rounded session rounds after every node, which shows overflows that ONNX Runtime hides."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.onnx_builder import HALF, artifact, node, run, square_root_of
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> None:
-    """Fails if ONNX Runtime optimizes a cast pair away, or if rounding differs from the format's. sqrt(x*x) at 300
-    overflows in fp16 (ONNX Runtime itself returns 300), and every inner value is exactly numpy's rounding."""
+    """Fails if ONNX Runtime optimizes a cast pair away, or if an inner tensor isn't rounded exactly as numpy rounds.
+    At 300, sqrt(x*x) overflows in fp16, although ONNX Runtime itself returns 300."""
     dtype = np.dtype(np.float16 if kind == TensorProto.FLOAT16 else ml_dtypes.bfloat16)
     src = artifact(
         tmp_path / "m.onnx",
@@ -48,7 +48,7 @@ def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
 
 
 def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
-    """Fails if the rounded session leaves subgraphs unchanged. Then it would not load, or x*x at 300 would be
+    """Fails if the rounded session leaves subgraphs unchanged, so that the model doesn't load or x*x at 300 is
     finite."""
     branch = helper.make_graph(
         [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],

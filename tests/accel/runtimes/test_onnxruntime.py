@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: inputs and outputs, the effect of options, and the errors for bad files."""
+"""ONNX Runtime sessions check their inputs, apply their options, and report bad files in one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def artifact(path: Path) -> Artifact:
 
 
 def unread(path: Path) -> Artifact:
-    """Returns an artifact without opening it, for files that are damaged after they were opened."""
+    """Returns an artifact without opening it, so that the file may be damaged."""
     return Artifact(path=path, kind="onnx", signature=Signature((TensorSpec("x", "float32", (2,)),)))
 
 
@@ -107,7 +107,7 @@ def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ValuesOutOfRange, match=r"input 'ids' holds 7, it takes 0\.\.2"):
             session.run({"ids": np.array([0, 7])})
         assert session.run({"ids": np.array([2])})["y"].shape == (1, 2)
-        assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # counts from the end, as ONNX defines
+        assert session.run({"ids": np.array([-1])})["y"].shape == (1, 2)  # negative indices count from the end
 
 
 def test_an_index_that_the_model_computed_is_its_own_fault(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def ended(some: set[str]) -> bool:
 
 
 def test_threads_are_those_asked_for(linear: Artifact) -> None:
-    """Fails if the option doesn't reach the runtime. One thread starts no pool, and three threads start two beside the
-    caller."""
+    """Fails if ``threads`` doesn't reach ONNX Runtime. With one thread, ONNX Runtime starts no pool. With three
+    threads, ONNX Runtime starts two beside the caller's."""
     before = threads()
     with open_session(linear, "onnxruntime", {"threads": 1}):
         assert threads() <= before
@@ -198,8 +198,8 @@ def test_float16_goes_in_and_out(tmp_path: Path) -> None:
     [("bfloat16", TensorProto.BFLOAT16), ("float8_e4m3fn", TensorProto.FLOAT8E4M3FN)],
 )
 def test_types_that_numpy_lacks_go_in_and_out_by_their_bits(tmp_path: Path, dtype: str, kind: int) -> None:
-    """Fails if the bits of such a type are converted like integers, if shapes are lost, or if memory is read after it
-    was freed."""
+    """Fails if the bits of bfloat16 or float8 values are converted like integers, if shapes are lost, or if memory
+    is read after it was freed."""
     model = save(
         tmp_path / "b.onnx",
         [
@@ -223,7 +223,7 @@ def test_types_that_numpy_lacks_go_in_and_out_by_their_bits(tmp_path: Path, dtyp
 
 
 def test_strings_go_in_and_out(tmp_path: Path) -> None:
-    """Fails if object arrays are refused."""
+    """Fails if object arrays of strings are refused."""
     kind = (TensorProto.STRING, ["n"])
     model = save(tmp_path / "s.onnx", [helper.make_node("Identity", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with open_session(model, "onnxruntime") as session:
@@ -231,7 +231,7 @@ def test_strings_go_in_and_out(tmp_path: Path) -> None:
 
 
 def test_weights_beside_the_model_are_found(tmp_path: Path) -> None:
-    """Fails if the model is loaded from its bytes, which don't tell the folder of the external weights."""
+    """Fails if the model is loaded from its bytes, from which ONNX Runtime can't find the external weights."""
     model = save(
         tmp_path / "m.onnx",
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -278,7 +278,7 @@ def test_a_damaged_file_is_one_sentence(linear: Artifact, how: str, capfd: pytes
 
 
 def test_an_operator_without_a_kernel_is_named(tmp_path: Path) -> None:
-    """Fails if a valid model that can't run here is called damaged."""
+    """Fails if the error for a valid model with an unsupported operator calls the model damaged."""
     kind = (TensorProto.BFLOAT16, [4])
     model = save(tmp_path / "k.onnx", [helper.make_node("Exp", ["x"], ["y"])], {"x": kind}, {"y": kind})
     with pytest.raises(UnsupportedHere, match="Exp"):

@@ -1,4 +1,4 @@
-"""The OpenVINO session, compared with ONNX Runtime on the ONNX file behind the IR."""
+"""The OpenVINO session agrees with ONNX Runtime on the ONNX file that the IR was converted from."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ Make = Callable[..., Artifact]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Returns ``make(nodes, inputs, outputs, constants)``, which writes the graph as an IR with its ONNX file beside
-    it."""
+    """Returns ``make(nodes, inputs, outputs, constants)``, which writes the graph as an IR and as an ONNX file."""
 
     def built(
         nodes: Sequence[onnx.NodeProto],
@@ -94,7 +93,7 @@ def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
 
 
 def test_fp32_is_computed_in_fp32(mlp: Artifact) -> None:
-    """Fails if OpenVINO chooses the precision, which is bfloat16 on a CPU that has it."""
+    """Fails if OpenVINO chooses the precision, which would be bfloat16 on a CPU with bfloat16."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         feeds = session.example_inputs(batch=4)
         assert error(session.run(feeds)["b"], reference(mlp, feeds)["b"]) < 1e-6
@@ -305,7 +304,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # on one thread; see OpenVinoSession._waits
+        def own_call() -> None:  # waits as a session on one thread does; see OpenVinoSession._waits
             slot.request.start_async()
             slot.request.wait()
 
@@ -318,4 +317,4 @@ def test_overhead_of_a_run(make: Make) -> None:
             return statistics.quantiles(times, n=10)[0] * 1e6
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
-    assert overhead < 100  # some 30 on a quiet machine
+    assert overhead < 100  # about 30 µs on a quiet machine

@@ -1,4 +1,4 @@
-"""The TensorRT session without a GPU, over a fake CUDA and a fake engine in plain memory."""
+"""The TensorRT session works over a fake CUDA and a fake engine in plain memory, without a GPU."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def feeds(batch: int, width: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if inputs or outputs use the wrong memory, keep the size of an earlier run, or share memory with the next
-    run. This includes an output whose size is known only after the run."""
+    """Fails if inputs or outputs use the wrong memory, keep the size of an earlier run, or share memory with the
+    next run. The outputs include one whose size is known only after the run."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         kept = []
         for seed, (batch, width) in enumerate([(2, 3), (4, 8), (1, 2)]):
@@ -252,12 +252,12 @@ def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
         "accel optimize net.onnx --target tensorrt-rtx --precision fp16 --profile x=1x2,2x4,4x8 "
         f"--compute-capability 12.0 -o {artifact.path.parent}"
     )
-    # The toolkit judges an engine that was built without naming a GPU.
+    # An engine that was built without naming a GPU isn't refused, because the toolkit checks the GPU itself.
     check_fit(replace(artifact, properties={**artifact.properties, "compute_capabilities": []}), "1.7.1", "12.0")
 
 
 def test_rebuilding_keeps_the_capabilities(artifact: Artifact) -> None:
-    """Fails if the command builds for other GPUs than the engine that it replaces."""
+    """Fails if the rebuild command names other GPUs than the replaced engine was built for."""
     assert "--compute-capability 8.6 --compute-capability 8.9" in rebuild(artifact)
 
 
@@ -341,7 +341,8 @@ def test_missing_toolkit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_real_toolkit_has_what_the_session_calls() -> None:
-    """Fails if the installed toolkit lacks a name that the session uses. Runs without a GPU wouldn't notice."""
+    """Fails if the installed toolkit lacks a name that the session uses. The tests over the fake engine wouldn't
+    notice a missing name."""
     trt = pytest.importorskip("tensorrt_rtx_bindings")
     assert {"set_input_shape", "set_tensor_address", "get_tensor_shape", "execute_async_v3", "set_output_allocator"} | {
         "set_optimization_profile_async"

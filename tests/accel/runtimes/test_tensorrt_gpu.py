@@ -1,4 +1,4 @@
-"""Real engines on a real GPU, compared with ONNX Runtime: pytest -m gpu."""
+"""Real engines on a real GPU give ONNX Runtime's outputs (pytest -m gpu)."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_minilm_engine_agrees_with_onnxruntime(build: Build, minilm: Artifact) -
 
 
 def test_an_engine_for_8_0_on_a_hopper_gpu(minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if an engine that TensorRT-RTX built for 8.0, which doesn't include Hopper, crashes there instead of giving
-    an answer or an accel error."""
+    """Fails if an engine that TensorRT-RTX built for compute capability 8.0 crashes on a Hopper GPU instead of
+    giving outputs or an accel error."""
     import torch
 
     if not RUNTIMES["tensorrt-rtx"].runnable() or torch.cuda.get_device_capability() != (9, 0):
@@ -111,7 +111,7 @@ def test_an_engine_for_8_0_on_a_hopper_gpu(minilm: Artifact, tmp_path: Path) -> 
 
 def test_phases_and_a_cuda_graph(build: Build, minilm: Artifact) -> None:
     """Fails if a replayed graph computes something else than plain launches at any shape, or if CUDA events give no
-    time for a part of the run."""
+    time for a phase of the run."""
     made = build(minilm.path)
     with open_session(made) as plain, open_session(made, options={"cuda_graph": True}) as graph:
         for sizes in made.signature.cases():
@@ -126,7 +126,7 @@ def test_phases_and_a_cuda_graph(build: Build, minilm: Artifact) -> None:
 
 
 def test_bench_tells_the_phases_apart(build: Build, minilm: Artifact) -> None:
-    """Fails if the report lacks the parts of a run on the GPU, or if the parts exceed the whole run."""
+    """Fails if the report lacks the phases of a run on the GPU, or if the phases exceed the whole run."""
     made = build(minilm.path)
     for cuda_graph in (False, True):
         row = accel.bench([made], rounds=5, block_seconds=0.05, budget_seconds=0, cuda_graph=cuda_graph).rows[0]

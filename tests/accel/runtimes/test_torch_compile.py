@@ -1,4 +1,4 @@
-"""torch.compile sessions give eager's numbers, and never run silently in eager."""
+"""torch.compile sessions give eager's outputs, and never run silently in eager."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ mlp, breaks, skipped = Mlp, Breaks, Skipped
 
 @pytest.fixture
 def source(tmp_path: Path) -> Any:
-    """Returns a function that opens the factory ``name`` of the source above."""
+    """Returns a function that opens the factory ``name`` of a file with test models."""
     file = tmp_path / "compiled_models.py"
     file.write_text(FACTORIES)
 
@@ -76,7 +76,7 @@ def test_it_computes_what_eager_computes_and_compiles_at_the_first_run(source: A
 
 
 def test_graph_breaks_are_counted_and_told(source: Any) -> None:
-    """Fails if parts that run outside the compiled code aren't counted and reported."""
+    """Fails if graph breaks, after which code runs uncompiled, aren't counted and reported."""
     said: list[str] = []
     with open_session(source("breaks"), "torch-compile") as session:
         with watched_by(lambda message, _fraction: said.append(message)):

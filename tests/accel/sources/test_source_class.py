@@ -1,4 +1,5 @@
-"""``accel.Source`` holds a model and everything that the user says about it. Every public function accepts it."""
+"""``accel.Source`` holds a model and everything that the user declares about the model. Every public function
+accepts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of sources that accel opens, and the errors of each."""
+"""accel opens each kind of source, or names the mistake in one line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_factory_in_a_module_declares_itself() -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "sharded", "nested", "ddp"])
 def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
-    """Fails if a usual form of a state dict isn't loaded, or isn't recorded as the start of the chain."""
+    """Fails if a common file layout of a state dict isn't loaded, or isn't recorded as the start of the chain."""
     state = {k: v.clone() for k, v in net().state_dict().items()}
     path = tmp_path / "w.pt"
     if form == "safetensors":
@@ -288,8 +288,8 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
-    """Fails if models of one class with the same weights and other settings count as the same. Then the cache would
-    return the first for the second."""
+    """Fails if models of one class with the same weights and other settings count as the same, so that the cache
+    returns the first for the second."""
     path = tmp_path / "two_factories.py"
     path.write_text(
         "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"

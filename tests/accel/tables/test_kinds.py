@@ -1,4 +1,4 @@
-"""A new format for accel export takes a converter and a row in each table."""
+"""A new format for accel export needs only a converter and a row in each table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LOSES: list[str] = []
 
 @dataclass(frozen=True, kw_only=True)
 class ToyConfig(StageConfig):
-    """Has no options."""
+    """The toy converter has no options."""
 
 
 def toy_from_onnx(src: Artifact, config: ToyConfig, out: Path) -> Artifact:
@@ -69,8 +69,8 @@ def source(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> None:
-    """Fails if accel can't export to a format with a converter and its rows, or can't find, check or run the exported
-    file."""
+    """Fails if accel can't export to a format that has a converter and table rows, or can't find, check or run the
+    exported file."""
     made = accel.export(source, to="toy", out=tmp_path / "out")
     assert made.path == tmp_path / "out" / "model.toy" == main_file(tmp_path / "out")
     assert kind_of(made.path) == made.kind == "toy"
@@ -85,7 +85,7 @@ def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> N
 
 
 def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the signature isn't read from a file of the new format by the reader in its row."""
+    """Fails if the signature isn't read from a file of the new format by the reader that the table names."""
     monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
     with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; what is left: lost"):
         accel.export(source, to="toy", out=tmp_path / "out")

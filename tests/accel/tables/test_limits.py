@@ -1,4 +1,4 @@
-"""The gates' limits are rows of one table: one value and one reason for each step and form."""
+"""The gates' limits are rows of one table, with one value and one reason for each stage and precision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sessions for the tests of the benchmark, opened in child processes. The ``options`` of a session script what the
-session does."""
+"""Sessions for the tests of the benchmark, opened in child processes. The ``options`` of a session script its
+behavior."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from accel.timing.blocks import Candidate
 
 
 class Scripted(BaseSession):
-    """Computes ``y = 2 x`` in ``ms`` milliseconds of this thread's time. The tests explain the options."""
+    """Computes ``y = 2 x`` in ``ms`` milliseconds of this thread's time. The options other than ``ms`` change the
+    outputs or plant a fault."""
 
     def __init__(self, candidate: Candidate) -> None:
         super().__init__(candidate.artifact, SessionOptions())
@@ -29,7 +30,7 @@ class Scripted(BaseSession):
         self.runs = 0
         if "fail_to_open" in self.script:
             raise RuntimeError("no such kernel")
-        if "spins" in self.script:  # like the thread pools of inference runtimes
+        if "spins" in self.script:  # spins like the thread pools of inference runtimes
             threading.Thread(target=_spin_forever, daemon=True).start()
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -61,7 +62,7 @@ def scripted(candidate: Candidate) -> Scripted:
 
 
 def on_thread_time(candidate: Candidate) -> Scripted:
-    """Opens a session that is timed by the time of its thread, which other load on the machine doesn't affect."""
+    """Opens a session that is timed by its thread's CPU time, which other load on the machine doesn't affect."""
     blocks.time.perf_counter_ns = time.thread_time_ns
     return Scripted(candidate)
 
@@ -145,7 +146,7 @@ def _spin_forever() -> None:
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
-    """Writes down the current state of each other child of the parent, except ``others``, which don't belong to the
+    """Logs the current state of each other child of the parent, except ``others``, which don't belong to the
     benchmark."""
     me, parent = os.getpid(), os.getppid()
     for folder in Path("/proc").iterdir():
@@ -162,7 +163,8 @@ def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
 
 
 class Meeting(BaseSession):
-    """A session whose runs end only while all sessions of this process are in a run. Logs its threads."""
+    """A session whose runs end only while all sessions of this process are in a run. Logs the number of threads of
+    each session."""
 
     barrier: threading.Barrier | None = None
     open_sessions = 0

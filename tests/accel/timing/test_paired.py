@@ -1,4 +1,4 @@
-"""The schedule of the benchmark: the order of runs, paused processes, the comparison before timing, and misbehaving
+"""The benchmark shuffles its runs, pauses idle processes, compares outputs before timing, and reports misbehaving
 candidates."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def test_a_row_has_everything_that_was_promised() -> None:
-    """Fails if a figure is missing, None, or in another unit. The script takes 0.2 ms per run."""
+    """Fails if a figure is missing, None, or in another unit. The scripted session takes 0.2 ms per run."""
     report = quick([scripted("base"), scripted("other", off=1.5)])
     assert [row.name for row in report.rows] == ["base", "other"]
     base, other = report.rows
@@ -92,7 +92,7 @@ def test_a_row_has_everything_that_was_promised() -> None:
 
 
 def test_json_and_table_hold_the_report() -> None:
-    """Fails if the JSON has undocumented names or values that JSON can't hold, or if the table drops a row or an
+    """Fails if the JSON lacks a documented key or holds NaN or infinity, or if the table drops a candidate or an
     error."""
     report = quick([scripted("base", off=-2), scripted("[odd] name", ms=0.4), scripted("bad", nan=True)])
     body = json.loads(json.dumps(report.to_json(), allow_nan=False))
@@ -111,8 +111,8 @@ def test_json_and_table_hold_the_report() -> None:
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
-    """Fails if another process runs while one is timed or loaded. The other's thread pool would slow the timed process
-    down."""
+    """Fails if another process runs while a process is timed or loaded, because the other's thread pool would slow
+    the timed process down."""
     log = tmp_path / "siblings"
     script = {"siblings_log": str(log), "not_siblings": list(children()), "ms": 2, "spins": True}
     quick([scripted(f"c{i}", **script) for i in range(3)])
@@ -122,8 +122,8 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order (then whoever follows the hottest candidate is always slower), or if the
-    order isn't reproducible."""
+    """Fails if every round has the same order (the candidate after the hottest candidate would always be slower), or
+    if the order isn't reproducible."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
@@ -144,8 +144,8 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Fails if a candidate that fails or isn't comparable is timed, or stops the others, in the first round or a later
-    one."""
+    """Fails if a candidate that fails or isn't comparable is timed, or stops the other candidates, in the first
+    round or a later round."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -167,7 +167,7 @@ def test_other_input_names_are_not_comparable() -> None:
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:
-    """Fails if the float16 form of a model can't be timed beside its float32 form."""
+    """Fails if the float16 version of a model can't be timed against its float32 version."""
     half = Signature((TensorSpec("x", "float16", ("batch", 4)),), (TensorSpec("y", "float16", ("batch", 4)),))
     row = quick([scripted("base"), scripted("half", signature=half)]).row("half")
     assert (row.error, row.max_abs_diff) == (None, 0.0)
@@ -206,7 +206,7 @@ def test_wrong_arguments_say_what_to_change(
 
 
 def test_the_baseline_may_be_any_candidate() -> None:
-    """Fails if ``baseline`` is ignored, or changes the order of rows."""
+    """Fails if ``baseline`` is ignored, or changes the order of the report's rows."""
     slow, base = (scripted(name, opener="simulated", ms=ms) for name, ms in (("slow", 0.4), ("base", 0.1)))
     report = quick([slow, base], baseline="base")
     assert [row.verdict for row in report.rows] == ["slower", "baseline"]
@@ -223,7 +223,8 @@ def test_several_feeds_are_run_equally_often() -> None:
 
 
 def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond it."""
+    """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond the
+    budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
     # An interval within a quarter of the effect counts as narrow, however small the target. The test fixes the answer,
     # so that it doesn't depend on the clock.
@@ -233,7 +234,7 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
 
 
 def children() -> set[int]:
-    """Returns the ids of this process's children. Some belong to earlier tests and remain."""
+    """Returns the ids of this process's children, including children that earlier tests left running."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -257,8 +258,8 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 
 
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
-    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime, timed by the thread's own
-    time. (The bound is loose because the machine may be busy. Simulated benchmarks test the statistics.)"""
+    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime, timed by the thread's
+    own time. The bound is loose because the machine may be busy. Simulated benchmarks test the statistics."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")
@@ -273,7 +274,7 @@ def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
 
 def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
     """Fails if a step between the session and the verdict (block, pairing, floor) loses a delay of a tenth, or finds
-    one that doesn't exist. The sessions' clock is simulated, so the figures are the same on every machine."""
+    a delay that doesn't exist. The sessions' clock is simulated, so the figures are the same on every machine."""
     times = {"as it is": 2.0, "the same": 2.0, "delayed": 2.2, "doubled": 4.0}
     candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
     report = quick(candidates, rounds=9, block_seconds=0.2)
@@ -291,7 +292,8 @@ def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
-    """Fails if the benchmark loses the delay of a real runtime. Ten times as long is slower on any machine."""
+    """Fails if the benchmark loses the delay of a real runtime. The delayed runs take ten times as long, which shows
+    on any machine."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, options={"share": share}, opener="bench_sessions:delayed")
@@ -326,7 +328,7 @@ def test_warm_up_ends_when_runs_no_longer_get_faster() -> None:
 
 
 def test_a_block_takes_about_the_time_asked_for() -> None:
-    """Fails if slow models get fewer than three runs, or if several feeds count as one."""
+    """Fails if a block of a slow model gets fewer than three runs, or if several feeds count as one."""
     assert passes_for(0.2, 0.010, feeds=1) == 20
     assert passes_for(0.2, 0.010, feeds=4) == 20
     assert passes_for(0.2, 30.0, feeds=1) == 3
@@ -335,8 +337,9 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
 
 
 def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
-    """Fails if a block keeps the number of runs that the first estimate gave: here 200 of 0.1 s, so 20 s in a block of
-    0.2 s, on a simulated clock. Also fails if a figure counts the planned runs instead of the runs made."""
+    """Fails if a block keeps its first estimate of the number of runs after the runs get slower, here 200 runs of
+    0.1 s in a block of 0.2 s on a simulated clock. Also fails if a figure counts the planned runs instead of the
+    runs made."""
     slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
     report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
     row, rounds = report.row("slow"), report.samples["slow"]
@@ -344,7 +347,7 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
     cut = [times for times in rounds if len(times) < 20]
     assert len(cut) >= 3
     for times in rounds:
-        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass begins after twice the time
+        assert times.sum() <= 2 * 0.2e9 + times.max()  # no pass begins after twice the block's time
     assert all(len(times) > 100 for times in report.samples["base"])
     assert row.iterations == sum(map(len, rounds))
     assert row.samples_per_second == pytest.approx(2 * row.iterations / (sum(t.sum() for t in rounds) / 1e9))
@@ -353,8 +356,8 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
 
 
 def test_a_block_is_cut_between_passes() -> None:
-    """Fails if a block ends within a pass (some inputs would count more than others) or before the first pass ends, or
-    if it exceeds its time or its number of passes."""
+    """Fails if a block ends within a pass (some inputs would count more than others) or before the first pass ends,
+    or exceeds its time or its number of passes."""
     feeds: Any = ["a", "b", "c"]
     for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
         clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the one before

@@ -1,4 +1,4 @@
-"""Sweeps over shapes, streams, energy, and the report as JSON, Markdown and HTML."""
+"""accel bench sweeps over shapes and streams, measures energy, and reports in JSON, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if a shape is left out or measured at other sizes, if a file lacks a shape, or if the report says that a
-    model other than an engine ran as a CUDA graph."""
+    """Fails if a shape is left out or measured at other sizes, if a report file lacks a shape, or if the report says
+    that a model other than an engine ran as a CUDA graph."""
     outs = [tmp_path / f"r{ending}" for ending in page.ENDINGS]
     words = [w for out in outs for w in ("-o", out)]
     ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", "--cuda-graph", *QUICK, "--json", *words)
@@ -79,8 +79,8 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a size beyond the declared range is found only by a crash during timing, if the error doesn't name the
-    range and the option that widens it, or if an undeclared range binds: the batch of 1 to 8 is accel's own choice."""
+    """Fails if a size beyond the declared range is found only by a crash during timing, if the error doesn't name
+    the range and the option that widens it, or if accel's default batch of 1 to 8 counts as a declared range."""
     made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
     manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)
@@ -127,8 +127,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """Fails if streams take turns (each run waits here until all streams are in one), or if each stream gets all the
-    threads, for sessions that take one run at a time."""
+    """Fails if streams take turns (in this test, each run waits until all streams are in a run), or if each stream
+    gets all the threads, for sessions that take one run at a time."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
@@ -177,7 +177,7 @@ def test_energy_is_the_packages_and_wraps(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{value}\n")
         (tmp_path / name / "max_energy_range_uj").write_text("999\n")
-    (tmp_path / "intel-rapl:2").mkdir()  # holds no readable file
+    (tmp_path / "intel-rapl:2").mkdir()  # a folder without a readable file
     counter = EnergyCounter.find(tmp_path)
     assert counter is not None
     before = counter.read()

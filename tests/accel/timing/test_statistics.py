@@ -1,4 +1,4 @@
-"""The verdicts on simulated machines whose truth is known: drift, heavy tails, and processes that differ by luck."""
+"""Verdicts are right on simulated machines with drift, heavy tails and lucky processes, where the truth is known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel.timing.statistics import (
 )
 
 ROUNDS = 9
-RUNS = 200  # simulated benchmarks
+RUNS = 200  # simulated benchmarks per test
 
 
 class Machine:
@@ -34,7 +34,7 @@ class Machine:
         position = np.linspace(0, 1, rounds)
         drift = self.rng.uniform(-0.2, 0.2) * position + 0.05 * np.sin(2 * np.pi * (position + self.rng.uniform()))
         busy = np.where(self.rng.uniform(size=rounds) < 0.2, self.rng.uniform(1.1, 1.8, rounds), 1.0)
-        self.rounds = np.exp(drift) * busy  # the same for all processes in a round
+        self.rounds = np.exp(drift) * busy  # the slowdown is the same for all processes in a round
 
     def run(self, milliseconds: float, iterations: int = 40) -> list[np.ndarray]:
         """Returns the times of a process in int64 nanoseconds, one array per round. An undisturbed run takes
@@ -116,7 +116,7 @@ def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
 
 
 def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
-    """Fails if a verdict drops one of the two conditions, in either direction."""
+    """Fails if "faster" or "slower" needs only the interval, or only the noise floor."""
     assert judge(Ratio(value=1.20, low=1.10, high=1.30), 0.05) == "faster"
     assert judge(Ratio(value=1.20, low=0.99, high=1.30), 0.05) == "no measurable difference"
     assert judge(Ratio(value=1.04, low=1.03, high=1.05), 0.05) == "no measurable difference"
@@ -126,7 +126,7 @@ def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
 
 
 def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> None:
-    """Fails if the bootstrap isn't seeded, or if the interval doesn't contain the value."""
+    """Fails if the bootstrap isn't seeded, or if the interval doesn't contain the measured ratio."""
     for seed in range(10):
         machine = Machine(seed, 30)
         a, b = round_medians(machine.run(5.0)), round_medians(machine.run(4.0))
@@ -149,12 +149,13 @@ def test_summary_is_over_all_iterations_in_milliseconds() -> None:
 
 @pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776445), (8, 2.306004), (19, 2.093024), (100, 1.983972)])
 def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float) -> None:
-    """Fails if a term of the series is wrong."""
+    """Fails if a term of the series for Student's t quantiles is wrong."""
     assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=4e-4)
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:
-    """Fails if the correction for few rounds is lost. With many rounds, it approaches the plain 2.5%."""
+    """Fails if the tail probability isn't corrected for few rounds, or doesn't approach the plain 2.5% for many
+    rounds."""
     assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
     assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)
 

@@ -1,7 +1,7 @@
-"""Runs ``python -m MODULE`` without its seconds of imports: forks each process from a server that has imported torch.
+"""Runs ``python -m MODULE`` without seconds of imports, by forking each process from a server that has imported torch.
 
 ``Server.installed`` makes ``subprocess.Popen`` fork for the modules of ``FORKED``. A forked process is a true child of
-the caller, with its own session, environment, working folder and command line in ``/proc``: ``waitpid`` and signals
+the caller, with its own session, environment, working folder and command line in ``/proc``, so ``waitpid`` and signals
 work.
 """
 
@@ -29,7 +29,8 @@ from typing import Any
 FORKED = ("torch.distributed.run", "accel.train.run.rank", "accel", "tests.accel.train.parallel.suite")
 # The modules of FORKED that start processes themselves.
 _STARTING = ("torch.distributed.run", "accel")
-# Imported before the first fork. No import may start a thread, because a fork copies only the thread that forks.
+# The modules imported before the first fork. No import may start a thread, because a fork copies only the thread that
+# forks.
 _IMPORTED = (
     "accel.cli",
     "accel.train.loop",
@@ -57,8 +58,8 @@ def serve(requests: socket.socket) -> None:
             os._exit(0)
         reader, writer = os.pipe()
         if (middle := os.fork()) == 0:
-            # The intermediate process exits at once. The forked process then gets a new parent: the caller, a
-            # subreaper.
+            # The intermediate process exits at once. The forked process then gets the caller, a subreaper, as its
+            # parent.
             if (process := os.fork()) == 0:
                 requests.close()
                 os.close(reader)
@@ -214,7 +215,7 @@ class Server:
             subprocess.Popen._execute_child = _whole  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        """Ends the server. The processes that it forked go on."""
+        """Ends the server, but not the processes that the server forked."""
         if self._asked is not None and self._process is not None:
             self._asked.close()
             self._process.wait(60)

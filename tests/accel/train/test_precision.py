@@ -1,4 +1,4 @@
-"""Precision in a single process: how the loss scale changes, and the notes for apex's names."""
+"""In a single process, the loss scale grows, halves and resumes, and a precision named as in apex comes with a note."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GROWING = {"precision": {"mode": "autocast-fp16", "loss_scale": 1024.0, "growth_
     ],
 )
 def test_a_name_of_apex_comes_with_its_limits(tmp_path: Path, name: str, says: str) -> None:
-    """Fails if a run with one of apex's names doesn't note its meaning and when not to use it."""
+    """Fails if a run with a precision named as in apex doesn't note the meaning of the name and when not to use it."""
     trainer_of(tmp_path, steps=1, precision={"mode": name}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert rows_of(tmp_path)[0] == {"note": says}
 
 
 @pytest.mark.parametrize("mode", ["O0", "autocast-fp16", "fp32"])
 def test_nothing_is_said_of_what_has_no_limits(tmp_path: Path, mode: str) -> None:
-    """Fails if a run whose precision has no limits to note logs a note on it."""
+    """Fails if a run logs a note about a precision that has no limits."""
     trainer_of(tmp_path, steps=1, precision={"mode": mode}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert not [row for row in rows_of(tmp_path) if "note" in row and "MFU" not in row["note"]]
 
@@ -47,7 +47,7 @@ def test_the_loss_scale_grows_and_goes_on_where_it_was(tmp_path: Path) -> None:
     again.resume()
     batches = again.batches()
     assert [again.one_step(batches)["loss_scale"] for _ in range(3)] == [4096, 8192, 8192]
-    again.scale.scale = 2.0**40  # no float16 holds so large a loss
+    again.scale.scale = 2.0**40  # a loss times 2**40 overflows float16
     after = [again.one_step(batches) for _ in range(2)]
     assert [step["skipped"] for step in after] == [1.0, 1.0]
     assert (again.scale.scale, again.scale.good) == (2.0**38, 0)

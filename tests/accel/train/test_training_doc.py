@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/training.md work, and an object of the wrong kind is refused with the kind to give."""
+"""The commands of docs/how-to/training.md work, and the error for a wrong object names the right kind."""
 
 from __future__ import annotations
 
@@ -48,14 +48,16 @@ def test_the_example_trains_and_exports(
 
 
 def test_the_page_names_what_is_refused() -> None:
-    """Fails if the page's keys differ from the config's."""
+    """Fails if the first table of the page doesn't list model, data, loss and evaluate, or lists a key that the
+    config lacks."""
     keys = re.findall(r"^\| `(\w+)`", TEXT.partition("\n## ")[0], flags=re.MULTILINE)
     assert keys == ["model", "data", "loss", "evaluate"]
     assert all(hasattr(config_of(), key) for key in keys)
 
 
 def test_the_page_has_every_key_and_style() -> None:
-    """Fails if the page lacks a key of the config, a default, a choice or a style, or names one that doesn't exist."""
+    """Fails if the page lacks a key of the config, a default, a choice or a style, or names a key or choice that
+    doesn't exist."""
     flat: dict[str, object] = {}
     for name, value in dataclasses.asdict(TrainConfig()).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}

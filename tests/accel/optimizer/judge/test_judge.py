@@ -1,5 +1,4 @@
-"""The judge of candidates: which samples it uses, how it identifies a metric's code, and how it reports a source that
-gives NaN."""
+"""The judge of candidates uses the right samples, notices a changed metric, and reports a source that gives NaN."""
 
 from __future__ import annotations
 
@@ -49,8 +48,9 @@ def scaled(y):
 
 @pytest.mark.parametrize("part", ["inside", "level", "helper"])
 def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -> None:
-    """Fails if the judge reuses a cached judgement although a function, a module constant or an imported file that the
-    metric uses has changed. Then the source would have the new value, and candidates the old one."""
+    """Fails if the judge reuses a cached judgement although a function, a module constant or an imported file that
+    the metric uses has changed. A reused judgement would compare a candidate's old metric with the source's new
+    metric."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
     keys, values = [], []
     for turn in (1, 2):
@@ -59,7 +59,7 @@ def test_a_metric_that_was_changed_is_computed_anew(part: str, tmp_path: Path) -
         (tmp_path / f"{helper}.py").write_text(f"def factor():\n    return {number}\n")
         said = {name: turn if name == part else 1 for name in ("inside", "level")}
         file = tmp_path / "metric.py"
-        # To change the helper alone, its file is replaced under the same name.
+        # In the case "helper", only the content of the imported file changes.
         body = METRIC.format(helper="factors" if part == "helper" else helper, **said)
         if part == "helper":
             (tmp_path / f"{helper}.py").replace(tmp_path / "factors.py")
@@ -108,8 +108,8 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])
 def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, tmp_path: Path) -> None:
-    """Fails if samples that calibrated are judged on although there are other samples, or if the judge then says that
-    it saw all samples."""
+    """Fails if the judge uses calibration samples although there are other samples, or reports that it used all
+    samples."""
     judge = Judge(twice(tmp_path), samples(tmp_path, count), None, skip=count // 2)
     rows = np.concatenate([feeds["x"] for feeds in judge._feeds()])
     assert len(rows) == judged
@@ -118,15 +118,15 @@ def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, t
 
 
 def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
-    """Fails if a cached judgement on both samples is reused for the second sample alone. Either is one batch."""
+    """Fails if a cached judgement on both samples is reused for the second sample alone, because both are one batch."""
     source, data = twice(tmp_path), samples(tmp_path, 2)
     assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
     assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})
 
 
 def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
-    """Fails if the report doesn't warn that int8 was judged on the only sample, which also calibrated it, or if it
-    warns although other samples judge or no candidate is quantized."""
+    """Fails if the report doesn't warn that the only sample both calibrated and judged int8, or warns although other
+    samples judge or no candidate is quantized."""
     source, one, two = twice(tmp_path), samples(tmp_path, 1), samples(tmp_path, 2)
     judgement = Judgement(drop=0.0, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
     int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))
@@ -139,7 +139,8 @@ def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
 
 
 def test_a_source_that_gives_nan_on_the_data(tmp_path: Path) -> None:
-    """Fails if the report doesn't say for how many samples the source gives NaN, or says it of a source without NaN."""
+    """Fails if the report doesn't say for how many samples the source gives NaN, or reports NaN for a source without
+    NaN."""
     source = twice(tmp_path)
     judge = Judge(source, samples(tmp_path, 20, negative=5), None)
     assert "the source itself gives NaN for 5 of 20 samples of" in judge.nan_note()

@@ -1,4 +1,4 @@
-"""accel optimize --labels: metrics that need only labels."""
+"""accel optimize --labels computes the metrics that need only labels, and refuses labels that don't fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(path: Path, **arrays: Any) -> Path:
     return path
 
 
-@settings(deadline=None)  # importing scipy takes longer than the deadline of a sample
+@settings(deadline=None)  # importing scipy takes longer than Hypothesis's deadline
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=30))
 def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
     """Fails if Spearman's rank correlation differs from scipy's, for example because equal values don't share their
@@ -46,8 +46,8 @@ def test_top_k(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
-    """Fails if IoU differs from the mean of scikit-learn's Jaccard indices over the classes that occur, or if places
-    without a label count."""
+    """Fails if IoU differs from the mean of scikit-learn's Jaccard indices over the classes that occur, or if
+    unlabeled pixels are counted."""
     from sklearn.metrics import jaccard_score
 
     rng = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
 
 
 def test_iou_of_a_segmentation(tmp_path: Path) -> None:
-    """Fails if labels per pixel aren't judged by IoU by default, or are compared with another output than the one of
+    """Fails if labels per pixel aren't judged by IoU by default, or are compared with an output that doesn't fit
     their shape."""
     labels = np.array([[[0, 1], [1, 1]], [[0, 0], [2, -1]]])
     scores = np.full((2, 3, 2, 2), -1.0, np.float32)
@@ -80,7 +80,7 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
 
 def test_iou_with_channels_last(tmp_path: Path) -> None:
     """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...], if the judge
-    takes the wrong axis for the classes although sizes are equal, or takes features per pixel for a segmentation."""
+    mistakes another axis of the same size for the classes, or features per pixel for a segmentation."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
     labels = rng.integers(-1, 3, (4, 6, 5))
@@ -149,7 +149,7 @@ def test_labels_in_another_form(tmp_path: Path) -> None:
 
 
 def test_any_top_k(tmp_path: Path) -> None:
-    """Fails if K isn't the number that the user asked for, or if a K that includes every class is accepted."""
+    """Fails if K isn't the requested number, or if a K that includes every class is accepted."""
     scores = np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 1]))
     assert read_labels(labels, "top2")({"logits": scores}, {}) == 0.5

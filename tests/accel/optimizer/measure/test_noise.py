@@ -1,5 +1,5 @@
-"""Noise in accel optimize. The report says which verdicts noise decided, and gives advice. The search doesn't take
-verdicts that noise decided from the cache. The search ends with its time budget."""
+"""Noise in accel optimize: the report names the verdicts that noise decided, the cache doesn't supply them, and the
+search ends with its time budget."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def row(name: str, ms: float, **measured: Any) -> CandidateResult:
 
 
 def test_a_row_that_noise_decided_says_so() -> None:
-    """Fails if the noise floor, the interval or the advice is missing although noise decided, or is given although it
-    didn't."""
+    """Fails if the noise floor, the interval or the advice is missing although noise decided the verdict, or present
+    although noise didn't."""
     source = row("source", 10.0, verdict="baseline")
     hidden = row("int8", 6.7, **HIDDEN)
     same = row("fp32", 10.0, verdict="no measurable difference", speedup=1.01, ci95=[1.0, 1.02], noise_floor=0.31)
@@ -73,7 +73,7 @@ def test_noise_below_the_choice_is_no_news() -> None:
 
 
 def test_options_that_noise_decided_say_so() -> None:
-    """Fails if session options that noise hid are dropped without a note."""
+    """Fails if session options whose speedup is within the noise are dropped without a note."""
     base = row("a", 10.0, round_medians_ms=[10.0] * 9)
     wild = row("a, 1 thread", 8.0, round_medians_ms=[5.0, 15.0, 8.0] * 3)
     not_faster(wild, base, 0.4)
@@ -83,8 +83,8 @@ def test_options_that_noise_decided_say_so() -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> list[str]:
-    """Replaces the benchmark by one that reports this speedup and verdict for the only candidate. Returns the list of
-    the names that the benchmark was called with."""
+    """Replaces the benchmark by one that reports this speedup and verdict for the only candidate. Returns the list
+    of candidates that the benchmark times."""
     called: list[str] = []
 
     def measure(candidates: Any, feeds: Any, **_: Any) -> BenchReport:
@@ -110,7 +110,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> l
 def test_what_noise_decided_is_not_taken_from_the_cache(
     small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str, times: int
 ) -> None:
-    """Fails if a verdict that noise decided is reused from the cache, or if a clear verdict is measured twice."""
+    """Fails if a verdict that noise decided is reused from the cache, or if a clear verdict is measured again."""
     called = scripted(monkeypatch, speedup, verdict)
     cache = StageCache(tmp_path / "cache")
     work = workload(small.signature, None, objective="latency", sizes={}, batch=None, lengths=None, cores=1)
@@ -128,7 +128,7 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
 
 
 class Clock:
-    """Tells the time, in seconds, that the test sets."""
+    """A clock whose time, in seconds, the test sets."""
 
     now = 0.0
 
@@ -137,8 +137,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Fails if work that reports its progress runs beyond its share of the budget, or if the watcher doesn't get its
-    messages."""
+    """Fails if work that reports its progress runs beyond its share of the budget, or if the watcher doesn't get the
+    work's messages."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
@@ -161,8 +161,8 @@ def test_what_is_under_way_is_given_up_with_the_budget() -> None:
 def test_building_leaves_the_time_to_measure_what_was_built(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, at_least: int
 ) -> None:
-    """Fails if the search builds more candidates than it has time to measure, or stops building although there is time
-    for more."""
+    """Fails if the search builds more candidates than it has time to measure, or stops building while there is time
+    for more candidates."""
     clock = Clock()
     budget = Budget(seconds, clock)
 
@@ -183,7 +183,7 @@ def test_building_leaves_the_time_to_measure_what_was_built(
 def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a stage continues although the time to measure is spent, if the candidate's row doesn't say so, or if
+    """Fails if a stage continues into the time reserved for measuring, if the candidate's row doesn't say so, or if
     the note leaves out the slow steps, the untried candidates or the advice."""
     clock = Clock()
     budget = Budget(100.0, clock)
@@ -208,7 +208,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     with budget.spending("b: quantize", quantizing=True):
         clock.now += 200.0
     with budget.spending("opening the model"):
-        clock.now += 1.0  # too little to be named
+        clock.now += 1.0  # too short for the note to name this step
     assert "b: quantize took 200 s, a: simplify took 80 s; give more" in budget.note(["b"])
     assert "--quantize samples=" in budget.note(["b"])
     assert budget.note([]) == Budget(None, clock).note(["a"]) == ""

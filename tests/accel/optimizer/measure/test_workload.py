@@ -1,5 +1,5 @@
-"""The workload of accel optimize: objective, batch and lengths. Also: the model is loaded with the options that were
-measured."""
+"""accel optimize measures the requested objective, batch and lengths, and loading keeps the measured session
+options."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -> None:
-    """Fails if the options of the throughput objective are refused, if the report lacks samples per second, if they
-    aren't batch over time, or if the folder is loaded with other options than the chosen ones."""
+    """Fails if the options of the throughput objective are refused, if the report lacks samples per second, if
+    samples per second aren't batch over time, or if the folder is loaded with other options than the chosen ones."""
     words = ["optimize", text_model.path, "--input", "ids:int64[batch,length]{0..99}", "--dim", "length=4:16:128"]
     words += ["--objective", "throughput", "--batch", "4", "--lengths", "8,8,64", "--rounds", "5"]
     ran = cli(*words, "--target", "openvino", "--precision", "fp32", "-o", tmp_path / "out", "--json")
@@ -132,9 +132,9 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel bench times an artifact with two streams in another way than accel optimize chose it and accel
-    serve runs it. That way is one session with two streams and two runs under way, neither one run at a time nor two
-    sessions. Also fails if the recorded streams remain although the caller asks for one thread."""
+    """Fails if accel bench doesn't time an artifact with two streams as accel optimize and accel serve run it: as
+    one session with two concurrent runs. Also fails if the recorded streams remain although the caller asks for one
+    thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
     words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
@@ -222,7 +222,7 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """Fails if a timed pass leaves out a length, or if its outputs aren't the outputs of each request."""
+    """Fails if a timed pass leaves out a length, or if the pass doesn't return the outputs of each request."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
     made = PassCandidate(
@@ -306,8 +306,9 @@ def test_serving_runs_as_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=300))
 def test_few_lengths_stand_for_many(lengths: list[int]) -> None:
-    """Fails if more than eight lengths are chosen, a chosen length doesn't occur in the data, or the sum of lengths is
-    off by more than a share of the spread. The cost of a request grows with its length."""
+    """Fails if more than eight lengths are chosen, a chosen length doesn't occur in the data, or the mean of the
+    chosen lengths is off by more than an eighth of the spread. The mean matters because the cost of a request grows
+    with its length."""
     found = _few(lengths)
     assert len(found) == min(8, len(lengths))
     assert set(found) <= set(lengths)
@@ -340,8 +341,8 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
 
 
 def test_a_workload_that_cannot_be() -> None:
-    """Fails if accel optimize measures a batch or length that the model was never checked at, or misses a
-    contradiction."""
+    """Fails if accel optimize measures a batch or length that the model was never checked at, or accepts
+    contradictory sizes."""
     common: dict[str, Any] = {"objective": "latency", "sizes": {}, "batch": None, "lengths": None, "cores": 2}
     for change, error, words in (
         ({"lengths": "8,256"}, BadInputSpec, "pass --dim length=4:16:256"),

@@ -39,9 +39,9 @@ _WEIGHTS = [(_RNG.standard_normal((WIDTH, WIDTH)) / 8).astype(np.float32) for _ 
 
 
 def planted(path: Path) -> Artifact:
-    """Makes the sum of six layers. In front of two of them, one channel is three thousand times as large as the others,
-    and its weights are that much smaller. Float32 computes these layers as well as the others, but eight bits leave
-    nothing of the other channels."""
+    """Makes the sum of six layers. The input of each layer in ``PLANTED`` has one channel that is 3000 times as
+    large as the other channels, with weights 3000 times as small. Float32 computes the layers in ``PLANTED`` as
+    exactly as the other layers, but int8 rounds their small channels to 0."""
     nodes, constants, terms = [], {}, []
     for index in range(LAYERS):
         name = f"layer_{index}"
@@ -105,8 +105,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search accepts pure int8, keeps more layers in float than needed, builds another model than it
-    found, or if the report lacks a layer's error or the list of float layers."""
+    """Fails if the search accepts pure int8, keeps more layers in float than needed, builds another model than the
+    search found, or if the report lacks a layer's error or the list of float layers."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -152,7 +152,7 @@ def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tm
 
 def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path, cli: Any) -> None:
     """Fails if the command doesn't accept `--precision mixed`, or if the manifest doesn't record how the layers were
-    chosen and in what precision the others compute."""
+    chosen and in what precision the other layers compute."""
     pytest.importorskip("tensorrt_rtx_bindings")
     done = cli(
         "optimize", src.path, "-o", tmp_path / "out", "--target", "tensorrt-rtx", "--precision", "mixed",
@@ -175,7 +175,7 @@ def candidates(src: Artifact, data: Path | None) -> Any:
 
 
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
-    """Fails if the search ignores the held-out half of the data. Only there, the input has values that calibration
+    """Fails if the search ignores the held-out half of the data. Only the held-out half has values that calibration
     didn't see."""
     needs_vnni()
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
@@ -233,7 +233,7 @@ def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Art
 
 
 class FloatNeeded(Judge):
-    """Judges a candidate by the dtypes of its layers' weights, with 0 for int8."""
+    """Judges a candidate by the ONNX dtypes of its MatMul weights. The dtype 0 stands for int8."""
 
     def __init__(self, src: Artifact, right: Any) -> None:
         super().__init__(src, None, None)
@@ -372,8 +372,8 @@ def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> Non
 
 
 def likeness(outputs: Any, data: Any) -> float:
-    """Compares outputs with references from the data, without labels. Only the position of an output tells its
-    sample."""
+    """Compares outputs with references from the data, without labels. An output belongs to the sample of the same
+    index."""
     reference = sum(np.tanh(data["x"] @ _WEIGHTS[index]) for index in range(LAYERS))
     found = outputs["y"]
     return float(np.sum(found * reference) / np.linalg.norm(found) / np.linalg.norm(reference))

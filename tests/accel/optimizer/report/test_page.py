@@ -1,4 +1,4 @@
-"""report.html of accel optimize, in a real browser."""
+"""report.html of accel optimize shows the whole search, in a real browser and without a network."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def candidate(name: str, ms: float | None, drop: float | None, status: str = "pa
 
 
 def artifact(name: str = "model") -> Artifact:
-    """Makes an artifact whose only stage records everything that a report shows, under the given name."""
+    """Makes an artifact ``name`` whose only stage records everything that a report shows."""
     gate = {
         "gate": "outputs", "case": f"batch=1 {name}", "output": name, "metric": "rel_l2", "value": 0.003, "limit": 0.02,
         "passed": True, "note": "",
@@ -148,7 +148,7 @@ def test_names_in_the_plot_are_apart() -> None:
 
 @browser
 def test_light_and_dark(tmp_path: Path) -> None:
-    """Fails if the page is empty, or isn't light on dark although the reader's system is dark."""
+    """Fails if the page is empty, or doesn't have a dark background although the reader's system is dark."""
     page = tmp_path / "report.html"
     look = """
     <script>
@@ -161,7 +161,7 @@ def test_light_and_dark(tmp_path: Path) -> None:
         shot = tmp_path / f"{name}.png"
         looked_at(page, f"--screenshot={shot}", *words)
         assert shot.read_bytes()[:4] == b"\x89PNG"
-        assert shot.stat().st_size > 30_000  # an empty window has a tenth of these bytes
+        assert shot.stat().st_size > 30_000  # a screenshot of an empty window has a tenth of these bytes
         match = re.search(r'data-colours="([^"]*)"', looked_at(page, "--dump-dom", *words))
         assert match
         paper[name], ink[name] = (sum(map(int, re.findall(r"\d+", colour))) for colour in match[1].split("/"))
@@ -201,8 +201,8 @@ def test_the_frontier() -> None:
 
 
 def test_what_stays_float_and_why() -> None:
-    """Fails if a searched candidate has no sensitivity table or two, a layer shows the wrong precision, or the page
-    doesn't list the nodes that a cast kept in float32."""
+    """Fails if a searched candidate doesn't have exactly one sensitivity table, a layer shows the wrong precision,
+    or the page doesn't list the nodes that a cast kept in float32."""
     layers = [
         Sensitivity(node="a", op="MatMul", error=0.5, work=3e6),
         Sensitivity(node="b", op="Gemm", error=1e-5, work=1e6),
@@ -257,8 +257,8 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
-    """Fails if tick labels aren't round numbers (rounded to three digits, other numbers lie at uneven distances), or if
-    a tick isn't at the place of its number."""
+    """Fails if tick labels aren't round numbers (rounded to three digits, other numbers lie at uneven distances), or
+    if a tick isn't at the position of its number."""
     axis = Axis(values, 0, 600, log=log)
     ticks = axis.ticks()
     assert [tick["text"] for tick in ticks] == texts

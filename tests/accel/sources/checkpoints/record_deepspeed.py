@@ -1,4 +1,5 @@
-"""Records the DeepSpeed checkpoints under ``recorded/deepspeed`` with the real library. The suite doesn't run it.
+"""Records the DeepSpeed checkpoints under ``recorded/deepspeed`` with the real library. The suite doesn't run this
+script.
 
     make record                                                          (makes an environment with deepspeed 0.19.8)
     DS_ACCELERATOR=cpu python tests/accel/sources/checkpoints/record_deepspeed.py    (in an existing one; no GPU)
@@ -61,11 +62,11 @@ def train(rank: int, case: str, port: int) -> None:
 
 
 def main() -> None:
-    """Records every case."""
+    """Records every case of ``CASES``."""
     import torch.multiprocessing
     from safetensors.torch import save_file
 
-    os.environ["OMP_NUM_THREADS"] = "1"  # in the ranks: several threads would round sums in another order
+    os.environ["OMP_NUM_THREADS"] = "1"  # several threads per rank would round sums in another order
     for case in CASES:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -73,7 +74,7 @@ def main() -> None:
         folder = OUT / case
         shutil.rmtree(folder, ignore_errors=True)
         torch.multiprocessing.spawn(train, args=(case, port), nprocs=2)
-        for script in folder.glob("*.py"):  # DeepSpeed leaves copies of its own converters
+        for script in folder.glob("*.py"):  # DeepSpeed writes copies of its converter scripts
             script.unlink()
         if CASES[case][0]:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

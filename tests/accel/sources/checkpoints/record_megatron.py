@@ -1,4 +1,5 @@
-"""Records the Megatron checkpoints under ``recorded/megatron`` with the real library. The suite doesn't run it.
+"""Records the Megatron checkpoints under ``recorded/megatron`` with the real library. The suite doesn't run this
+script.
 
     python tests/accel/sources/checkpoints/record_megatron.py            (needs megatron-core 0.16.1 and torch, no GPU)
 
@@ -21,7 +22,7 @@ SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "num_query
 
 
 def model(ranks: int) -> Any:
-    """Makes this rank's part of the GPT."""
+    """Makes this rank's tensor-parallel shard of the GPT."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -71,7 +72,7 @@ def run(rank: int, ranks: int, port: int) -> None:
         return
     with torch.no_grad():
         for name, tensor in gpt.named_parameters():
-            if tensor.ndim == 1:  # norms are all ones on every rank: makes them differ
+            if tensor.ndim == 1:  # norm weights start as ones on every rank; random values tell them apart
                 mark = 0 if "layernorm" in name else rank
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name) + mark)))
     if rank == 0:

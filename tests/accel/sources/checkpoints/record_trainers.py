@@ -1,8 +1,9 @@
-"""Records ``recorded/lightning`` and ``recorded/accelerate`` with the real libraries. The suite doesn't run it.
+"""Records ``recorded/lightning`` and ``recorded/accelerate`` with the real libraries. The suite doesn't run this
+script.
 
     python tests/accel/sources/checkpoints/record_trainers.py    (lightning 2.6.6, accelerate 1.15.0, torch; no GPU)
 
-Writes ``expected.safetensors`` beside each: the weights that the library had in memory.
+Writes the weights that the library had in memory to ``expected.safetensors`` beside each recording.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ OUT = HERE / "recorded"
 
 
 def net() -> Any:
-    """Makes the net of ``checkpoint_net.py`` with weights of its own."""
+    """Makes the net of ``checkpoint_net.py`` with random weights of seed 7."""
     sys.path.insert(0, str(HERE))
     import torch
     from checkpoint_net import Net
@@ -28,14 +29,14 @@ def net() -> Any:
 
 
 def keep(model: Any, folder: Path) -> None:
-    """Writes the weights that the library has in memory."""
+    """Saves the model's current weights as ``expected.safetensors``."""
     from safetensors.torch import save_file
 
     save_file({n: t.detach().clone() for n, t in model.state_dict().items()}, str(folder / "expected.safetensors"))
 
 
 def lightning() -> None:
-    """Records a Trainer's checkpoint with hyperparameters, and one of Fabric."""
+    """Records a Trainer's checkpoint with hyperparameters, and a Fabric checkpoint."""
     import lightning as L
     import torch
 
@@ -86,7 +87,7 @@ def accelerate() -> None:
 
 
 def main() -> None:
-    """Records both."""
+    """Records the checkpoints of Lightning and Accelerate."""
     for name in ("lightning", "accelerate"):
         shutil.rmtree(OUT / name, ignore_errors=True)
     lightning()

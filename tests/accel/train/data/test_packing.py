@@ -1,4 +1,5 @@
-"""Documents of any length in sequences of one length: no document is lost, and each trains as if it were alone."""
+"""Documents of any length in sequences of one length: no document is lost, and each document trains as if it were
+alone."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ def _gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_packed_document_trains_as_it_does_alone(recompute: bool) -> None:
-    """Fails if a document attends to another document or to padding, or gets other positions than alone. The sum of the
-    losses and its gradient have to equal those of the documents one by one."""
+    """Fails if a document attends to another document or to padding, or gets other positions than it has alone. The
+    sum of the losses and its gradient have to equal those of the documents one by one."""
     from accel.train.recompute import recompute as again
 
     torch.manual_seed(0)
@@ -107,7 +108,7 @@ def test_a_packed_document_trains_as_it_does_alone(recompute: bool) -> None:
 
 
 def test_masks_of_the_model_stay() -> None:
-    """Fails if keeping documents apart loses a mask that the model gives, or its causal order."""
+    """Fails if separating the documents drops the model's own attention mask or its causal order."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     mode = OwnDocument()
@@ -126,7 +127,7 @@ def test_masks_of_the_model_stay() -> None:
 
 
 class _Whole(nn.Module):
-    """Ignores the positions that it is given, or, if ``mixes``, mixes neighboring tokens outside of attention."""
+    """A model that ignores its positions, or, if ``mixes``, mixes neighboring tokens outside of attention."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Launches ``suite`` with the work that the collected tests need."""
+"""Launches ``suite`` with the checks that the collected tests need."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 
 from tests.accel.train.parallel import rows
 
-# The work of the ranks, by launch and key.
+# The names of the checks to run, by launch and key.
 Orders = dict[str, dict[str, list[str]]]
-# The key of an order (see suite.PARTS) for each test that needs its results.
+# Maps each test to the key in suite.PARTS whose results the test reads.
 NEEDS = {
     "test_parity": "parity",
     "test_what_a_row_names_is_on": "parity",
@@ -77,14 +77,14 @@ def orders(items: Iterable[pytest.Item], file: Path) -> Orders:
 
 
 def launch(orders: Orders, folder: Path) -> None:
-    """Runs ``orders``. Each launch writes its results to a folder of its name."""
+    """Runs ``orders``. Each launch writes its results to the folder ``folder/LAUNCH``."""
     for home, order in orders.items():
         other = {"world4": "world2", "again": "world4"}.get(home, home)
         _ranks(_world(home), folder / home, order, [folder / other])
 
 
 def read(orders: Orders, folder: Path) -> dict[int, dict[str, Any]]:
-    """Returns the results of rank 0 by world size. The entry "ranks" holds those of all ranks."""
+    """Returns the results of rank 0 by world size. The entry "ranks" holds the results of all ranks."""
     found: dict[int, dict[str, Any]] = {
         world: {"ranks": [], "folder": folder / f"world{world}"} for world in rows.WORLDS
     }
@@ -121,7 +121,7 @@ def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path
         while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
             time.sleep(0.05)
     finally:
-        for rank in ranks:  # ranks that wait for a failed rank
+        for rank in ranks:  # ends ranks that wait for a failed rank
             rank.kill()
             rank.wait()
     texts = [(out / f"said-{rank}").read_text() for rank in range(world)]
@@ -131,17 +131,17 @@ def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path
 
 
 def marked(cases: Iterable[tuple[Any, ...]], fast: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Returns ``cases`` as parameters. Only `make proof` runs the cases that aren't in ``fast``."""
+    """Returns ``cases`` as pytest parameters. Only `make proof` runs the cases that aren't in ``fast``."""
     fast, cases = list(fast), list(cases)
     assert set(fast) <= set(cases), set(fast) - set(cases)
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.proof) for case in cases]
 
 
 def marked_one(cases: Iterable[str], fast: Iterable[str]) -> list[Any]:
-    """Returns ``marked`` cases of one parameter."""
+    """Returns ``marked(cases, fast)`` for cases of one parameter."""
     return marked(((case,) for case in cases), ((case,) for case in fast))
 
 
 def named(table: Mapping[int, Iterable[str]]) -> list[tuple[int, str]]:
-    """Returns the world sizes and names of ``table``."""
+    """Returns the pairs of world size and name in ``table``."""
     return [(world, name) for world, names in table.items() for name in names]

@@ -1,5 +1,5 @@
-"""Counts the bytes that a rank of the distributed suite holds and sends while it trains. ``start`` is the suite's
-function: it makes a trainer from overrides and a folder."""
+"""Counts the bytes that a rank of the distributed suite holds and sends while it trains. The argument ``start`` is
+``suite.start``, which makes a trainer from overrides and a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# For four ranks: one step of two micro-batches with AdamW.
+# The configs whose bytes four ranks count, over a step of two micro-batches with AdamW.
 HELD = {
     **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
     **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
@@ -30,7 +30,7 @@ HELD = {
     "ZeRO 3, hpZ 2, qwZ, qgZ": ["parallel.zero=3", "parallel.hpz=2", "parallel.qwz=true", "parallel.qgz=true"],
 }
 HELD = {name: [*words, "optimizer.name=adamw", "micro_batch=1"] for name, words in HELD.items()}
-# `make test` checks these, `make proof` all others.
+# `make test` checks the configs in FAST_HELD, `make proof` all others.
 FAST_HELD = (
     *(f"ZeRO {zero}" for zero in range(4)),
     "ZeRO 1, bf16",
@@ -39,7 +39,7 @@ FAST_HELD = (
     "ZeRO 3, hpZ 2, qwZ, qgZ",
 )
 DEEP = f"model={SMALL}:deep"
-# Pipelines by world size, for the bytes that their stages send to one another in a step.
+# The pipelines, by world size, for which the ranks count the bytes that stages send to one another in a step.
 STAGES = {
     2: {
         "1F1B": ["parallel.pp=2"],
@@ -67,9 +67,9 @@ def _local(tensors: Iterable[torch.Tensor | None]) -> int:
 def switched_on(trainer: Trainer) -> dict[str, Any]:
     """Returns four settings of a run that the losses of the run don't show.
 
-    ``offload``: True if FSDP2 keeps the shards on the host. ``shards between the passes``: the numbers of ranks over
-    which FSDP2 shards between the forward and the backward pass. ``compiled``: True for each compiled block.
-    ``frames``: the number of frames compiled since the last call of this function.
+    ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` holds the numbers of ranks
+    over which FSDP2 shards between the forward and the backward pass. ``compiled`` is True for each compiled block.
+    ``frames`` is the number of frames compiled since the last call of this function.
     """
     groups = [
         group
@@ -90,8 +90,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
 
 def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns the bytes that this rank holds between steps, the most that it holds after a micro-batch and between the
-    passes of a step, and the bytes that it sends in a step."""
+    """Returns, for each name, the bytes that this rank holds between steps, the most bytes that the rank holds after
+    a micro-batch and between the passes of a step, and the bytes that the rank sends in a step."""
     return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
 

@@ -1,5 +1,5 @@
-"""Faults on one rank of the distributed suite that all ranks have to answer alike: an overflow, a weight that is no
-number, a damaged shard. ``start`` is the suite's function: it makes a trainer from overrides and a folder."""
+"""Faults on one rank of the distributed suite to which all ranks have to respond alike: an overflow, a NaN weight, a
+damaged shard. The argument ``start`` is ``suite.start``, which makes a trainer from overrides and a folder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# The first loss of the last rank is infinite. For a pipeline the second loss is, because torch first computes the loss
-# once to learn the shapes.
+# The first loss of the last rank is infinite. In a pipeline, the second loss is infinite, because torch computes the
+# first loss only to learn the shapes.
 SPIKY = {
     "zero2": ["parallel.zero=2", f"loss={SMALL}:overflow_once"],
     "tp": ["parallel.tp=2", f"loss={SMALL}:overflow_once"],
     "pp": ["parallel.pp=2", f"loss={SMALL}:overflow_second"],
 }
 HALVES = ["precision.mode=autocast-fp16", "precision.loss_scale=1024"]
-# Layouts in which one value of BAD is no number on the last rank that holds BAD. With a loss scale, a run could skip
-# the step because of this value.
+# The layouts in which the last rank makes one value of its parameter BAD a NaN. With a loss scale, a run could skip the
+# step because of the NaN.
 BAD = "blocks.2.up.weight"
 NOT_A_NUMBER = {
     "ZeRO 3": ["parallel.zero=3"],
@@ -36,7 +36,7 @@ NOT_A_NUMBER = {
 
 
 def overflow(start: Start, names: Sequence[str], folder: Path) -> dict[str, list[list[float]]]:
-    """Returns, for each of two steps, whether it was skipped and the loss scale after it."""
+    """Returns, for each of two steps, whether the run skipped the step, and the loss scale after the step."""
     found = {}
     for name in names:
         trainer = start([*SPIKY[name], *HALVES], folder / "none")
@@ -47,7 +47,7 @@ def overflow(start: Start, names: Sequence[str], folder: Path) -> dict[str, list
 
 
 def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, str]:
-    """Returns this rank's error for each name."""
+    """Returns this rank's error for each layout of NOT_A_NUMBER."""
     said = {}
     last = int(os.environ["WORLD_SIZE"]) - 1
     for name in names:
@@ -64,8 +64,9 @@ def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, 
 
 
 def damaged(start: Start, folder: Path) -> dict[str, Any]:
-    """Returns the losses of three steps and where this rank resumes after a bit of the last rank's shard was flipped.
-    The run saves checkpoints after its first two steps, and the flipped shard belongs to the second."""
+    """Returns the losses of three steps, and the step at which this rank resumes after a bit of the last rank's
+    shard flips. The run saves checkpoints after its first two steps, and the flipped shard belongs to the second
+    checkpoint."""
     overrides = ["parallel.zero=3", "checkpoint.asynchronous=false"]
     trainer = start(overrides, folder)
     batches, losses = trainer.batches(), []

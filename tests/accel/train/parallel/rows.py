@@ -1,5 +1,4 @@
-"""The rows of the distributed checks: overrides of a config by name for each world size, and the rows of
-`make test`."""
+"""The configs of the distributed checks: overrides by name for each world size, and the names that `make test` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ UNEVEN = [f"data={SMALL}:few", "drop_last=false"]
 PACKED = [f"data={SMALL}:documents", "pack=16"]
 POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
 
-# name -> overrides. Every row sees the same global batches as one process.
+# Maps a name to the overrides of a config. Every config has the same global batches as one process.
 ROWS: dict[str, list[str]] = {
     "ZeRO 0 (DDP)": ["parallel.zero=0"],
     "ZeRO 1": ["parallel.zero=1"],
@@ -46,13 +45,14 @@ SIXTEEN = {
     "bf16-only": ["precision.mode=bf16-only"],
     "fp16-only (O3)": ["precision.mode=O3", *SCALED],
 }
-# Axes, and the modes to run them in. An axis with fast steps runs in every mode.
+# Each parallel axis, its override, and the 16-bit modes that it is combined with. The axis with the fastest steps has
+# all modes.
 AXES = (
     ("TP 2", "parallel.tp=2", ("bf16 with master weights", "fp16-only (O3)")),
     ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),
     ("CP 2 (Ulysses)", "parallel.cp=2", ("autocast-bf16", "fp16 with master weights (O2)", "bf16-only")),
 )
-# Rows that run on one world size only.
+# The configs that run on one world size only.
 ONLY: dict[int, dict[str, list[str]]] = {
     2: {
         "TP 2, sequence parallel": ["parallel.tp=2"],
@@ -147,7 +147,8 @@ ONLY: dict[int, dict[str, list[str]]] = {
         ],
     },
 }  # fmt: skip
-# The layouts that save on each world size, and the layouts that resume from them.
+# SAVED holds the layouts that save a checkpoint, by world size. TAKEN_UP holds the layouts that resume from a
+# checkpoint.
 SAVED = {
     2: {"ddp": ["parallel.zero=0"], "zero1": ["parallel.zero=1"], "pp": ["parallel.pp=2"]},
     4: {
@@ -161,9 +162,10 @@ TAKEN_UP = {
     2: {**SAVED[2], "tp": ["parallel.tp=2"], "zero3": ["parallel.zero=3"]},
     4: {**SAVED[4], "ddp": ["parallel.zero=0"]},
 }
-# AdamW on float32 copies of bfloat16 weights. 2 ranks save, 4 resume, and their states are compared bit for bit.
+# The overrides for AdamW on float32 copies of bfloat16 weights. Two ranks save and four ranks resume the optimizer's
+# state, which has to be the same bit for bit.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
-# One plain step with each of these has to give the gradient of one process.
+# The layouts whose gradient in one plain SGD step has to equal that of one process.
 GRADIENTS = {
     2: {
         "ddp": [],
@@ -178,8 +180,8 @@ GRADIENTS = {
 }
 
 
-# `make test` runs these rows: each technique at the smallest world size where it can fail. `make proof` runs the
-# others.
+# `make test` runs the configs in FAST: each technique at the smallest world size where the technique can fail. `make
+# proof` runs the other configs.
 FAST: dict[int, tuple[str, ...]] = {
     2: (
         "ZeRO 0, accumulation",
@@ -236,9 +238,8 @@ FAST: dict[int, tuple[str, ...]] = {
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }
-# The same for GRADIENTS and for resumes. Each layout of SAVED is resumed by another layout, and each layout of TAKEN_UP
-# resumes once.
-# once.
+# The layouts of GRADIENTS and the resumes that `make test` runs. Another layout resumes each layout of SAVED, and each
+# layout of TAKEN_UP resumes once.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",
@@ -255,5 +256,5 @@ FAST_RESUMED = (
 
 
 def of(world: int) -> dict[str, list[str]]:
-    """Returns the rows of a world size."""
+    """Returns the configs of a world size."""
     return {**(ROWS if world in (2, 4) else {}), **ONLY[world]}

@@ -1,5 +1,5 @@
-"""One rank of the distributed checks. ``python -m tests.accel.train.parallel.suite ORDER`` runs the parts that the file
-ORDER names and writes its results to ``rank-RANK.json`` in ORDER's folder."""
+"""One rank of the distributed checks. ``python -m tests.accel.train.parallel.suite ORDER`` runs the checks that the
+file ORDER names and writes the results to ``rank-RANK.json`` in ORDER's folder."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ OWN_PLAN = {
 
 
 def config(overrides: list[str]) -> TrainConfig:
-    """Returns a config of SGD with momentum, because Adam would hide an error in a gradient's scale. Micro-batches hold
-    two samples. If ranks share samples, which is slow for so small a model, a micro-batch holds all of them, unless the
-    row sets ``micro_batch``."""
+    """Returns a config of SGD with momentum, because Adam would hide an error in a gradient's scale. Micro-batches
+    hold two samples. If tensor-parallel or context-parallel ranks share samples, which is slow for so small a model,
+    one micro-batch holds all samples of a step, unless the overrides set ``micro_batch``."""
     body: dict[str, Any] = {
         "model": f"{HERE}:model",
         "data": f"{HERE}:data",
@@ -75,7 +75,7 @@ def config(overrides: list[str]) -> TrainConfig:
 
 @cache
 def _join(layout: ParallelConfig) -> Ranks:
-    """Returns the process groups of a layout. Makes them once per layout, which saves most of the time of a row."""
+    """Returns the process groups of a layout. Making the groups only once per layout saves most of a check's time."""
     return join(TrainConfig(parallel=layout, global_batch=8 * 1024, micro_batch=1))
 
 
@@ -93,8 +93,8 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Runs the rows that ``order`` names under "parity", and the parts of PARTS with the names that ``order`` gives
-    them."""
+    """Trains the configs that ``order`` names under "parity", and runs each check of PARTS on the names under its
+    key."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     faulthandler.enable()
     folder = Path(order["folder"])
@@ -103,7 +103,7 @@ def main(order: dict[str, Any]) -> None:
     table = rows.of(world)
 
     def begin(name: str) -> None:
-        print(f"rank {rank}: {name}", flush=True)  # if a launch fails, the output shows at which name
+        print(f"rank {rank}: {name}", flush=True)  # if a launch fails, the output shows the failed config
         found["seconds"][name] = -time.process_time()
 
     def end(name: str) -> None:
@@ -126,8 +126,8 @@ def main(order: dict[str, Any]) -> None:
 
 
 def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
-    """Returns the losses after the first half, and whether the optimizer's state equals the saved one bit for bit.
-    World size 2 saves, world size 4 resumes."""
+    """Returns the losses after the first half, and whether the resumed optimizer state equals the saved state bit
+    for bit. World size 2 saves, world size 4 resumes."""
     folder = (folder if world == 2 else others[0]) / "adamw"
     file = folder / "state.pt"
     trainer = start([f"parallel.zero={1 if world == 2 else 3}", *rows.ADAMW], folder)
@@ -160,8 +160,8 @@ def _gradients(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _context_parallel(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, float]:
-    """Returns the bytes that context parallel keeps for the backward pass of a micro-batch, and the bytes that it sends
-    in the forward pass."""
+    """Returns the bytes that context parallel keeps for the backward pass of a micro-batch and sends in the forward
+    pass."""
     from accel.plan.measure import SavedBytes
     from accel.train.parallel.context import Ulysses
 
@@ -209,8 +209,8 @@ def _tensor_parallel(names: Sequence[str], world: int, folder: Path, others: lis
 
 
 def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
-    """Saves half a run of each layout of ``rows.SAVED``. Tells for each whether ``final/`` equals the weights of this
-    rank."""
+    """Saves half a run of each layout of ``rows.SAVED``. Returns, for each layout, whether ``final/`` equals the
+    weights of this rank."""
     found = {}
     for name, overrides in SAVED[world].items():
         asynchronous = "true" if name == "zero1" else "false"
@@ -241,7 +241,8 @@ def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Returns the losses of a whole run, of its saved first half, and of a second half without PowerSGD's memory."""
+    """Returns the losses of a whole run, of its saved first half, and of a second half without PowerSGD's error
+    feedback and starting matrices."""
     trainer = start(POWER_SGD, folder / "power_sgd")
     found = {"whole": losses(start(POWER_SGD, folder / "none")), "first": losses(trainer, HALF)}
     trainer.finish()
@@ -253,7 +254,7 @@ def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> list[float]:
-    """Returns the losses of the second half, resumed with the PowerSGD memory that world size 2 saved."""
+    """Returns the losses of the second half, resumed with the PowerSGD state that world size 2 saved."""
     trainer = start(POWER_SGD, (folder if world == 2 else others[0]) / "power_sgd")
     trainer.resume()
     return losses(trainer)
@@ -282,7 +283,7 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 _Part = Callable[[Sequence[str], int, Path, list[Path]], Any]
-# By the key of an order and of its results, in the order of running.
+# The checks by the key of their names and results, in the order of running.
 PARTS: dict[str, _Part] = {
     "pipeline": lambda names, world, folder, _: rank_bytes.sent_by_stages(start, names, world, folder),
     "spiky": lambda names, _, folder, __: rank_faults.overflow(start, names, folder),
@@ -304,6 +305,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Ends like a rank of accel. gloo's threads outlive the process groups. If another rank closes its sockets while
-    # this rank tears down the objects of these threads, a signal kills this rank.
+    # Ends without cleanup, as a rank of accel does, because gloo's threads outlive the process groups. If another rank
+    # closes its sockets while this rank tears down the objects of these threads, a signal kills this rank.
     os._exit(0)

@@ -1,7 +1,8 @@
-"""Training on 2, 4 and 8 ranks against one process: one launch per world size, and a test for each row of its results.
+"""Training on 2, 4 and 8 ranks gives the losses, gradients, bytes and errors that one process or the plan predicts.
 
-A launch runs only the rows that the collected tests need: ``make test`` collects ``rows.FAST``, ``make proof`` all
-others, and ``-k "TP and 2"`` a few. ``ACCEL_WRITE_PARITY=1 pytest -m ""`` writes docs/parity.md from the same results.
+One launch per world size runs only the configs that the collected tests need: ``make test`` collects ``rows.FAST``,
+``make proof`` all others, and ``-k "TP and 2"`` a few. ``ACCEL_WRITE_PARITY=1 pytest -m ""`` writes docs/parity.md from
+the same results.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
 
 FAST_ROWS = [(name, world) for world in rows.FAST for name in rows.FAST[world]]
 EXACT = 2e-5
-# The bound of ZeRO++ in its first two losses. Its rounding changes them by 2e-5 (gradients) and 2e-4 (weights). Noise
-# in the last bit of float32 sums changes them by 6e-7 at most (40 runs of one process).
+# The bound for the first two losses of ZeRO++. Rounding changes the first two losses by 2e-5 (gradients) and 2e-4
+# (weights). Noise in the last bit of float32 sums changes these losses by 6e-7 at most (40 runs of one process).
 EARLY = 5e-6
 
 
 def _reference(name: str) -> str:
-    """Returns the name of the one-process run that a row has to reproduce, with its rounding if that is
-    known exactly."""
+    """Returns the name of the one-process run that a config has to reproduce. The one-process run has the rounding
+    of ZeRO++, which is known exactly."""
     if "qwZ" in name or "qgZ" in name:
         kinds = f"{'qwZ' if 'qwZ' in name else ''}{'qgZ' if 'qgZ' in name else ''}"
         return f"lossy {kinds}{' in replicas' if 'replicas' in name else ''}"
@@ -53,9 +54,9 @@ def _reference(name: str) -> str:
 
 
 def _bound(name: str) -> float:
-    """Returns the largest allowed difference of a loss: 2e-5 in float32, the rounding error in 16 bits. With ZeRO++, a
-    value that rounds the other way because of its last bit changes all later losses. With noise of this size, the
-    losses of one process changed by 8e-3 at most in 12 runs. ZeRO++ in bf16 also has the rounding of bf16."""
+    """Returns the largest allowed difference of a loss: 2e-5 in float32, the rounding error in 16 bits. With ZeRO++,
+    a value that rounds the other way because of its last bit changes all later losses: noise in the last bit changed
+    the losses of one process by 8e-3 at most in 12 runs. ZeRO++ in bf16 also has the rounding of bf16."""
     if _reference(name).startswith("lossy"):
         return 0.03 if "bf16" in name else 0.02
     if "PowerSGD" in name:
@@ -92,7 +93,7 @@ _REFERENCES: dict[str, list[str]] = {
 
 
 class _Alone(dict[str, list[float]]):
-    """Losses by the name of the reference. A reference runs when a test first needs its losses."""
+    """The losses of each one-process reference run, by name. A reference runs when a test first needs its losses."""
 
     def __missing__(self, name: str) -> list[float]:
         with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +114,7 @@ def alone() -> _Alone:
 
 
 def _difference(got: list[float], expected: list[float]) -> float:
-    # A 16-bit run may skip its first steps until the loss scale settles. A row must not skip any.
+    # A 16-bit run may skip its first steps until the loss scale settles, but these runs must not skip a step.
     assert len(got) == len(expected) == rows.STEPS
     return max(abs(a - b) for a, b in zip(got, expected, strict=True))
 
@@ -121,10 +122,10 @@ def _difference(got: list[float], expected: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
-    """Fails if ten steps of SGD with momentum on ``world`` ranks differ from one process by more than the bound. Causes
-    would be a gradient that is averaged wrongly, reduced twice or not at all, a step on a stale copy, other clipping,
-    or other samples. A row of ZeRO++ is compared with one process that rounds the same blocks of the same values. The
-    first two losses of a ZeRO++ row may differ by a quarter of the rounding's effect."""
+    """Fails if ten steps of SGD with momentum on ``world`` ranks differ from one process by more than the bound, for
+    example because a gradient is averaged wrongly, reduced twice or not at all. ZeRO++ is compared with one process
+    that rounds the same blocks of the same values. The first two losses of ZeRO++ may differ by a quarter of the
+    rounding's effect."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
     assert _difference(got, expected) < _bound(name)
     if _reference(name).startswith("lossy") and "bf16" not in name:
@@ -133,8 +134,8 @@ def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, n
 
 @pytest.mark.slow
 def test_the_losses_fall_and_differ(alone: _Alone) -> None:
-    """Fails if the reference doesn't learn, or if clipping, rounding, an uneven last batch or packing don't change its
-    losses. The parity rows would then prove nothing."""
+    """Fails if the reference doesn't learn, or if clipping, rounding, an uneven last batch or packing don't change
+    its losses, so that ``test_parity`` proves nothing."""
     assert alone["plain"][-1] < alone["plain"][0] - 0.05
     assert alone["decoder"][-1] < alone["decoder"][0] - 0.05
     others = [name for name in _REFERENCES if name not in ("plain", "decoder")]
@@ -207,8 +208,8 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if CPU offload, hpZ's second shards or compiled blocks, which don't change the losses, are silently off in
-    a row that names them, or on in another row."""
+    """Fails if CPU offload, hpZ's second shards or compiled blocks, which don't change the losses, are silently off
+    in a config that names them, or on in another config."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:
@@ -223,9 +224,10 @@ def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, 
 @pytest.mark.parametrize("name", launches.marked_one(rank_bytes.HELD, rank_bytes.FAST_HELD))
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
     """Fails if the bytes that four ranks hold, between steps or in one of two micro-batches, differ from the closed
-    form (in bf16 2 + 2 + 12 bytes per parameter before sharding). Only the padding of the odd vocabulary from 61 to 64
-    rows may be added. Also fails if a step sends other bytes than planned for its collectives, besides the loss and the
-    norm. Both counts include the copies that hpZ gathers and keeps, and the int8 of qwZ and qgZ."""
+    form (in bf16 2 + 2 + 12 bytes per parameter before sharding). The bytes may exceed the closed form only by the
+    padding of the odd vocabulary from 61 to 64. Also fails if a step sends other bytes than planned for its
+    collectives, besides the loss and the norm. The bytes held and sent include the copies that hpZ gathers and
+    keeps, and the int8 of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
     layout = layout_of_config(suite.config(rank_bytes.HELD[name]), 4)
     assert (layout.accumulation, layout.hpz > 0, layout.qwz, layout.qgz) == (
@@ -235,7 +237,7 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
     width, master = (2, 12) if "bf16" in name else (4, 8)
     shard = width * spec.params / 4
     passing = weights
-    if layout.zero == 3:  # holds the parameters outside the blocks whole, and hpZ's second shards besides the first
+    if layout.zero == 3:  # each rank holds the parameters outside the blocks whole, and hpZ's second shards
         passing = weights - (shard if layout.hpz else 0)
         passing += (width - width / (layout.hpz or 4)) * spec.outside
     kept = [rank["bytes"][name] for rank in results[4]["ranks"]]
@@ -291,7 +293,7 @@ def test_a_weight_that_is_no_number_is_named_by_all_ranks(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
     """Fails if a rank with sound shards names a gradient that another rank's bad weight spoiled, or if, with a loss
-    scale, it skips the step and goes on after the other ranks stopped."""
+    scale, a rank skips the step and continues after the other ranks stopped."""
     rank = f"on rank {world - 1};"
     for one in results[world]["ranks"]:
         assert f"at step 1; the first that isn't finite is {rank_faults.BAD} {rank}" in one["not a number"][name]
@@ -335,7 +337,7 @@ def _resumed() -> list[str]:
 @pytest.mark.parametrize("name", launches.marked_one(_resumed(), rows.FAST_RESUMED))
 def test_resuming_on_another_layout(results: dict[int, dict[str, Any]], alone: _Alone, name: str) -> None:
     """Fails if resuming on another world size, mesh or ZeRO stage loses a weight, a momentum or the position in the
-    data. Steps 6 to 10 have to equal those of one process that never stopped."""
+    data. The losses of steps 6 to 10 have to equal those of one process that never stopped."""
     got = results[int(name.split("-> ")[1][0])]["resumed"][name]
     expected = alone["plain"][rows.HALF :]
     assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) < EXACT
@@ -352,7 +354,8 @@ def test_resuming_on_one_process(results: dict[int, dict[str, Any]], alone: _Alo
 
 
 def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: int) -> tuple[float, float]:
-    """Returns the largest difference of a row's losses from one process in float32, and its bound."""
+    """Returns the largest difference of a config's losses from one process in float32, and the bound of this
+    difference."""
     reference = _reference(name)
     exact = "plain" if reference.startswith("lossy") else reference
     allowed = _bound(name) + _difference(alone[reference], alone[exact])
@@ -362,9 +365,9 @@ def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: in
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_power_sgd_is_resumed_with_its_memory(results: dict[int, dict[str, Any]], world: int) -> None:
-    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices, or if only the same number of
-    ranks can resume from them. Steps 6 to 10 have to equal those of a run that never stopped, and differ without this
-    memory."""
+    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices, or if another number of ranks
+    can't resume from the checkpoint. The losses of steps 6 to 10 have to equal those of a run that never stopped,
+    and to differ without PowerSGD's state."""
     seen = results[2]["power_sgd"]
     whole = seen["whole"]
     assert seen["first"] == whole[: rows.HALF]
@@ -399,7 +402,7 @@ def test_tensor_parallel_keeps_what_the_plan_says(
     assert planned is not None
     if again == "full":  # the forward pass doesn't hold the layer that is computed again
         planned -= layer_activations(spec, replace(layout, recompute="none"))
-    places = 8 * spec.seq  # kept by learned positions, which not every model has
+    places = 8 * spec.seq  # GPT's learned positions keep more bytes than the plan counts
     assert results[world]["tensor parallel"][f"{again} {sequence}"] == pytest.approx(planned + places, rel=0.005)
 
 
@@ -412,8 +415,8 @@ def _table() -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows_", ["of make test", pytest.param("of make proof", marks=pytest.mark.proof)])
 def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], alone: _Alone, rows_: str) -> None:
-    """Fails if docs/parity.md lacks a row or has a row too many, or if a row of this run differs from its figure by an
-    order of magnitude. Figures below a tenth of the bound for exact rows are chance and count as this tenth."""
+    """Fails if docs/parity.md lacks a row or has a row too many, or if a loss difference of this run is an order of
+    magnitude off its figure. Figures below a tenth of the bound are noise and count as a tenth of the bound."""
     if os.environ.get("ACCEL_WRITE_PARITY"):
         lines = [
             "# Parity",

@@ -1,4 +1,4 @@
-"""Training on one NVIDIA GPU: NCCL carries the ranks' traffic, and the losses are those of the CPU."""
+"""Training on one NVIDIA GPU works with NCCL, and gives the losses of the CPU."""
 
 from __future__ import annotations
 

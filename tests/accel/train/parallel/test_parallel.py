@@ -1,4 +1,4 @@
-"""Tensor-parallel plans and pipeline cuts in one process: matched names, refused plans, balanced stages."""
+"""Tensor-parallel plans match the right modules, wrong plans are refused, and pipeline stages are balanced."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Fails if a plan of only columns and rows with sequence parallel ends in torch's error about shapes, or if a plan
-    whose embedding splits the sequence is refused."""
+    """Fails if a plan of only column and row styles with sequence parallel ends in torch's error about shapes, or if
+    a plan whose embedding splits the sequence is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
 
 
 def test_a_stage_sends_what_lies_in_one_piece() -> None:
-    """Fails if a stage that ends in a transpose, like a ViT's patches, returns a view, which can't be sent."""
+    """Fails if a stage that ends in a transpose, like a ViT's patch embedding, returns a view, which can't be sent."""
 
     class Patches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,8 @@ def test_a_stage_sends_what_lies_in_one_piece() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
 def test_stages_are_balanced(weights: list[int], stages: int) -> None:
-    """Fails if a part is lost, doubled or out of order, if a stage is empty, or if another cut would lower the cost of
-    the most expensive stage."""
+    """Fails if balancing loses, doubles or reorders a module, if a stage is empty, or if another cut would lower the
+    cost of the most expensive stage."""
     if len(weights) < stages:
         with pytest.raises(BadConfig, match="use a smaller pp"):
             balance(weights, stages)
@@ -130,7 +130,7 @@ def test_every_stage_has_one_place() -> None:
 
 
 def test_a_chain_is_the_model() -> None:
-    """Fails if the parts in order don't cover the whole model, or if equal blocks have different costs."""
+    """Fails if the modules of the chain don't cover the whole model, or if equal blocks have different costs."""
     model = _gpt()
     names = chain(model)
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
@@ -143,7 +143,7 @@ def test_a_chain_is_the_model() -> None:
 
 
 def test_a_chain_that_is_not_the_model_is_refused() -> None:
-    """Fails if a pipeline may train another function than the model, or leave out parameters."""
+    """Fails if a pipeline is accepted that computes another function than the model, or leaves out parameters."""
     inputs = torch.randint(0, 61, (1, 16))
     for wrong, says in (
         (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),

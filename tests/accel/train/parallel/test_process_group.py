@@ -1,4 +1,4 @@
-"""A whole run in a process group of one rank: gloo on the CPU, NCCL on an NVIDIA GPU."""
+"""A whole run works in a process group of one rank, with gloo on the CPU and NCCL on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone:
 
 @pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
 def test_blocks_are_compiled(ranks: Ranks, alone: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``compile`` skips a block of the sharded model, compiles the rest of the model, or changes the losses.
-    The traced blocks run as Python here; a row of `make proof` runs them as compiled C++."""
+    """Fails if ``compile`` skips a block of the sharded model, compiles the rest of the model, or changes the
+    losses. The traced blocks run as Python here; a config of `make proof` runs them as compiled C++."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.utils.counters.clear()
     trainer = Trainer(_config("fp32", 3, compile=True), tmp_path, ranks)

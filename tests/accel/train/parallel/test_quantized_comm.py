@@ -1,4 +1,4 @@
-"""int8 blocks of ZeRO++: the largest rounding error, and that values that aren't finite stay so."""
+"""ZeRO++ rounds int8 blocks by half a step at most, and a block with a NaN or an infinity becomes NaN."""
 
 from __future__ import annotations
 

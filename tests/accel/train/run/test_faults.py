@@ -1,4 +1,4 @@
-"""Faults of a run: a full disk, a rank that is killed or hangs, a command that is ended."""
+"""A training run survives or reports its faults: a full disk, a killed or hung rank, a terminated command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accel.train.run.rank import leave
 from tests.support.runs import SMALL, config_of, logged, rows_of
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# Code that fills the disk: from then on files can't grow beyond 50 kB, and a checkpoint's shard is larger.
+# Code that simulates a full disk: files can't grow beyond 50 kB, and a checkpoint's shard is larger.
 _SHARDS = """
 from accel.train.checkpoints.checkpoint import Checkpoints
 whole = Checkpoints.save
@@ -64,8 +64,8 @@ from accel.train.loss import cross_entropy as dies
 @pytest.mark.slow
 @pytest.mark.parametrize("what", _FULL)
 def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
-    """Fails if a full disk in the middle of a save ends in a traceback, costs the previous checkpoint or leaves half of
-    one, or if the same command doesn't go on with the same losses once there is room."""
+    """Fails if a full disk in the middle of a save ends in a traceback, costs the previous checkpoint or leaves a
+    half-written checkpoint, or if the same command doesn't resume with the same losses once there is room."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
@@ -84,9 +84,10 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     assert (out / "final" / "config.json").is_file()
 
 
-# Code that kills a rank once, by place. "in its shards": some shards of a checkpoint are written. "in a step": in the
-# second step after a checkpoint, whose shards were complete in the first step, without its final name. "in a
-# checkpoint": all shards are written. "in the consolidation": half of final/ is written.
+# Code that kills a rank once, by the moment of the kill. The kill "in its shards" comes after some shards of a
+# checkpoint are written. The kill "in a step" comes in the second step after a checkpoint whose shards are complete,
+# but whose folder doesn't have its final name. The kill "in a checkpoint" comes after all shards are written. The kill
+# "in the consolidation" comes after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -203,7 +204,7 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
     assert result["steps"] == 8
     rows = rows_of(out)
     steps = [row["step"] for row in rows if "note" not in row]
-    first = {"in the consolidation": []}.get(where, [5, 6, 7, 8])  # the steps after the restart
+    first = {"in the consolidation": []}.get(where, [5, 6, 7, 8])  # the losses of the steps after the restart
     assert steps[len(steps) - len(first) :] == first
     assert steps[: len(steps) - len(first)] == list(range(1, len(steps) - len(first) + 1))
     assert {"note": f"resumed from step {8 - len(first)}"} in rows
@@ -223,7 +224,8 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Fails if a rank that sleeps or is stopped blocks the run forever, or if a rank that waits for it is blamed."""
+    """Fails if a rank that sleeps or is stopped blocks the run forever, or if the error blames a rank that waits for
+    the hung rank."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal, time\n\n"
@@ -246,7 +248,7 @@ def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
-    """Fails if slow imports or a restart count as a hung step, or if a start that never ends is waited for forever."""
+    """Fails if slow imports or a restart count as a hung step, or if a start that never ends blocks the run forever."""
 
     def made_before(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds,) * 2)
@@ -261,7 +263,7 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank that is restarted after a crash
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank restarted after a crash
     assert watchdog.overdue(tmp_path, 15) == ""
 
 

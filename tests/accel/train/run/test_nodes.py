@@ -1,4 +1,4 @@
-"""Training on several machines: each runs ``accel train`` with its own ranks, and they meet at an address."""
+"""Several machines, each with its own ``accel train`` command and ranks, train one model."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Fails if an agent ends without a result although rank 0 runs on only one of them, if its metrics differ from
-    those of rank 0, if the losses differ from one process, or if an agent doesn't resume from their common checkpoint.
+    """Fails if an agent ends without a result or without the metrics of rank 0, which runs on only one machine, if the
+    losses differ from one process, or if an agent doesn't resume from the common checkpoint.
     """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)
@@ -103,7 +103,8 @@ def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_machines_with_folders_of_their_own_are_refused(tmp_path: Path) -> None:
-    """Fails if a checkpoint would be split over machines that don't share a folder, or if one of them gets no error."""
+    """Fails if a checkpoint would be split over machines that don't share a folder, or if one of the machines gets
+    no error."""
     ran = _two([tmp_path / "one", tmp_path / "other"], _config(tmp_path))
     for one in ran:
         assert one.returncode == 2, one.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""``accel train`` from the outside: the documented commands, the files it writes, and the errors that stop it."""
+"""``accel train`` works as documented, and its errors name the cause and the fix."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["a weight", "the loss"])
 def test_what_is_no_number_in_float16_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Fails if the loss scale hides which weight is NaN, or if the error for a run that skips every step doesn't name
-    the cause."""
+    """Fails if, in float16, the loss scale hides which weight is NaN, or if the error for a run that skips every
+    step doesn't name the cause."""
     source = tmp_path / "broken.py"
     source.write_text(
         "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
@@ -227,7 +227,7 @@ def _plain(config: TrainConfig) -> dict[str, object]:
     return dataclasses.asdict(config)
 
 
-# Each rank raises another error. The second rank survives the end of the first, and raises once the first error is
+# Each rank raises another error. The second rank ignores SIGTERM and raises its error once the first rank's error is
 # written.
 _TWO_FAIL = """
 
@@ -262,8 +262,9 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
-    """Fails if a single process isn't restarted, if the error of the first attempt is shown for the second, or if the
-    error for a rank killed by a signal doesn't name the signal, the place in the code and the step to go on at."""
+    """Fails if a single process isn't restarted, if the error of the first attempt is shown for the second attempt,
+    or if the error for a rank killed by a signal doesn't name the signal, the line of code and the step at which a
+    new run resumes."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -282,7 +283,7 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
     """Fails if another rank's error about the lost connection hides which rank was killed, or if the message doesn't
-    name the step to go on at."""
+    name the step at which the next run resumes."""
     (tmp_path / "errors").mkdir()
     body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
     (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
@@ -402,9 +403,9 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
-    """Fails if the MFU isn't the share of the peak that the model's products take, or if the TensorBoard file lacks a
-    step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the remaining steps take
-    at the speed of the last ones."""
+    """Fails if the MFU isn't the FLOPs per second of the model's products over the peak, or if the TensorBoard file
+    lacks a step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the remaining
+    steps take at the speed of the last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
