@@ -60,7 +60,7 @@ def small_unet(path: Path, size: int = 32) -> Artifact:
 @pytest.mark.proof
 def test_a_skip_connection_that_is_pooled(tmp_path: Path) -> None:
     """Fails if OpenVINO's outputs differ from those of the int8 model. NNCF quantizes a skip connection to a signed
-    tensor. OpenVINO computes a pooled signed tensor with other readers with a relative error of at least 0.2."""
+    tensor. OpenVINO's relative error is at least 0.2 for a signed tensor that is pooled and has other readers."""
     src = small_unet(tmp_path / "m.onnx")
     rng = np.random.default_rng(2)
     np.savez(tmp_path / "data.npz", x=rng.standard_normal((16, 3, 32, 32)).astype(np.float32))
