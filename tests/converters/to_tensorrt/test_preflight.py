@@ -1,5 +1,4 @@
-"""Proves that `accel preflight` lists each node that an engine build refuses, with cause and fix, and fixes the safe
-ones."""
+"""Proves that `accel preflight` lists each node that an engine build refuses, and can rewrite the safe ones."""
 
 from __future__ import annotations
 
@@ -356,7 +355,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
     """Fails if a count of one is followed by a plural, or if the output shows the rewrite of float64 as True."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
-    said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # the terminal wraps long paths
+    said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said
     assert "rewritten float64 as float32; 0 nodes still refused" in said
     ran = cli("preflight", foreign(tmp_path / "m.onnx").path, "--fix", "-o", tmp_path / "g.onnx")
