@@ -1,4 +1,4 @@
-"""Fixtures that start servers over small repositories."""
+"""Provides fixtures that start servers over small repositories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Makes a repository with the models ``linear`` and ``pair``, both without a config."""
+    """Makes a repository with the models ``linear`` and ``pair``, which have no config."""
     root = tmp_path / "models"
     linear(root / "linear" / "1")
     two_inputs(root / "pair" / "1")
@@ -43,8 +43,8 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Returns ``serve(repository, ...)``, which runs the command, on free ports if ``free``. Ends the command after the
-    test."""
+    """Returns ``serve(repository, ...)``, which runs the command, on free ports if ``free`` is true. Ends the command
+    after the test."""
     made: list[Served] = []
 
     def begin(*words: str, free: bool = True, path: Path | None = None) -> Served:

@@ -1,6 +1,6 @@
 // A STUB, NOT TENSORRT. The stub has the part of TensorRT 10's plugin interface (IPluginV3) that accel's plugin uses,
-// written for the tests from TensorRT's documentation. The names and signatures let the plugin compile and run. The stub
-// shares no memory layout with the real library, and doesn't imitate TensorRT's behavior.
+// written for the tests from TensorRT's documentation. The names and signatures let the plugin compile and run. The
+// stub shares no memory layout with the real library, and doesn't imitate TensorRT's behavior.
 #pragma once
 #include <cuda_runtime_api.h>
 

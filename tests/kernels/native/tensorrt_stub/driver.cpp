@@ -66,9 +66,9 @@ extern "C" const char* name_of(IPluginCreatorInterface* const* all, int32_t at) 
 }
 
 // Returns 0, the number of the failed step, or 100 plus enqueue's status. ``dims`` has four sizes per tensor, and the
-// output is the last tensor. Images and weights of a convolution are NHWC in memory. The first dim of the first input is
-// dynamic, and ``largest_m`` is the maximum of this dim in the optimization profile. ``tactic`` -1 selects the plugin's
-// first tactic, or 0 if the plugin has no tactics.
+// output is the last tensor. Images and weights of a convolution are NHWC in memory. The first dim of the first input
+// is dynamic, and ``largest_m`` is the maximum of this dim in the optimization profile. ``tactic`` -1 selects the
+// plugin's first tactic, or 0 if the plugin has no tactics.
 extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const char* name, int32_t fields,
                    const char* const* field_names, const int32_t* values, int32_t inputs, const void* const* data,
                    const int32_t* types, int64_t* dims, const int32_t* ranks, void* out, int64_t largest_m,

@@ -1,5 +1,5 @@
-// Stands in for a tensor-core GEMM in the tests on the host. The stand-in supports only fp16 products of 24 columns, and
-// writes its sums to the workspace that it requests.
+// Stands in for a tensor-core GEMM in the tests on the host. The stand-in supports only fp16 products of 24 columns,
+// and writes its sums to the workspace that it requests.
 #include "activate.cuh"
 #include "gemm.cuh"
 
