@@ -41,8 +41,8 @@ WHOLE = POLICY + parameters(tokens="ids", logits="logits", steps="12")
 
 
 def recurrent(folder: Path) -> None:
-    """Writes a model that takes one token at a time and computes ``new = tanh(table[ids] + state @ mix)`` and ``logits
-    = new @ out``."""
+    """Writes a model that takes one token at a time. The model computes ``new = tanh(table[ids] + state @ mix)`` and
+    ``logits = new @ out``."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",
@@ -72,8 +72,8 @@ def recurrent_reference(prompt: list[int], steps: int) -> list[int]:
 
 
 def cached(folder: Path) -> None:
-    """Writes a decoder with a KV cache. The output ``present`` is ``past`` followed by ``table[ids] * (1 +
-    positions)``, and the logits come from the masked sum."""
+    """Writes a decoder with a KV cache. The output ``present`` is ``past`` followed by the new rows
+    ``table[ids] * (1 + positions)``, and the logits come from the masked sum of ``present``."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",

@@ -1,9 +1,10 @@
-r"""KServe's Python client and perf_analyzer, unmodified, from environments of their own: they can't be installed beside
-the tritonclient of today.
+r"""Proves that KServe's Python client and perf_analyzer work unmodified with the server.
+
+Both need separate environments, because neither can be installed beside the current tritonclient.
 
 python -m venv kserve && kserve/bin/pip install kserve==0.21.0
 python -m venv perf && perf/bin/pip install --no-deps tritonclient==2.51.0 nvidia-cuda-runtime-cu12
-(perf_analyzer comes with that wheel; it wants libb64.so.0d of the system and libcudart.so.12 on LD_LIBRARY_PATH)
+(The wheel contains perf_analyzer, which needs the system's libb64.so.0d and libcudart.so.12 on LD_LIBRARY_PATH.)
 ACCEL_KSERVE=kserve ACCEL_PERF_ANALYZER=perf/bin/perf_analyzer \
     python -m pytest -m nightly tests/serve/transports/test_other_clients.py
 """
