@@ -473,8 +473,8 @@ def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("place", [12, 60])
 def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
-    """Fails if the gate passes a sample that overflows among its first 16, or the judge among its first 128. The
-    overflow search hasn't read this sample."""
+    """Fails if the gate passes a sample that overflows among its first 16, or the judge among its first 128, although
+    the overflow search skipped the sample."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.ones(64, np.float32)
     x[place] = 300

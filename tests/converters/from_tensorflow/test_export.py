@@ -71,7 +71,7 @@ def test_what_tensorflow_logs_is_not_shown(tensorflow_models: Path, tmp_path: Pa
 @pytest.mark.proof
 def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if the ONNX outputs of a frozen graph or a checkpoint differ from the outputs that TF1 computed before
-    freezing. The gate only compares with the model as accel loads it, and this test compares with the original run."""
+    freezing. The gate compares only with the model that accel loads, but this test compares with the original run."""
     wanted = arrays(tensorflow_models / "frozen.pb.npz")
     for name in ("frozen.pb", "checkpoint/model.meta"):
         made = accel.export(
@@ -406,7 +406,7 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
     again = accel.export(folder / "nmp.onnx", opset=18, out=tmp_path / "c.onnx")
     assert again.properties["opset"] == 18
     with accel.load(again) as theirs_session:
-        # This file names its outputs StatefulPartitionedCall:0..2. basic_pitch itself reads output 1 as note and output
+        # nmp.onnx names its outputs StatefulPartitionedCall:0..2. basic_pitch itself reads output 1 as note and output
         # 2 as onset.
         theirs = theirs_session.run({theirs_session.signature.inputs[0].name: audio})
     order = {

@@ -86,8 +86,8 @@ def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int])
 @pytest.mark.proof
 def test_sizes_that_the_user_says(tmp_path: Path) -> None:
     """Fails if export runs a net at sizes outside --dim, or if the error for a net that rejects the default sizes
-    doesn't name the size and the option. Also fails if oneDNN runs these large sizes, because oneDNN then returns
-    uninitialized memory."""
+    doesn't name the size and the option. Also fails if oneDNN runs sizes for which oneDNN returns uninitialized
+    memory."""
     source = f"{written(tmp_path)}:too_large_for_all"
     why = r"Negative dimension size caused by subtracting 40 from 16 for \S*/convolution"
     with pytest.raises(

@@ -76,7 +76,7 @@ def logaddexp():
 @pytest.mark.parametrize("factory", ["logsigmoid", "logaddexp"])
 def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
     """Fails if ONNX Runtime's logarithm of a sum of exponentials is infinite, NaN or less exact than PyTorch's. The
-    gate's own inputs are too small to show this fault."""
+    gate's own inputs are too small for an overflow."""
     (tmp_path / "scores.py").write_text(OVERFLOWS)
     made = accel.export(f"{tmp_path / 'scores.py'}:{factory}", inputs=["x:float32[batch,4]"], out=tmp_path / "m.onnx")
     net = load_object(f"{tmp_path / 'scores.py'}:{factory}", "factory")[1]()
@@ -228,8 +228,8 @@ def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, cap
 def test_a_packed_sequence_that_no_exporter_does(
     tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error for a model whose packed sequence can't be exported doesn't name this cause and the fix in one
-    sentence."""
+    """Fails if the error for a model whose packed sequence can't be exported doesn't name the packing and the fix in
+    one sentence."""
     (tmp_path / "packed.py").write_text(PACKED)
 
     def broken(*_: Any) -> None:

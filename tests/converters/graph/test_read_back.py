@@ -1,4 +1,4 @@
-"""Proves that accel reads the signature from the written file, compares it with the source and trusts no stage."""
+"""Proves that accel reads the signature from the written file and compares the signature with the source."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:500])
     elif what == "flipped":
         content = bytearray(path.read_bytes())
-        content[600] ^= 1  # changes the first sample to another valid number
+        content[600] ^= 1  # the flipped bit gives another valid number
         path.write_bytes(content)
     with pytest.raises(BadData, match="sample 2" if what == "nan" else "d.npz"):
         list(SampleStream(path, src.signature).batches(1))

@@ -1,5 +1,4 @@
-"""Proves that torch's NaN guard after softmax is removed only if it has no effect, and that the outputs stay the
-same."""
+"""Proves that torch's NaN guard after softmax is removed only if the guard has no effect, without changing outputs."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) ->
 
 
 def test_what_was_built_is_recorded(engine: Artifact) -> None:
-    """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles. Without a GPU the
-    engine file doesn't reveal these."""
+    """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles, because reading them
+    from the engine requires a GPU."""
     import tensorrt_rtx_bindings as trt
 
     assert engine.properties["toolkit"] == "tensorrt-rtx"
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_the_build(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while float(process.stdout.readline()) <= 0:
-            pass  # until the builder itself reports
+            pass  # waits until the builder reports progress
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert children
         process.send_signal(signal.SIGINT)

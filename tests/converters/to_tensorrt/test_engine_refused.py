@@ -60,7 +60,7 @@ def test_files_that_are_no_model(
 
 
 def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the build skips the ONNX checker. TensorRT builds this model, whose outputs then contradict the declared
+    """Fails if the build skips the ONNX checker. TensorRT builds a model whose outputs contradict the declared
     shape."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     path = save(tmp_path / "model.onnx", [node], [value("x", [4, 8])], [value("y", [4, 9])])

@@ -1,8 +1,8 @@
 """Proves that ``engine_from_onnx`` and the session use accel's operators as plugins, with a stand-in for TensorRT.
 
-The stand-in follows each set of rules that TensorRT's parser has had. The tests fail if an existing plugin isn't used,
-or if a missing plugin is used instead of the function body. The tests also fail if the manifest contradicts the engine,
-or if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins, or if
+The stand-in imitates each known set of rules of TensorRT's parser. The tests fail if an existing plugin isn't used, or
+if a missing plugin is used instead of the function body. The tests also fail if the manifest contradicts the engine, or
+if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins, or if
 plugins are loaded from a path in a manifest.
 """
 

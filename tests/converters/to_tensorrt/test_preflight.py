@@ -250,7 +250,7 @@ def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
     assert "--target tensorrt on a machine with that GPU" in hopper.stderr
     with pytest.raises(UnknownName, match="unknown toolkit"):
         preflight(digits, target="openvino")
-    onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # a model without a manifest
+    onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # this model has no manifest
     assert cli("preflight", tmp_path / "plain.onnx").code == 0
 
 

@@ -124,7 +124,7 @@ def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_builder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the timing cache isn't set before the build, or isn't written after it."""
+    """Fails if the timing cache isn't set before the build, or isn't written after the build."""
     config = FakeConfig()
     known_at_build: list[bytes | None] = []
 

@@ -30,7 +30,7 @@ from accel.kernels.tensorrt.quick_plugins import PluginKernel
 from accel.sources.onnx.file import open_onnx
 from tests.support.fake_tensorrt import BODY, LIBRARY_PLUGIN, QUICK, RULES, FakeTensorRT, built, library, with_weights
 
-# This is a feed-forward block. A second, unfused product uses one of the block's weights.
+# The model is a feed-forward block. A second, unfused product uses one of the block's weights.
 BLOCK = """<ir_version: 10, opset_import: ["" : 20]>
 g (float16[batch, length, 16] x) => (float16[batch, length, 16] y, float16[batch, length, 16] z) {
   p = MatMul(x, u)

@@ -153,8 +153,8 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, source: torch.dtype) -> None:
     """Fails if the error of a quantized row exceeds rounding. For int8, rounding is half a step of the scale. For e4m3,
-    rounding is 1/16 relative or half the smallest step, 2**-10. Both bounds are widened by 4e-5, because the fp32
-    quotient before rounding has an error of up to 127 * 2**-24 of a step."""
+    rounding is 1/16 relative or half the smallest step, 2**-10. The int8 and e4m3 bounds are widened by 4e-5, because
+    the fp32 quotient before rounding has an error of up to 127 * 2**-24 of a step."""
     x = (torch.randn(17, 33, generator=torch.Generator().manual_seed(2)) * 100).to(source)
     x[3] = 0
     x[4] *= 1e-6

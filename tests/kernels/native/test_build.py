@@ -24,8 +24,8 @@ from accel.kernels.proof import check
 
 pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
 
-# This script writes the requested output and a scratch file. If $SLOW is set, the script appends two process ids to
-# $STARTED and takes $SLOW seconds.
+# The stand-in for nvcc writes the requested output and a scratch file. If $SLOW is set, the stand-in appends two
+# process ids to $STARTED and takes $SLOW seconds.
 NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "a stand-in, 1.0"; exit 0;; esac
 for word; do [ "$last" = -o ] && out=$word; last=$word; done
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
-    """Returns a function that lists the process ids of the slow compilers. Kills these processes after the test."""
+    """Returns a function that lists the process ids of the slow compilers. Kills the slow compilers after the test."""
 
     def found() -> list[int]:
         file = tmp_path / "started"

@@ -46,7 +46,7 @@ from accel.tables.limits import STAGE_LIMITS
 INCLUDE = os.environ.get("ACCEL_ONNXRUNTIME_INCLUDE", "")
 M, N, K = 6, 5, 7
 IMAGES, CHANNELS, HEIGHT, WIDTH, FILTERS = 2, 3, 7, 6, 4
-# These rows list the kernel, stride, padding and dilation of convolutions.
+# Each row has the kernel, stride, padding and dilation of a convolution.
 GEOMETRIES = (
     ((3, 2), (2, 1), (1, 0), (1, 2)),
     ((1, 1), (1, 1), (0, 0), (1, 1)),

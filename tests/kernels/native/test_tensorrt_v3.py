@@ -240,7 +240,7 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert "accel FusedGemm: " in plugins.said
     assert run(4, largest_m=4096) == 0, "few rows of a range that goes further"
     assert run(4, tactic=12345) == 0, "a tactic of another library"
-    # These cases have unsupported sizes and types, or fields that contradict the name.
+    # Each case has unsupported sizes or types, or fields that contradict the name.
     a, b, bias = operands(plain, 4, 8, 16).values()
     good = [(a, "fp16"), (b, "fp16"), (bias, "fp16")]
     assert plugins.run(plain.name, good[:2], (4, 8), "fp16")[0] == 5, "an input is missing"
@@ -358,8 +358,8 @@ def test_what_is_no_convolution_is_an_error(plugins: Plugins) -> None:
 @needs_compiler
 @pytest.mark.proof
 def test_an_int8_sum_that_could_overflow_is_refused(kernels: Path) -> None:
-    """Fails if a plugin computes an int8 sum that could overflow. With the largest allowed K, the plugin passes this
-    check and refuses the problem because of the dtype."""
+    """Fails if a plugin computes an int8 sum that could overflow. With the largest allowed K, the plugin passes the
+    overflow check and refuses the problem because of the dtype."""
     library = native.Library(kernels)
     for k, message in ((131071 + 1, "int8 a K of 131071"), (131071 - 15, "no kernel for this dtype")):
         problem = native.Problem(

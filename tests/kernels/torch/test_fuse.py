@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 def test_every_pattern_is_matched_and_reported() -> None:
     """Fails if a pattern is not matched or reported, or if an output differs by more than 1e-5 of the largest element.
-    This bound covers fewer than ten layers in fp32. The verification inside ``fuse`` allows 1e-4."""
+    The bound of 1e-5 covers fewer than ten layers in fp32. The verification inside ``fuse`` allows 1e-4."""
     torch.manual_seed(0)
     model = Block().eval()
     x = torch.randn(2, 3, 9, 7)

@@ -188,7 +188,8 @@ def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
     """Fails if an implementation of a convolution is wrong in any dtype. The implementations are both Triton tiles and,
-    if the patches' rows are 16 bytes long, the product of the patches. The bound is the bound of this product."""
+    if the patches' rows are 16 bytes long, the product of the patches. The bound is that of the convolution's
+    product."""
     names = dispatch.native_names(capability())
     ran = set()
     for c_in, c_out in ((19, 35), (32, 72)):

@@ -124,7 +124,7 @@ def test_one_configuration_an_architecture_compiles(arch: int) -> None:
 
 
 Wanted = tuple[str, str, int, bool]
-# Dispatch uses these configurations if no size is a multiple of 16, because the other tiles then spill.
+# Dispatch uses the configurations in FOR_ANY if no size is a multiple of 16, because the other tiles then spill.
 FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_8192")
 
 
@@ -193,8 +193,8 @@ def test_small_tiles_take_any_size_without_spills(name: str, dtype: str) -> None
 
 
 def test_a_large_tile_spills_without_vectors() -> None:
-    """Fails if the large tile no longer spills without vector loads. Dispatch could then use the large tile for such
-    problems."""
+    """Fails if the large tile no longer spills without vector loads. Dispatch could then use the large tile for
+    unaligned problems."""
     assert "spilled" in cross.compile_config(get("gemm_128x128"), "fp16", 90, aligned=False).problem
 
 
@@ -208,7 +208,8 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> 
 
 @pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
 def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
-    """Fails if the tensor cores sum all of K themselves, Triton's default on Hopper. Such sums have only 14 bits."""
+    """Fails if the tensor cores sum all of K themselves, Triton's default on Hopper. Sums inside the tensor cores have
+    only 14 bits."""
     made = cross.compile_config(get(name), "fp8_e4m3", 90)
     assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
     assert "14 bits" in replace(made, imprecise=1 << 30).problem

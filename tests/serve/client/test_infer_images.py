@@ -1,4 +1,4 @@
-"""Proves that ``accel infer`` sends the pixels of images as the model takes them and shows classes."""
+"""Proves that ``accel infer`` converts images to the model's input layout and shows classes."""
 
 from __future__ import annotations
 

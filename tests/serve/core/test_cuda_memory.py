@@ -35,7 +35,7 @@ class FakeGpu:
         self.broken = False
 
     def allocate(self, size: int) -> bytes:
-        """Allocates memory and returns its handle in the form that clients send."""
+        """Allocates memory and returns its handle in the encoding that clients send."""
         handle = bytes([len(self.shared) + 1]) * 64
         self.shared[handle] = ctypes.create_string_buffer(size)
         return base64.b64encode(handle)

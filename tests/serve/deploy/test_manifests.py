@@ -54,7 +54,8 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
         "scaleTarget": wanted.target_cpu_percent,
     }  # fmt: skip
     assert all(type(own[name]) is int for name in ("minReplicas", "maxReplicas", "scaleTarget"))
-    # KServe's webhook requires these values for cpu and memory. Knative's own autoscaler supports concurrency and rps.
+    # For cpu and memory, KServe's webhook requires the class hpa and a target of 1 to 100. Knative's own autoscaler
+    # supports concurrency and rps.
     assert document["metadata"]["annotations"]["autoscaling.knative.dev/class"] == "hpa.autoscaling.knative.dev"
     assert 1 <= own["scaleTarget"] <= 100
     (container,) = predictor["containers"]

@@ -30,8 +30,8 @@ def squares(folder: Path, *dims: str) -> None:
 @pytest.mark.parametrize("ragged", [True, False])
 def test_a_ragged_input(tmp_path: Path, start: Start, ragged: bool) -> None:
     """Fails if requests of different lengths don't run together although the config allows ragged batches. Also fails
-    if such requests run together without this setting, because padding could change the answers of a model without a
-    mask. Also fails if an output isn't cut to the length of its input."""
+    if requests of different lengths run together without the setting, because padding could change the answers of a
+    model without a mask. Also fails if an output isn't cut to the length of its input."""
     squares(tmp_path / "square" / "1", "length")
     config = RAGGED.format(dims="[-1]", ragged=str(ragged).lower())
     (tmp_path / "square" / "config.pbtxt").write_text(config)

@@ -27,8 +27,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, bytes], None]]:
-    """Returns ``put(path, body)``, which writes to an S3 store in a separate process. The environment names the store.
-    ``path`` is ``bucket`` or ``bucket/key``."""
+    """Returns ``put(path, body)``, which writes to an S3 store in a separate process. The environment variables contain
+    the store's address. ``path`` is ``bucket`` or ``bucket/key``."""
     for needed in ("moto", "s3fs"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not in [dev]; run: make remote")

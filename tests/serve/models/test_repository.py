@@ -286,7 +286,7 @@ def _scaled(tmp_path: Path, factor: float) -> bytes:
 
 
 class Mark:
-    """Creates a folder when it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -53,7 +53,7 @@ def test_it_happens_before_the_model_is_ready(
     tmp_path: Path, start: Start, seen: list[Any], config: str, sizes: list[int]
 ) -> None:
     """Fails if an instance doesn't run exactly its warm-up samples before the server is ready. The samples come from
-    the config. If the config has none, the samples are the smallest and the largest batch."""
+    the config, or are the smallest and the largest batch by default."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(config)
     start(tmp_path / "models")

@@ -258,7 +258,7 @@ def record(folder: Path, processes: int, seconds: float, requests: int, rows: li
 def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
     """Fails if an answer is wrong or lost, if a counter differs from the clients' counts, or if memory, threads or open
     files grow between the second and the last quarter of the time. The test with two processes takes half the time.
-    ACCEL_SOAK_SECONDS shortens both tests. ACCEL_SOAK_RESULTS names a folder for the results."""
+    ACCEL_SOAK_SECONDS shortens the load. ACCEL_SOAK_RESULTS names a folder for the results."""
     seconds = SECONDS / processes
     words = ["--mode", "explicit", "--load-model", "*", "--processes", str(processes)]
     served = serve(str(repository(tmp_path / "models")), *words, path=FAULTY)

@@ -18,7 +18,7 @@ from tests.support.fake_sessions import POISON, SIGNATURE, FakeSession, request
 
 
 class Streaming(FakeSession):
-    """A session that yields as many responses as the second value of the input. A poisonous row raises after the second
+    """A session that yields as many responses as the input's second value says. A poisonous row raises after the second
     response."""
 
     def __init__(self) -> None:

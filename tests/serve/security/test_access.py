@@ -168,7 +168,8 @@ def test_http_wants_it_too(process: Any) -> None:
 
 
 OPEN = {("GET", "/"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready")}
-# A token without the control right may make these calls on the whole server. The answers cover only the token's models.
+# READ lists the calls on the whole server that a token without the control right may make. The answers cover only the
+# token's models.
 READ = {
     ("GET", path)
     for path in (

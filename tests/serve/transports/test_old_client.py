@@ -1,6 +1,6 @@
 """Proves that an old release of Triton's Python client works with the server.
 
-The old release needs a separate environment, which ``make test`` creates. These commands do the same by hand:
+The old release needs a separate environment, which ``make test`` creates. To create the environment by hand, run:
 
 python -m venv old && old/bin/pip install --no-deps -r tests/serve/transports/old_tritonclient.txt
 ACCEL_OLD_TRITONCLIENT=old python -m pytest tests/serve/transports/test_old_client.py
