@@ -40,8 +40,7 @@ from tests.support.onnx_builder import (
 
 
 def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
-    """Fails if the overflow search ignores the calibration data, casts an overflowing node, or keeps Relu in
-    float32."""
+    """Fails if the overflow search ignores the data file, casts an overflowing node, or keeps Relu in float32."""
     src = square_root_of_square(tmp_path / "m.onnx")
     data = save_data(tmp_path / "d.npz", x=np.array([300.0, 1.0], np.float32))
     made = cast(src, CastConfig(data=data), tmp_path / "o.onnx")
@@ -121,7 +120,7 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if eps is rounded to 0 or to another number, or if the nodes between the sum and the division are cast."""
+    """Fails if eps is rounded to 0 or to another number, or if a node from the sum to the division is cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [

@@ -122,7 +122,7 @@ class InTraining(tf.Module):
 
 
 class Sampler(tf.Module):
-    """A model that draws random integers at every call. The name of its random op doesn't contain "random"."""
+    """A model that draws random integers at every call. The name of the sampling op doesn't contain "random"."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name="x")])
     def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:

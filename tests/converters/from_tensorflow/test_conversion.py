@@ -60,8 +60,8 @@ def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
     ],
 )
 def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
-    """Fails if the error for a tf.function without input_signature, or for an object that is no function, isn't one
-    line that names the fix."""
+    """Fails if the error for a tf.function without input_signature, or for an object that is no function, takes several
+    lines or names no fix."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 2

@@ -110,7 +110,7 @@ def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
 
 
 def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
-    """Fails if fp8 rounds with int8's equal steps, which lose all channels but the largest one here."""
+    """Fails if fp8 rounds with int8's equal steps, which lose all channels but the largest in this test."""
     src = net(tmp_path / "m.onnx", outlier=1000.0)
     errors = {}
     for mode in ("static", "fp8"):

@@ -111,8 +111,8 @@ def test_progress_of_nested_phases() -> None:
 
 
 def test_engine_options_come_back_in_the_rebuild_command() -> None:
-    """Fails if an option is parsed as another option or with the wrong unit, or if the rebuild command lacks an
-    option."""
+    """Fails if an option is parsed as another option or with the wrong unit, or if the rebuild command has other
+    options."""
     texts = ["builder-level=0", "workspace=2GiB", "version-compatible=yes", "hardware=ampere-plus"]
     found = parse_engine_options(texts)
     assert found == {

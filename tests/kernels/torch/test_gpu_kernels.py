@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# These sizes are smaller than a tile, one past a tile, have K with a tail, every alignment, and rows of 16 bytes (for
+# The sizes cover less than a tile, one more than a tile, K with a tail, every alignment, and rows of 16 bytes (for
 # CUTLASS and TMA).
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))

@@ -196,7 +196,7 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
         assert len(session.feeds) < 0.5 * len(tickets)
 
 
-# The cost grows faster than the length. A row of 8 positions takes 10 ms, and a row of 64 positions takes 80 ms.
+# The cost grows in proportion to the length. A row of 8 positions takes 10 ms, and a row of 64 positions takes 80 ms.
 STEEP = CostTable((1, 8), (1, 64), ((0.00125, 0.08), (0.01, 0.64)))
 
 
