@@ -1,4 +1,4 @@
-"""Fixtures that start servers over small repositories."""
+"""Provides fixtures that start servers over small repositories."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Makes a repository with the models ``linear`` and ``pair``, both without a config."""
+    """Makes a repository with the models ``linear`` and ``pair``, which have no config."""
     root = tmp_path / "models"
     linear(root / "linear" / "1")
     two_inputs(root / "pair" / "1")
@@ -46,8 +46,8 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Returns ``serve(repository, ...)``, which runs the command, on free ports if ``free``. Ends the command after the
-    test."""
+    """Returns ``serve(repository, ...)``, which runs the command, on free ports if ``free`` is true. Ends the command
+    after the test."""
     made: list[Served] = []
 
     def begin(*words: str, free: bool = True, path: Path | None = None) -> Served:
@@ -69,7 +69,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Starts a server with ``bad``, whose session is faulty, and ``good``."""
+    """Starts a server with ``bad``, whose session can raise or hang, and ``good``."""
     released, running = threading.Event(), threading.Semaphore(0)
     real = loading.open_session
     sessions: list[Faulty] = []

@@ -1,4 +1,4 @@
-"""docs/how-to/serving.md: the tests serve its configs, send requests to the models, and run its commands."""
+"""Proves that the configs, requests and commands of docs/how-to/serving.md work as written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.certificates import certificate
 from tests.support.onnx_builder import artifact, node
 from tests.support.serving import FLOAT, INT64, WEIGHTS, linear, routes, tensor
 
-# test_four_commands.py covers the four commands before this heading.
+# test_four_commands.py covers the four commands above this heading.
 HEADING = "\n## config.pbtxt\n"
 PAGE = HEADING + (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8").partition(HEADING)[2]
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("text", "counter", "relu", "both"):
         (models / name / "1").mkdir(parents=True)
     texts, rows, three = ["batch", "length"], ["batch", 1], ["batch", 3]
-    # Returns twice the id, or the id itself for padding.
+    # The model returns twice the id, or the unchanged id for padding.
     artifact(
         models / "text" / "1" / "model.onnx",
         [
@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_configs(folder: Path, start: Any) -> None:
-    """Fails if a config of the page is refused, or has another effect than the page says."""
+    """Fails if the server refuses a config of the page, or if a config doesn't have the documented effect."""
     process = start(folder / "models")
     x = np.array([[1, -2, 0.5, 3]], np.float32)
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -91,7 +91,7 @@ def test_the_configs(folder: Path, start: Any) -> None:
         assert (scheduling.threads, scheduling.queue_rows, scheduling.queue_bytes) == (1, 1024, 64 << 20)
         assert scheduling.policies[1].max_queue_size == 16
 
-        for length in (2, 5):  # without the mask
+        for length in (2, 5):  # these requests have no mask
             ids = np.arange(length, dtype=np.int64)[None]
             np.testing.assert_array_equal(client.infer("text", [tensor("ids", ids, "INT64")]).as_numpy("y"), 2 * ids)
         lengths = process.server.repository.get("text").scheduling.lengths
@@ -117,8 +117,8 @@ def test_the_configs(folder: Path, start: Any) -> None:
 
 
 def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
-    """Fails if a command of the page doesn't work as written (on free ports), or if the page's tokens give other rights
-    than it says."""
+    """Fails if a command of the page doesn't work as written (on free ports), or if the page's tokens don't have the
+    documented rights."""
     check, begin, infer = map(shlex.split, COMMANDS)
     ran = cli(*check[1:])
     assert ran.code == 0, ran.stdout + ran.stderr
@@ -145,7 +145,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
 
 
 def test_every_field_is_on_the_page() -> None:
-    """Fails if the page misses a field of the protocol's config or a parameter of accel's."""
+    """Fails if the page doesn't document a field of the protocol's config or a parameter of accel's."""
     said = set(re.findall(r"`([a-z_A-Z.]+)`", section("config.pbtxt")))
     fields = {field.name for field in proto.message("ModelConfig").DESCRIPTOR.fields}
     assert fields <= said, fields - said
@@ -168,7 +168,7 @@ def test_every_field_is_on_the_page() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path: Path, cli: Any, text: str, says: str) -> None:
-    """Fails if a config is served that asks for an unsupported feature, or if the error doesn't name the reason."""
+    """Fails if a config that requests an unsupported feature is served, or if the error doesn't name the reason."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(text)
     ran = cli("serve", tmp_path / "models", "--check", "--json")

@@ -1,4 +1,4 @@
-"""Runs the four commands at the top of docs/how-to/serving.md."""
+"""Proves that the four commands at the top of docs/how-to/serving.md work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def free_ports() -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if one of the page's four commands, on other ports, doesn't work as written."""
+    """Fails if one of the page's four commands doesn't work as written, apart from the ports."""
     monkeypatch.chdir(my_model.parent)
     np.savez("samples.npz", x=np.random.default_rng(0).standard_normal((24, 3, 32, 32)).astype(np.float32))
     assert cli("export", "my_model.py:make", "--input", "x:float32[batch,3,32,32]", "-o", "my.onnx", "-q").code == 0
@@ -55,15 +55,15 @@ def test_four_commands(my_model: Path, cli: Any, serve: Any, monkeypatch: pytest
     done = subprocess.run([sys.executable, *ask[1:]], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("True ")
     assert 'datatype: "FP32"' in done.stdout
-    assert "count: 3" in done.stdout  # three batches of eight
+    assert "count: 3" in done.stdout  # the requests form three batches of eight
 
 
-@pytest.mark.nightly  # minutes of search
+@pytest.mark.nightly  # the search takes minutes
 def test_the_four_commands_with_a_real_model(
     minilm: Artifact, minilm_data: Path, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a text model can't be optimized, served and read by Triton's client without further options, or if its
-    embeddings differ from the given model's by more than the search allows."""
+    """Fails if a text model can't be optimized, served and read by Triton's client without further options. Also fails
+    if the embeddings differ from the original model's by more than the search allows."""
     monkeypatch.chdir(tmp_path)
     source = minilm.copy_to(tmp_path / "minilm.onnx")
     (tmp_path / "calib.npz").write_bytes(minilm_data.read_bytes())

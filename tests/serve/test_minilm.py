@@ -1,4 +1,4 @@
-"""Serves a real model from the files that accel wrote."""
+"""Proves that the server serves a real model from the files that accel wrote."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.serving import Start
 
 @pytest.mark.slow
 def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if the server gives other embeddings than a session of the model, at several lengths and batch sizes. Also
-    fails if the server doesn't see that batches may be padded along the dynamic length."""
+    """Fails if the server returns other embeddings than a session of the model at several lengths and batch sizes. Also
+    fails if the server doesn't detect that batches may be padded along the dynamic length."""
     made = minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     assert manifest_path(made.path).is_file()
     process = start(tmp_path)
@@ -39,8 +39,8 @@ def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
 
 @pytest.mark.slow
 def test_texts_of_many_lengths_together(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if texts of different lengths don't run together, or if the batch changes an embedding: by unmasked
-    padding, by a missing mask, or by another text's answer."""
+    """Fails if texts of different lengths don't share a batch. Also fails if unmasked padding, a missing mask or
+    another text's answer changes an embedding."""
     minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     (tmp_path / "minilm" / "config.pbtxt").write_text("dynamic_batching { max_queue_delay_microseconds: 2000000 }")
     process = start(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Faulty:
-    """A session that raises if x[0, 0] is 1, hangs until ``released`` if it is 2, and otherwise runs."""
+    """A session that raises if x[0, 0] is 1, hangs until ``released`` if x[0, 0] is 2, and otherwise runs."""
 
     def __init__(self, session: Any, released: threading.Event, running: threading.Semaphore) -> None:
         self._session, self._released, self._running = session, released, running

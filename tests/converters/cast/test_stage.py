@@ -1,4 +1,4 @@
-"""Casts to float16 and bfloat16: which nodes are cast, which stay float32, and the rounding that ONNX Runtime hides."""
+"""Proves that casts to float16 and bfloat16 stay accurate and keep the nodes that need float32 in float32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.onnx_builder import (
 
 
 def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
-    """Fails if the search ignores the user's data, keeps too few nodes in float32 (infinity), or too many (Relu)."""
+    """Fails if the overflow search ignores the data file, casts an overflowing node, or keeps Relu in float32."""
     src = square_root_of_square(tmp_path / "m.onnx")
     data = save_data(tmp_path / "d.npz", x=np.array([300.0, 1.0], np.float32))
     made = cast(src, CastConfig(data=data), tmp_path / "o.onnx")
@@ -55,7 +55,7 @@ def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
 
 
 def attention_mask(path: Path, low: float) -> Artifact:
-    """Makes softmax(scores + (1 - mask) * low), as transformers write it."""
+    """Builds softmax(scores + (1 - mask) * low), the formula of the transformers library."""
     return artifact(
         path,
         [
@@ -74,7 +74,7 @@ def attention_mask(path: Path, low: float) -> Artifact:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min), -1e4])
 def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
-    """Fails if a mask constant becomes small, zero or (times 0) NaN, or if it keeps the softmax in float32."""
+    """Fails if a mask constant becomes small, zero or (times 0) NaN, or if the mask keeps the softmax in float32."""
     made = cast(attention_mask(tmp_path / "m.onnx", low), CastConfig(precision=precision), tmp_path / "o.onnx")
     scores = np.array([[5, -20, 0, 3, 9, 9, 9, 9]], np.float32)
     p = run(made, scores=scores, mask=np.array([[1, 1, 1, 1, 0, 0, 0, 0]]))["p"]
@@ -87,14 +87,14 @@ def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
 
 
 def test_fully_masked_rows_stay_finite(tmp_path: Path) -> None:
-    """Fails if a finite mask becomes -inf: a fully masked row would be NaN."""
+    """Fails if a finite mask value becomes -inf, which makes the output of a fully masked row NaN."""
     made = cast(attention_mask(tmp_path / "m.onnx", -1e9), CastConfig(), tmp_path / "o.onnx")
     p = run(made, scores=np.zeros((1, 8), np.float32), mask=np.zeros((1, 8), np.int64))["p"]
     assert np.allclose(p, 1 / 8, atol=1e-3)
 
 
 def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
-    """Fails if -inf is clamped, or if ConstantOfShape, Constant or Cast still give float32."""
+    """Fails if -inf is clamped, or if a ConstantOfShape, Constant or Cast node still outputs float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -114,13 +114,13 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
     found = run(made, x=np.array([[1, -1, 2, -2]], np.float32))
     assert np.array_equal(found["y"], [[1, -65504, 2, -65504]])
     assert np.array_equal(found["b"], [[1, -np.inf, 2, -np.inf]])
-    assert made.notes["casts_inserted"] == 3  # one for x, one each for y and b
+    assert made.notes["casts_inserted"] == 3  # one cast is for x, one for y and one for b
     assert kept(made) == set()
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if eps becomes 0 (division by zero) or another number, or is lost between the sum and the division."""
+    """Fails if eps is rounded to 0 or to another number, or if a node from the sum to the division is cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -147,7 +147,8 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if LayerNormalization, whole or decomposed, squares 1000 in fp16, or if layers around it aren't cast."""
+    """Fails if a whole or decomposed LayerNormalization squares 1000 in fp16, or if the layers around it aren't
+    cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}
@@ -184,8 +185,8 @@ def test_normalisation_over_large_activations(tmp_path: Path) -> None:
 
 
 def test_positions_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if angles of thousands of radians are rounded to 11 bits: nothing overflows, but their sine would be noise.
-    Nodes after the sine have to be 16-bit again."""
+    """Fails if angles of thousands of radians are rounded to 11 bits, which makes their sine noise without an overflow.
+    Also fails if nodes after the sine stay float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -208,7 +209,7 @@ def test_positions_are_not_rounded(tmp_path: Path) -> None:
 
 
 def test_sizes_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if the size 2049 goes through fp16, which makes it 2048: the Expand would not even run."""
+    """Fails if the size 2049 is cast to fp16, which rounds 2049 to 2048 and breaks the Expand node."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -234,7 +235,7 @@ def test_sizes_are_not_rounded(tmp_path: Path) -> None:
 
 
 def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
-    """Fails if a subgraph reads a tensor or constant of the wrong dtype, or if a shadowing name is renamed."""
+    """Fails if a subgraph reads an outer tensor or constant with the wrong dtype, or if a shadowing name is renamed."""
     then = helper.make_graph(
         [node("Mul", "h k", "t0"), node("Add", "t0 h", "t")],
         "then",
@@ -265,7 +266,7 @@ def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
 
 
 def test_io_is_kept_or_cast(tmp_path: Path) -> None:
-    """Fails if keep_io changes a float dtype, if keep_io=False keeps a float32, or if an integer dtype changes."""
+    """Fails if keep_io changes a float dtype, if keep_io=False leaves a float32, or if an integer dtype changes."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Gather", "table ids", "r"), node("Add", "r x", "y"), node("ArgMax", "y", "best", axis=-1)],
@@ -284,7 +285,7 @@ def test_io_is_kept_or_cast(tmp_path: Path) -> None:
 
 
 def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
-    """Fails if each reader of an input, or each of several float32 nodes in a row, gets its own Cast."""
+    """Fails if each reader of an input, or each float32 node in a chain, gets its own Cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -299,7 +300,7 @@ def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
     )
     assert cast(src, CastConfig(), tmp_path / "o.onnx").notes["casts_inserted"] == 2
     made = cast(src, CastConfig(keep_fp32=("n_c", "Exp")), tmp_path / "k.onnx")
-    assert kept(made) == {"n_c", "n_y", "n_d"}  # "n_c" and "n_y" surround a transpose, which only moves values
+    assert kept(made) == {"n_c", "n_y", "n_d"}  # the transpose between "n_c" and "n_y" only moves values
     assert made.notes["casts_inserted"] == 3
 
 
@@ -328,7 +329,7 @@ def test_operators_without_a_form_stay_and_say_from_which_opset(tmp_path: Path) 
 
 
 def test_local_functions_are_cast(tmp_path: Path) -> None:
-    """Fails if the body of a local function stays float32, or if the file keeps both bodies."""
+    """Fails if the body of a local function stays float32, or if the file contains the body twice."""
     body = helper.make_function(
         "local", "Double", ["a"], ["b"], [node("Add", "a a", "b")], [helper.make_opsetid("", 20)]
     )
@@ -347,7 +348,7 @@ def test_local_functions_are_cast(tmp_path: Path) -> None:
 
 
 def test_what_was_asked_for_wrongly_is_named(tmp_path: Path) -> None:
-    """Fails if a pattern that matches nothing, or an unknown precision, is silently ignored."""
+    """Fails if a pattern that matches no node, or an unknown precision, is silently ignored."""
     src = square_root_of_square(tmp_path / "m.onnx")
     with pytest.raises(UnknownName, match="no node and no operator is called 'Conv_\\*'"):
         cast(src, CastConfig(keep_fp32=("Conv_*",)), tmp_path / "o.onnx")
@@ -371,7 +372,7 @@ def test_an_output_beyond_the_format_is_refused(tmp_path: Path) -> None:
 
 @st.composite
 def small_nets(draw: st.DrawFn) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray], int]:
-    """Draws a chain of layers of width 8 with skips and random weights of a usual size."""
+    """Draws a chain of layers of width 8 with skip connections and normally scaled random weights."""
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     nodes: list[onnx.NodeProto] = []
     constants: dict[str, np.ndarray] = {}
@@ -471,8 +472,8 @@ def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("place", [12, 60])
 def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
-    """Fails if the gate passes an overflow in its first 16 samples or the judge in its first 128, although the search
-    didn't read the sample that overflows."""
+    """Fails if the gate passes a sample that overflows among its first 16, or the judge among its first 128, although
+    the overflow search skipped the sample."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.ones(64, np.float32)
     x[place] = 300

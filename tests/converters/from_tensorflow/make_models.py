@@ -1,4 +1,4 @@
-"""Writes small TensorFlow models of every form into the folder given. Runs in a process of its own."""
+"""Writes small TensorFlow models of every supported format into the given folder, in a separate process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def graphs() -> None:
             hidden = plain = tf.nn.relu(tf.matmul(x, v1.get_variable("w", [6, 4])))
             if dropout == "new":
                 hidden = v1.nn.dropout(hidden, rate=0.3)
-            if dropout == "old":  # as TensorFlow 1.4 wrote dropout
+            if dropout == "old":  # TensorFlow 1.4 wrote dropout with these operators
                 keep = tf.constant(0.7)
                 noise = tf.floor(keep + tf.random.uniform(tf.shape(hidden)))
                 hidden = tf.realdiv(hidden, keep) * noise
@@ -122,7 +122,7 @@ class InTraining(tf.Module):
 
 
 class Sampler(tf.Module):
-    """A model that draws integers at every call with an op whose name doesn't contain "random"."""
+    """A model that draws random integers at every call. The name of the sampling op doesn't contain "random"."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32, name="x")])
     def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -176,7 +176,7 @@ def tflite_models() -> None:
 
 
 class Foldable(tf.Module):
-    """One product with a weight that nine operators compute from constants. Two of the nine have no form in ONNX."""
+    """A product with a weight that nine operators compute from constants. ONNX lacks two of the nine operators."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
     def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -196,7 +196,7 @@ def foldable_models() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         tf.matmul(x, Foldable.weight(), name="y")
         Path("foldable.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    # TFLite's converter folds these operators itself, but leaves 16-bit weights to be widened at each run.
+    # TFLite's converter folds these operators itself, but the TFLite file widens 16-bit weights at each run.
     converter = tf.lite.TFLiteConverter.from_saved_model("sequential")
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
     converter.target_spec.supported_types = [tf.float16]

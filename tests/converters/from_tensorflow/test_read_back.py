@@ -1,4 +1,4 @@
-"""The signature is read from the TensorFlow file itself and never taken from the stage that wrote the file."""
+"""Proves that export reads the signature from the TensorFlow file and doesn't trust the stage that wrote the file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tensorflow_files(
     gives: str,
     words: str,
 ) -> None:
-    """Fails if a stage is accepted whose file lost a name, has a fixed batch or another dtype. Each planted stage
+    """Fails if export accepts a written file that lost a name, has a fixed batch or another dtype. Each planted stage
     claims the signature of its source."""
     row = get_stage(stage)
     config: Any = resolve(row.config)()

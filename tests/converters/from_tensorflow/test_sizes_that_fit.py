@@ -1,5 +1,4 @@
-"""Open dims of TensorFlow models that can't take every size: the sizes that export tries, and the sizes from
-the user."""
+"""Proves that export finds valid sizes for the dynamic dims of TensorFlow models, or uses the sizes of the user."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ def written(folder: Path) -> Path:
     ],
 )
 def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
-    """Fails if the plain command can't export a net that rejects 2, 16 or 17 pixels, doesn't report the sizes it
-    compared at, or compares at sizes that give an empty output."""
+    """Fails if the plain command can't export a net that rejects 2, 16 or 17 pixels, doesn't report the compared sizes,
+    or compares at sizes with an empty output."""
     out = tmp_path / "m.onnx"
     ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -86,9 +85,9 @@ def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int])
 
 @pytest.mark.proof
 def test_sizes_that_the_user_says(tmp_path: Path) -> None:
-    """Fails if export runs a net at other sizes than --dim gives, if the error for a net that takes none of the default
-    sizes doesn't name the size tried and the option to pass, or if oneDNN runs such sizes, for which it returns
-    uninitialized memory."""
+    """Fails if export runs a net at sizes outside --dim, or if the error for a net that rejects the default sizes
+    doesn't name the size and the option. Also fails if oneDNN runs sizes for which oneDNN returns uninitialized
+    memory."""
     source = f"{written(tmp_path)}:too_large_for_all"
     why = r"Negative dimension size caused by subtracting 40 from 16 for \S*/convolution"
     with pytest.raises(
@@ -102,8 +101,8 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """Fails if --dim can't restrict a net that halves an image to even sizes, if export then runs odd sizes, or if the
-    error without the step doesn't name the fix."""
+    """Fails if --dim can't restrict a net that halves an image to even sizes, or if export then runs odd sizes. Also
+    fails if the error for a range without a step doesn't name the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
     fix = r"it runs at multiples of 2: pass dims={'height': '32:48:64:2', 'width': '32:32:64:2'}$"
@@ -125,8 +124,8 @@ def function(pixels):
 
 
 def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
-    """Fails if the error calls a model unreadable that Keras can run but not trace. Also fails if the error ends within
-    a sentence, or if a user who applies the fix in the error gets no ONNX file."""
+    """Fails if the error for a model that Keras can run but not trace says that the model can't be read. Also fails if
+    the error is cut within a sentence, or if its fix gives no ONNX file."""
     models = written(tmp_path)
     with pytest.raises(BadSource, match=r"can't make a graph of .* while its sizes are open") as caught:
         accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")
@@ -137,7 +136,7 @@ def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
 
 
 def test_bytes_go_up_to_255(tmp_path: Path) -> None:
-    """Fails if a model with uint8 inputs is compared on zeros and ones only."""
+    """Fails if a model with uint8 inputs is compared only on the values 0 and 1."""
     (tmp_path / "bytes.py").write_text(BYTES)
     made = accel.export(f"{tmp_path / 'bytes.py'}:function", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].values == (0, 255)

@@ -1,4 +1,4 @@
-"""Training ops in TensorFlow models: dropout, random numbers, variables that are assigned."""
+"""Proves that export strips or refuses training ops in TensorFlow models: dropout, random ops, assigned variables."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make():
 
 @pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
 def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a graph with dropout is exported unchanged, if its refusal doesn't name the op, or if the stripped graph
-    computes something else than the same net without dropout."""
+    """Fails if a graph with dropout is exported unchanged, if its error doesn't name the op, or if the stripped graph
+    differs from the same net without dropout."""
     words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "-q")
     assert ran.code == 2
@@ -50,15 +50,15 @@ def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Pa
     assert cli(*words, "-q", "--strip-training-ops").code == 0
     model = onnx.load(str(tmp_path / "m.onnx"))
     assert not {node.op_type for node in model.graph.node} & {"RandomUniform", "RandomUniformLike", "Mul", "Div"}
-    wanted = arrays(tensorflow_models / f"{name}.npz")  # TensorFlow's results for the net without dropout
+    wanted = arrays(tensorflow_models / f"{name}.npz")  # TensorFlow computed these outputs for the net without dropout
     with accel.load(tmp_path / "m.onnx") as session:
         np.testing.assert_allclose(session.run({"x": wanted["x"]})["logits"], wanted["logits"], atol=1e-6)
 
 
 @pytest.mark.proof
 def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --strip-training-ops, which the refusal tells the user to pass, has no effect on a SavedModel or on the
-    result of a function, or if the stripped net differs from the net at inference."""
+    """Fails if --strip-training-ops, which the error suggests, has no effect on a SavedModel or on the result of a
+    function. Also fails if the stripped net differs from the net at inference."""
     code = tmp_path / "net.py"
     code.write_text(FACTORY)
     x = np.float32([[1, 2, 3], [-4, 5, 6]])
@@ -78,8 +78,7 @@ def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_mode
 
 
 def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
-    """Fails if a SavedModel that still holds its dropout can't be inspected, or if no warning says that dropout was
-    left out."""
+    """Fails if a SavedModel with dropout can't be inspected, or if no warning names the dropout's random op."""
     graph = accel.inspect(tensorflow_models / "dropout").graph
     assert any("StatelessRandomUniformV2" in warning for warning in graph["warnings"])
     assert graph["parameters"] == 6 * 4 + 4 + 4 * 2 + 2
@@ -87,8 +86,9 @@ def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
 
 @pytest.mark.parametrize(("name", "output"), [("sampler", "drawn"), ("noise.tflite", "place")])
 def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, name: str, output: str) -> None:
-    """Fails if a model is accepted whose randomness shows only in an integer output and in no op's name, or if the
-    error for a TFLite file names an option that has no effect on TFLite. (TFLite is judged only by repeated runs.)"""
+    """Fails if export accepts a model whose randomness shows only in an integer output and in no op's name. Also fails
+    if the error for a TFLite file names an option without effect on TFLite. (Only repeated runs reveal randomness in
+    TFLite.)"""
     with pytest.raises(BadSource, match=f"the output '{output}' of .* differs from run to run") as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx")
     assert ("strip_training_ops=True" in str(caught.value)) == (name == "sampler")
@@ -106,8 +106,8 @@ def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, 
 def test_what_is_left_is_refused_once(
     tensorflow_models: Path, tmp_path: Path, name: str, kind: type[Exception], words: str, options: dict[str, Any]
 ) -> None:
-    """Fails if a model that updates its batch statistics at every call is exported with the statistics of the batch, or
-    if the error tells a user who already passed strip_training_ops to pass it."""
+    """Fails if a model that updates its batch statistics at every call is exported, or if the error suggests
+    strip_training_ops to a user who already passed strip_training_ops."""
     with pytest.raises(kind, match=words) as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)
     assert "pass strip_training_ops" not in str(caught.value)

@@ -1,5 +1,4 @@
-"""Builds textgenrnn's net and loads the weights of its package. The package ships weights alone, so code has to build
-the net."""
+"""Builds textgenrnn's net in code and loads the weights of its package, which contains no net."""
 
 import importlib.util
 from pathlib import Path
@@ -39,8 +38,8 @@ def make():
 
 
 def from_cudnn(kernel, recurrent, bias):
-    """Returns the weights of a saved CuDNNLSTM in the form of an LSTM: adds the two biases and transposes each gate's
-    kernel in memory."""
+    """Converts the saved weights of a CuDNNLSTM to those of an LSTM by adding the two biases and transposing each
+    gate's kernel in memory."""
 
     def gates(weight, turn):
         return np.hstack([turn(part) for part in np.hsplit(weight, 4)])

@@ -1,4 +1,4 @@
-"""Messages of `accel export` about a model whose own code makes its ONNX differ from it or depend on the batch."""
+"""Proves that `accel export` explains outputs that vary from run to run or depend on the batch."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def norm():
     ],
 )
 def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path, cli: Any) -> None:
-    """Fails if the error advises a fixed size or other inputs, which don't help: rounding or training mode makes the
-    model's outputs vary."""
+    """Fails if the error suggests a fixed size or other inputs for a model whose outputs vary because of rounding or
+    training mode."""
     (tmp_path / "net.py").write_text(NETS)
     given = ["--input", "x:float32[batch,12]", "-o", tmp_path / "m.onnx", "-q"]
     ran = cli("export", f"{tmp_path / 'net.py'}:{factory}", *given)
@@ -78,8 +78,8 @@ def test_the_model_itself_is_why(factory: str, words: list[str], tmp_path: Path,
 
 
 def test_statistics_of_the_batch_are_said(tmp_path: Path, cli: Any) -> None:
-    """Fails if export doesn't warn that the outputs depend on the other samples of the batch because a layer stays in
-    training mode, or if it warns although no layer does."""
+    """Fails if export doesn't warn that a layer in training mode makes outputs depend on the other samples of the
+    batch. Also fails if export warns although no layer is in training mode."""
     (tmp_path / "net.py").write_text(NETS)
     (tmp_path / "right.py").write_text(NETS.replace("self.layer.train()", "pass"))
     ran = {}

@@ -1,4 +1,4 @@
-"""Models that an exporter changes, can't write, or would write with values of the example baked in."""
+"""Proves that export catches models that an exporter changes, can't write, or writes with baked-in example values."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def logaddexp():
 
 @pytest.mark.parametrize("factory", ["logsigmoid", "logaddexp"])
 def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
-    """Fails if the logarithm of a sum of exponentials is infinite, NaN or less exact where PyTorch's isn't. The gate's
-    own inputs are too small to show this."""
+    """Fails if ONNX Runtime's logarithm of a sum of exponentials is infinite, NaN or less exact than PyTorch's. The
+    gate's own inputs are too small for an overflow."""
     (tmp_path / "scores.py").write_text(OVERFLOWS)
     made = accel.export(f"{tmp_path / 'scores.py'}:{factory}", inputs=["x:float32[batch,4]"], out=tmp_path / "m.onnx")
     net = load_object(f"{tmp_path / 'scores.py'}:{factory}", "factory")[1]()
@@ -90,7 +90,8 @@ def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
-    """Fails if a model that writes to its input changes the samples, so that a correct export is called wrong."""
+    """Fails if a model that writes to its input changes the gate's samples, so that the gate rejects a correct
+    export."""
     (tmp_path / "small.py").write_text(SMALL_NUMBERS)
     source = f"{tmp_path / 'small.py'}:in_place"
     made = accel.export(source, inputs={"x": ("float32", ("batch", 3, 8, 8))}, out=tmp_path / "m.onnx")
@@ -134,8 +135,8 @@ class Complex(torch.nn.Module):
     ],
 )
 def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if the error for a model that draws random numbers, keeps a state or returns complex numbers advises other
-    sizes."""
+    """Fails if the error suggests other sizes for a model that draws random numbers, keeps a state or returns complex
+    numbers."""
     (tmp_path / "changing.py").write_text(CHANGING)
     ran = cli(
         "export", f"{tmp_path / 'changing.py'}:{factory}", "--input", "x:float32[batch,8]", "-o", tmp_path / "m.onnx"
@@ -145,8 +146,8 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if the error doesn't name the operator, if it advises a fixed size, which doesn't help, or if an exporter
-    prints."""
+    """Fails if the error doesn't name the operator that ONNX lacks, if the error suggests a fixed size, or if an
+    exporter prints."""
     hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
     (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
     words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
@@ -158,7 +159,8 @@ def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> 
 
 
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
-    """Fails if a model is exported without a branch that no example takes, or if the error doesn't name the line."""
+    """Fails if a model is exported without a branch that no example reaches, or if the error doesn't name the source
+    line."""
     source = tmp_path / "rare.py"
     source.write_text(
         "import torch\n"
@@ -208,8 +210,8 @@ def every():
 
 @pytest.mark.parametrize("factory", ["last", "every"])
 def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if a packed sequence of uneven lengths can't be exported (by its last state or by its outputs), if padding
-    changes the outputs, if an output added for the exporter stays, or if the exporter's messages are printed."""
+    """Fails if a packed sequence of uneven lengths can't be exported, by its last state or by its outputs. Also fails
+    if padding changes the outputs, if an output added for the exporter remains, or if the exporter prints messages."""
     (tmp_path / "packed.py").write_text(PACKED)
     spec = f"{tmp_path / 'packed.py'}:{factory}"
     out = tmp_path / "m.onnx"
@@ -226,7 +228,7 @@ def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, cap
 def test_a_packed_sequence_that_no_exporter_does(
     tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error for a model that packs sequences and can't be exported doesn't name this cause and the fix in
+    """Fails if the error for a model whose packed sequence can't be exported doesn't name the packing and the fix in
     one sentence."""
     (tmp_path / "packed.py").write_text(PACKED)
 
@@ -263,7 +265,7 @@ def make():
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
-    """Fails if len(x) becomes the constant batch of the example, or if the replacement of len stays in the module."""
+    """Fails if len(x) becomes the constant batch size of the example, or if the module keeps the replacement of len."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
     source = Source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"]).open()
     out = tmp_path / "m.onnx"

@@ -1,4 +1,4 @@
-"""An export is compared once: PyTorch and the file run once at each shape, and the manifest records the comparison."""
+"""Proves that export runs PyTorch and the exported file once per shape and records the comparison in the manifest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Artifact:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
-    """Counts the runs of each kind of artifact on each set of feeds. The gates' memory of outputs is off."""
+    """Counts the runs of each kind of artifact on each set of feeds. Turns the gates' cache of outputs off."""
     counted: Counter[tuple[str, str]] = Counter()
     run = BaseSession.run
 
@@ -51,8 +51,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_each_shape_runs_once(rung: str, source: Artifact, runs: Counter[tuple[str, str]], tmp_path: Path) -> None:
-    """Fails if both the stage and ``run_stage`` compare, or if the comparison skips the extra seeds that a tracer
-    needs."""
+    """Fails if both the stage and ``run_stage`` run the comparison, or if the comparison skips the extra seeds that a
+    tracing exporter needs."""
     gate = OutputGate(limit=1e-4)
     made = run_stage(
         "onnx_from_torch", source, OnnxFromTorchConfig(ladder=(rung,)), gates=[gate], cache=StageCache(tmp_path / "c")
@@ -66,7 +66,7 @@ def test_each_shape_runs_once(rung: str, source: Artifact, runs: Counter[tuple[s
 
 
 def test_exporters_are_held_to_the_gate_of_the_run(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an exporter is held to the default limit instead of the gate's limit."""
+    """Fails if an exporter's error is compared with the default limit instead of the gate's limit."""
     with pytest.raises(ExportFailed, match=r"dynamo: its outputs are off: .*\(limit 1e-12\)"):
         run_stage(
             "onnx_from_torch",

@@ -1,4 +1,4 @@
-"""`accel export` with preprocessing: channels last, 16-bit inputs, the sizes of the images, the written graph."""
+"""Proves that `accel export` with preprocessing accepts raw images in every layout, dtype and size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @pytest.fixture(scope="module")
 def channels_last(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Returns a net with three input channels, which come last as in TensorFlow's models."""
+    """Returns a net whose input has three channels in the last dim, as in TensorFlow's models."""
     out = tmp_path_factory.mktemp("channels_last") / "net.onnx"
     return accel.export(tensorflow_models / "sequential.keras", out=out)
 
@@ -33,8 +33,8 @@ def first_nodes(path: Path, number: int) -> list[str]:
 
 
 def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the division by 255, the mean and the deviation need more than one Mul and one Add, if these come before
-    the Cast, or if the graph has a second Transpose."""
+    """Fails if the division by 255, the mean and the deviation take more than one Mul and one Add, or if the Mul and
+    Add come before the Cast. Also fails if the graph has a second Transpose."""
     config = PreprocessConfig(mean=(0.25,), std=(0.5,), layout="NHWC", dtype="uint8")
     made = accel.export(digits.path, preprocess=config, out=tmp_path / "p.onnx")
     assert first_nodes(made.path, 5) == ["Cast", "Transpose", "Mul", "Add", "Conv"]
@@ -55,9 +55,9 @@ def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
 def test_a_model_with_channels_last(
     channels_last: Artifact, tmp_path: Path, layout: str, resize: tuple[int, int] | None, before: list[str]
 ) -> None:
-    """Fails if a mean per channel is applied along another axis of a channels-last net, if bytes (in either layout,
-    resized or not) give other scores than the prepared image, or if a channels-first image is transposed to last and
-    back before the first convolution."""
+    """Fails if a mean per channel is applied along the wrong axis of a channels-last net, or if image bytes give other
+    scores than the preprocessed image. Also fails if a channels-first image is transposed to channels last and back
+    before the first convolution."""
     config = PreprocessConfig(mean=MEAN, std=STD, layout=layout, dtype="uint8", resize=resize)
     made = accel.export(channels_last.path, preprocess=config, out=tmp_path / "p.onnx")
     assert first_nodes(made.path, len(before)) == before
@@ -75,8 +75,8 @@ def test_a_model_with_channels_last(
 
 @pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
 def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
-    """Fails if the transpose to channels last is removed although its output has a reader besides the
-    transpose back."""
+    """Fails if the transpose to channels last is removed although another node besides the transpose back reads its
+    output."""
     nodes = [
         helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
         helper.make_node("GlobalAveragePool", ["first"], ["pooled"]),
@@ -118,7 +118,7 @@ def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", ""])
 def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
-    """Fails if preprocessing feeds float32 to a net that takes float16, or gives other numbers."""
+    """Fails if preprocessing feeds float32 to a net with float16 inputs, or changes the numbers."""
     kind = TensorProto.FLOAT16
     nodes = [helper.make_node("GlobalAveragePool", ["x"], ["a"]), helper.make_node("Flatten", ["a"], ["y"])]
     x = helper.make_tensor_value_info("x", kind, ["batch", 3, 6, 6])
@@ -140,8 +140,8 @@ def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
 
 
 def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --dim can't give the sizes of the images before resizing, if the gate doesn't compare at these sizes, or
-    if the images get the batch's range."""
+    """Fails if --dim can't set the image sizes before resizing, if the gate doesn't compare at these sizes, or if the
+    image sizes get the batch's range."""
     out = tmp_path / "p.onnx"
     dims = ["--dim", "height=16:32:48", "--dim", "width=12:24:40", "--dim", "batch=1:2:4"]
     ran = cli("export", digits.path, "--resize", "8x8", "--dtype", "uint8", *dims, "-o", out, "--json", "-q")
@@ -153,8 +153,8 @@ def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_sizes_of_what_is_not_resized(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a range of image sizes is silently dropped without --resize, or if an unknown dim is accepted
-    with it."""
+    """Fails if --dim silently drops a range of image sizes without --resize, or accepts an unknown dim with
+    --resize."""
     words = ["export", digits.path, "--dtype", "uint8", "-o", tmp_path / "p.onnx", "-q"]
     ran = cli(*words, "--dim", "height=16:32:48")
     assert (ran.code, "no input has a dim called 'height'" in ran.stderr) == (2, True)

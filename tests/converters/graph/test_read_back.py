@@ -1,4 +1,4 @@
-"""The signature of a stage's result is read from its file and compared with the source, never taken from the stage."""
+"""Proves that accel reads the signature from the written file and compares the signature with the source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accel.tables.stage_table import get_stage
 
 
 class Net(torch.nn.Module):
-    """Computes y = 2x and z = x + 1 with one fault. A planted stage writes this module."""
+    """Computes y = 2x and z = x + 1 with one fault. A planted stage writes this module to a file."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ def source(tmp_path: Path) -> Path:
 def test_an_exported_program(
     source: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
 ) -> None:
-    """Fails if the signature that a stage claims is believed. Each planted stage claims the signature of its source."""
+    """Fails if accel trusts the signature that a stage claims. Each planted stage claims the signature of its
+    source."""
 
     def planted(src: Artifact, config: Any, out: Path) -> Artifact:
         shapes = None if fault == "batch" else ({0: torch.export.Dim("batch", max=64)},)
@@ -115,7 +116,7 @@ def test_a_program_that_ties_two_dims(tmp_path: Path) -> None:
     ],
 )
 def test_an_ncnn_net(source: Path, tmp_path: Path, start: str, end: str, words: str) -> None:
-    """Fails if a net passes that lacks an input or an output, has an additional output, or has another size."""
+    """Fails if accel accepts an ncnn net with a missing input or output, an additional output, or another size."""
     known = Signature((TensorSpec("x", "float32", ("batch", 4)),), (TensorSpec("y", "float32", ("batch", 4)),))
     src = Artifact(path=source, kind="onnx", signature=known)
     param = tmp_path / "model.ncnn.param"

@@ -1,4 +1,4 @@
-"""Simplification by onnxsim: which changes are allowed, and which model results if onnxsim fails."""
+"""Proves that onnxsim's simplification keeps the model's signature and outputs, and that a failure changes nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FLOAT = TensorProto.FLOAT
 
 
 def conv_net(path: Path, *, ir: int = 8, opset: int = 15) -> Artifact:
-    """Makes a net of Conv, BatchNorm, Relu and a shape computed from constants, with an unusual opset and IR version
-    and a dynamic batch."""
+    """Makes a net of Conv, BatchNorm, Relu and a shape computed from constants. The net has an unusual opset, an
+    unusual IR version and a dynamic batch."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("Conv", ["image", "w"], ["c"], name="conv", pads=[1, 1, 1, 1]),
@@ -67,7 +67,8 @@ def outputs(made: Artifact, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def test_smaller_and_the_same(tmp_path: Path) -> None:
-    """Fails if nothing is simplified, or if the opset, the IR version, a name, a dtype or the dynamic batch changes."""
+    """Fails if onnxsim simplifies nothing, or if the opset, the IR version, a name, a dtype or the dynamic batch
+    changes."""
     src = conv_net(tmp_path / "m.onnx")
     made = run_stage(
         "simplify", src, SimplifyConfig(), gates=[OutputGate(limit=1e-5)], cache=StageCache(tmp_path / "c")
@@ -84,8 +85,8 @@ def test_smaller_and_the_same(tmp_path: Path) -> None:
 
 
 def test_linear_layers_stay_products(minilm: Artifact) -> None:
-    """Fails if onnxsim may rewrite Linear layers into Reshape, Gemm, Reshape. This adds nodes and hides the layers from
-    every runtime."""
+    """Fails if onnxsim may rewrite a Linear layer into Reshape, Gemm and Reshape. The rewrite adds nodes and hides the
+    layer from every runtime."""
     ops = [node.op_type for node in read_proto(minilm.path).graph.node]
     assert ops.count("MatMul") == 6 * 8
     assert "Gemm" not in ops
@@ -97,8 +98,8 @@ def crash(path: Path, out: Path, skip: list[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["crash", "refusal", "drift", "invalid", "slow"])
 def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Fails if a crash of the native code kills this process, if a hang isn't ended, or if a model that onnxsim broke
-    (other dims, invalid) is accepted."""
+    """Fails if a native crash kills the calling process, if a hanging process isn't ended, or if an invalid model or
+    one with other dims is accepted."""
     src = conv_net(tmp_path / "m.onnx")
     before = outputs(src, src.signature.example_inputs(batch=2))
 
@@ -130,7 +131,7 @@ def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_that_fails_the_checker_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if an invalid model goes on to the next stage."""
+    """Fails if an invalid model reaches the next stage."""
     src = conv_net(tmp_path / "m.onnx")
     model = onnx.load(str(src.path))
     model.graph.value_info.append(helper.make_tensor_value_info("c", TensorProto.INT64, None))
@@ -141,7 +142,7 @@ def test_a_model_that_fails_the_checker_is_not_written(tmp_path: Path, monkeypat
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if an interrupt leaves the temporary folder or half a file."""
+    """Fails if an interrupt leaves the temporary folder or a half-written file behind."""
 
     def interrupted(*_: object, out: Path, **__: object) -> None:
         out.write_bytes(b"half")
@@ -157,7 +158,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_large_models_keep_their_weights_in_a_file_named_by_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the weights of a model over the size limit are lost, if different weights share a file name, or if the
+    """Fails if the weights of a model above the size limit are lost, if different weights share a file name, or if the
     artifact doesn't record the files."""
     src = conv_net(tmp_path / "m.onnx")
     reads = onnx.load(str(src.path))

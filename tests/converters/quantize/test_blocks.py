@@ -1,4 +1,4 @@
-"""Weight-only quantization to 8 or 4 bits for TensorRT: the graph, its error, and the engines that accept it."""
+"""Proves that block-wise weight-only quantization to 8 or 4 bits gives correct graphs, which TensorRT builds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.onnx_builder import FLOAT, artifact
 
 
 def net(path: Path, opset: int = 21) -> Artifact:
-    """Makes a net of three products. Blocks divide the depth of the first and the last product, but not of the one
-    between them. The last product has a transposed weight."""
+    """Makes a net of three products. The block size divides the depth of the first and the third product, but not of
+    the second. The third product has a transposed weight."""
     rng = np.random.default_rng(0)
     shapes = {"w1": (256, 300), "w2": (300, 256), "w3": (128, 256)}
     constants = {n: (rng.standard_normal(shape) / 16).astype(np.float32) for n, shape in shapes.items()}
@@ -44,13 +44,14 @@ def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("mode", "top"), [("int4-weights", 7), ("int8-weights", 127)])
 def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path) -> None:
-    """Fails if blocks lie along the other axis, if a product that blocks don't fit changes, or if a weight is off."""
+    """Fails if blocks run along the wrong axis, if a product whose depth isn't a multiple of the block size changes, or
+    if a quantized weight has a wrong value."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(form="tensorrt", mode=mode, block_size=64, smallest=1), tmp_path / "q.onnx")
     w = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(src.path)).graph.initializer}
     x = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
     wanted = x @ blocks(w["w1"], 0, 64, top) @ w["w2"] @ blocks(w["w3"], 1, 64, top).T
-    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would round the activations too
+    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would round the activations as well
         found = session.run({"x": x})["y"]
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
     kinds = {t.name: t.data_type for t in onnx.load(str(made.path)).graph.initializer}
@@ -64,7 +65,8 @@ def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path
 
 
 def test_the_candidate(tmp_path: Path) -> None:
-    """Fails if --precision int4 gives no candidate, an older opset isn't raised, or the block size can't be chosen."""
+    """Fails if --precision int4 gives no candidate, if an older opset isn't raised, or if the block size can't be
+    chosen."""
     src = net(tmp_path / "m.onnx", opset=17)
     words: dict[str, Any] = {"precisions": ("int4",), "data": None, "samples": 0, "threads": 1}
     for options, size in (({}, 128), ({"block_size": 64}, 64)):
@@ -77,8 +79,8 @@ def test_the_candidate(tmp_path: Path) -> None:
 
 
 def test_the_engine_is_built(tmp_path: Path, cli: Any) -> None:
-    """Fails if TensorRT refuses the model, or dequantizes the weights before the product, which then reads them at full
-    size."""
+    """Fails if TensorRT refuses the model, or if TensorRT dequantizes the weights in a separate kernel before the
+    product."""
     pytest.importorskip("tensorrt_rtx_bindings")
     src = net(tmp_path / "m.onnx")
     words = ["--target", "tensorrt-rtx", "--precision", "int4", "--compute-capability", "8.9"]

@@ -1,5 +1,4 @@
-"""Calibration batch by batch: the result equals that of all values at once, memory doesn't grow, and runs
-can resume."""
+"""Proves that batchwise calibration equals calibration on all values at once, takes constant memory and can resume."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ METHODS = ("minmax", "percentile", "entropy", "mse")
 
 
 def conv_net(path: Path, size: int | str = "height") -> Artifact:
-    """Makes a net of a convolution, a Relu and a convolution over images of any size."""
+    """Makes a net of two convolutions with a Relu between them, for images of any size."""
     rng = np.random.default_rng(0)
     constants = {
         "w1": (rng.standard_normal((8, 3, 3, 3)) / 5).astype(np.float32),
@@ -93,7 +92,7 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
     whole = at_once(np.concatenate(parts))
     assert np.array_equal(streamed.counts, whole.counts)
     assert np.array_equal(streamed.to_row(), whole.to_row())
-    # NumPy's histogram over the same edges gives the same counts.
+    # NumPy's histogram has the same counts over the same edges.
     wanted, _ = np.histogram(np.concatenate(parts).astype(np.float64), whole.edges)
     assert np.array_equal(whole.counts, wanted)
     for method in METHODS:
@@ -101,7 +100,8 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
 
 
 def test_ranges_are_those_of_the_values_themselves() -> None:
-    """Fails if a method's range differs by more than one bin from its definition on the values in memory."""
+    """Fails if a calibration method's range differs by more than one bin from the method's definition on the raw
+    values."""
     values = np.concatenate([np.random.default_rng(1).standard_normal(200_000), [40.0, -55.0]]).astype(np.float32)
     found = at_once(values)
     bin_width = float(found.edges[1] - found.edges[0])
@@ -124,7 +124,7 @@ def test_ranges_are_those_of_the_values_themselves() -> None:
 
 
 def test_infinities_and_nan_are_counted_apart() -> None:
-    """Fails if -inf of a mask becomes the range, or if NaN spoils the range."""
+    """Fails if the -inf of a mask becomes the end of the range, or if a NaN makes the range invalid."""
     found = at_once(np.array([1, 2, -np.inf, np.nan, 3], np.float32))
     assert value_range(found, "minmax") == (1.0, 3.0)
     assert (found.nonfinite, int(found.counts.sum())) == (2, 3)
@@ -132,8 +132,7 @@ def test_infinities_and_nan_are_counted_apart() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_entropy_agrees_with_the_library(scale: float) -> None:
-    """Fails if the entropy range differs from that of ONNX Runtime's collector, which takes much longer to
-    compute it."""
+    """Fails if the entropy range differs from that of ONNX Runtime's collector, which is much slower."""
     values = (np.random.default_rng(2).laplace(size=100_000) * scale).astype(np.float32)
     collector = HistogramCollector(
         method="entropy", symmetric=True, num_bins=1024, num_quantized_bins=128, percentile=99.99, scenario="same"
@@ -145,7 +144,7 @@ def test_entropy_agrees_with_the_library(scale: float) -> None:
 
 
 def stacked(path: Path, sizes: list[int], per_file: int) -> Path:
-    """Makes a folder of files with different image sizes."""
+    """Writes a folder of files with different image sizes."""
     path.mkdir()
     rng = np.random.default_rng(3)
     for index, size in enumerate(sizes):
@@ -155,7 +154,8 @@ def stacked(path: Path, sizes: list[int], per_file: int) -> Path:
 
 
 def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
-    """Fails if a batch is lost, repeated or cut elsewhere than in ``Dataset``, or if ``skip`` drops another batch."""
+    """Fails if the stream loses, repeats or cuts a batch differently from ``Dataset``, or if ``skip`` drops the wrong
+    batch."""
     src = conv_net(tmp_path / "m.onnx")
     data = stacked(tmp_path / "data", [12, 16, 9], 5)
     (tmp_path / "data" / "003.npz").write_bytes(b"")
@@ -176,7 +176,7 @@ def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
 
 
 def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
-    """Fails if a model with a fixed batch of two gets three samples, or the odd last sample alone."""
+    """Fails if a model with a fixed batch of two gets a batch of three samples, or the fifth sample alone."""
     signature = Signature((TensorSpec("x", "float32", (2, 3)),))
     np.savez(tmp_path / "d.npz", x=np.zeros((5, 3)))
     assert [len(feeds["x"]) for feeds in SampleStream(tmp_path / "d.npz", signature).batches(4)] == [2, 2]
@@ -184,8 +184,8 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan", "flipped", "too many", "number"])
 def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
-    """Fails if a bad file ends in a traceback of numpy or zipfile, if a pickle is loaded, if a checksum isn't compared,
-    or if a header that claims more samples than the file can hold is believed."""
+    """Fails if a bad file ends in a traceback of numpy or zipfile, if a pickle is loaded, or if a checksum isn't
+    compared. Also fails if a header that declares more samples than the file contains is trusted."""
     src = conv_net(tmp_path / "m.onnx")
     path = tmp_path / "d.npz"
     images = np.zeros((4, 3, 9, 9), np.float32)
@@ -211,7 +211,7 @@ def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:500])
     elif what == "flipped":
         content = bytearray(path.read_bytes())
-        content[600] ^= 1  # changes the first sample to another valid number
+        content[600] ^= 1  # the flipped bit gives another valid number
         path.write_bytes(content)
     with pytest.raises(BadData, match="sample 2" if what == "nan" else "d.npz"):
         list(SampleStream(path, src.signature).batches(1))
@@ -222,7 +222,7 @@ def tensors(src: Artifact) -> Histograms:
 
 
 def test_variable_shapes(tmp_path: Path) -> None:
-    """Fails if batches of other sizes are left out, or if all batches need the same shape."""
+    """Fails if calibration skips batches of other sizes, or requires one shape for all batches."""
     src = conv_net(tmp_path / "m.onnx")
     stream = SampleStream(stacked(tmp_path / "data", [8, 20, 11], 4), src.signature)
     found = tensors(src)
@@ -261,12 +261,12 @@ SCRIPT = """
 
 
 def script(*arguments: object, waits_at: int = -1) -> list[str]:
-    """Returns the script's command line. The collection waits in batch ``waits_at`` forever."""
+    """Returns the script's command line. The script stops forever in batch ``waits_at``."""
     return [sys.executable, "-c", textwrap.dedent(SCRIPT), *(str(a) for a in (*arguments, waits_at))]
 
 
 def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations pile up in memory: ten times as many images take 70 MB more by themselves."""
+    """Fails if samples or activations accumulate in memory. Ten times as many images alone take 70 MB more."""
     src = conv_net(tmp_path / "m.onnx", 64)
     peaks = []
     for count in (160, 1600):
@@ -281,7 +281,8 @@ def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
 
 
 def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
-    """Fails if a run after SIGKILL starts from the beginning, counts a batch twice, or leaves out a batch."""
+    """Fails if a calibration restarted after SIGKILL begins from the first batch, counts a batch twice, or skips a
+    batch."""
     src = conv_net(tmp_path / "m.onnx", 64)
     data, state = tmp_path / "d.npz", tmp_path / "state.npz"
     np.savez(data, x=np.random.default_rng(5).standard_normal((80, 3, 64, 64)).astype(np.float32))
@@ -304,7 +305,7 @@ def test_a_killed_calibration_goes_on(tmp_path: Path) -> None:
 
 
 def killed_in_the_fifth_batch(task: Task) -> Any:
-    """Runs ``run_static`` in its child process, which kills itself the first time it reaches its fifth batch."""
+    """Runs ``run_static`` in a child process that kills itself when it first reaches its fifth batch."""
     calibrate._SAVE_SECONDS = 0.0
     plain = quantize_ort.calibration_feeds
 
@@ -319,8 +320,8 @@ def killed_in_the_fifth_batch(task: Task) -> Any:
 
 
 def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the stage gives calibration no folder for its state, if the state is gone when the stage runs again, or
-    if the ranges differ from those of an uninterrupted run."""
+    """Fails if the stage gives calibration no folder for its saved state, or if this state is lost before the next run.
+    Also fails if the ranges differ from those of an uninterrupted run."""
     src = conv_net(tmp_path / "m.onnx", 16)
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(6).standard_normal((32, 3, 16, 16)).astype(np.float32))
     config = QuantizeConfig(data=tmp_path / "d.npz")
@@ -341,7 +342,7 @@ def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "of another model"])
 def test_a_damaged_state_is_not_believed(damage: str, tmp_path: Path) -> None:
-    """Fails if ranges come from a state file that is truncated, changed, or of another model."""
+    """Fails if calibration loads ranges from a state file that is truncated, changed, or written for another model."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(batch=2)
     state = tmp_path / "state.npz"

@@ -1,4 +1,4 @@
-"""8-bit floats for TensorRT: the graph, its error, and the engines that accept it."""
+"""Proves that fp8 quantization for TensorRT gives graphs with a small error and engines that compute in fp8."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def net(path: Path, opset: int = 20, outlier: float = 1.0) -> Artifact:
-    """Makes a net of two products that read one tensor, and a third product after them. One channel is ``outlier``
-    times as large as the others, and its weights are smaller by the same factor."""
+    """Makes a net of three products, of which the first two read the same tensor. One channel is ``outlier`` times as
+    large as the others, and its weights are smaller by the same factor."""
     rng = np.random.default_rng(0)
     scale = np.ones(WIDTH, np.float32)
     scale[3] = outlier
@@ -75,9 +75,9 @@ def config(data: Path, **more: Any) -> QuantizeConfig:
 
 
 def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
-    """Fails if a weight's scale isn't that of its channel, if an activation's scale isn't that of calibration, if a
-    weight isn't rounded to E4M3, if a bias or an output is rounded, or if a tensor that two products read is rounded
-    twice."""
+    """Fails if a weight's scale isn't per channel, if an activation's scale isn't the calibrated scale, or if a weight
+    isn't rounded to E4M3. Also fails if a bias or an output is rounded, or if a tensor that two products read is
+    rounded twice."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, config(data), tmp_path / "q.onnx")
     assert made.properties["precision"] == "fp8"
@@ -97,7 +97,7 @@ def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
     assert gate_runtime(made) == "onnx-rounded"
     with open_session(made, gate_runtime(made)) as session:
         found = session.run({"x": x})["y"]
-    # A value on an edge between two steps may fall to either side because a product may be summed in another order.
+    # A value halfway between two steps may be rounded either way, because the order of summation may vary.
     assert np.median(np.abs(found - wanted)) < 1e-5 * np.abs(wanted).max()
     assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
     graph = onnx.load(str(made.path)).graph
@@ -110,7 +110,7 @@ def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
 
 
 def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
-    """Fails if fp8 rounds with the equal steps of int8, which lose all but the largest channel here."""
+    """Fails if fp8 rounds with int8's equal steps, which lose all channels but the largest in this test."""
     src = net(tmp_path / "m.onnx", outlier=1000.0)
     errors = {}
     for mode in ("static", "fp8"):
@@ -119,12 +119,12 @@ def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
         )
         errors[mode] = max(r.value or 0.0 for r in OutputGate(limit=10.0, data=data).check(src, made))
     assert errors["fp8"] < 0.1 < errors["static"]
-    assert errors["fp8"] > 1e-3  # the values are rounded
+    assert errors["fp8"] > 1e-3  # a smaller error would mean that nothing was rounded
 
 
 def test_what_stays_and_what_is_refused(data: Path, tmp_path: Path) -> None:
-    """Fails if a kept node is rounded, per_channel=False doesn't give one scale per tensor, or an unsupported request
-    isn't refused."""
+    """Fails if a node in ``keep`` is rounded, if per_channel=False doesn't give one scale per tensor, or if an
+    unsupported request isn't refused."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, config(data, keep=("third",), per_channel=False), tmp_path / "q.onnx")
     graph = onnx.load(str(made.path)).graph
@@ -150,8 +150,8 @@ def request(data: Path | None, *capabilities: str, precisions: tuple[str, ...] |
 
 
 def test_it_is_tried_where_every_gpu_has_it(data: Path, tmp_path: Path) -> None:
-    """Fails if fp8 is tried for a GPU without it, not tried if all GPUs have it, or tried without calibration data, or
-    if an older opset isn't raised to the one that fp8 needs."""
+    """Fails if fp8 is tried without calibration data or for a GPU without fp8, or isn't tried if all GPUs have fp8.
+    Also fails if an older opset isn't raised to the opset that fp8 needs."""
     src = net(tmp_path / "m.onnx", opset=17)
     for capabilities, tried in ((("8.9",), True), (("8.9", "12.0"), True), (("8.6", "8.9"), False), ((), False)):
         found, _ = recipes(src, request(data, *capabilities))
@@ -165,7 +165,8 @@ def test_it_is_tried_where_every_gpu_has_it(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_cast_around_it(data: Path, tmp_path: Path) -> None:
-    """Fails if the cast to fp16 removes the 8-bit weights, leaves a product in float32, or changes the outputs."""
+    """Fails if the cast to fp16 after quantization removes the 8-bit weights, leaves a product in float32, or changes
+    the outputs."""
     cache = StageCache(tmp_path / "cache")
     src = net(tmp_path / "m.onnx")
     quantized = run_stage("quantize", src, config(data), cache=cache)
@@ -179,7 +180,7 @@ def test_the_cast_around_it(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_engine_is_built(data: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if TensorRT refuses the model, or if none of its kernels computes in fp8."""
+    """Fails if TensorRT refuses the model, or if no kernel of the engine computes in fp8."""
     pytest.importorskip("tensorrt_rtx_bindings")
     src = net(tmp_path / "m.onnx")
     words = ["--target", "tensorrt-rtx", "--precision", "fp8", "--data", data]
@@ -193,7 +194,7 @@ def test_the_engine_is_built(data: Path, tmp_path: Path, cli: Any) -> None:
 
 
 def test_a_gpu_without_it(data: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if accel doesn't refuse fp8 before the build for a GPU without fp8, or if the error doesn't name the
+    """Fails if accel builds an fp8 engine for a GPU without fp8 instead of refusing, or if the error doesn't name the
     fix."""
     pytest.importorskip("tensorrt_rtx_bindings")
     src = net(tmp_path / "m.onnx")

@@ -1,4 +1,4 @@
-"""Quantizing a model that gives NaN on its calibration data."""
+"""Proves that the error for a model with NaN on its calibration data names the cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.onnx_builder import FLOAT, artifact, node, save_data
 
 
 def test_a_tensor_without_a_range_is_named(tmp_path: Path) -> None:
-    """Fails if the error for a model with NaN inside repeats NNCF's message instead of naming the cause."""
+    """Fails if the error for a model with NaN in an inner tensor repeats NNCF's message instead of naming the cause."""
     pytest.importorskip("nncf")
     rng = np.random.default_rng(0)
     weights = {f"w{i}": rng.standard_normal((8, 8)).astype(np.float32) for i in (0, 1)}

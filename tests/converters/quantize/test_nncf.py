@@ -1,4 +1,5 @@
-"""int8 for OpenVINO: OpenVINO's kernels have to compute the graph that NNCF wrote."""
+"""Proves that OpenVINO computes the int8 graph that NNCF wrote, and that NNCF's memory doesn't grow with the
+samples."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ CHANNELS = 8
 
 
 def small_unet(path: Path, size: int = 32) -> Artifact:
-    """Makes a U-Net of one level. The skip connection of the U-Net is pooled on the way down and, on the way up,
-    concatenated with a tensor that has no ReLU."""
+    """Makes a U-Net of one level. The skip tensor of the U-Net is pooled on the way down and later concatenated with a
+    tensor without ReLU."""
     rng = np.random.default_rng(1)
     weights: list[TensorProto] = []
 
@@ -59,8 +60,7 @@ def small_unet(path: Path, size: int = 32) -> Artifact:
 @pytest.mark.proof
 def test_a_skip_connection_that_is_pooled(tmp_path: Path) -> None:
     """Fails if OpenVINO's outputs differ from those of the int8 model. NNCF quantizes a skip connection to a signed
-    tensor. If such a tensor is pooled and has other readers too, OpenVINO computes it with a relative error of 0.2 or
-    more."""
+    tensor. OpenVINO's relative error is at least 0.2 for a signed tensor that is pooled and has other readers."""
     src = small_unet(tmp_path / "m.onnx")
     rng = np.random.default_rng(2)
     np.savez(tmp_path / "data.npz", x=rng.standard_normal((16, 3, 32, 32)).astype(np.float32))
@@ -88,7 +88,7 @@ def peak_of_nncf(task: Task) -> int:
 
 @pytest.mark.proof
 def test_ten_times_the_samples_take_nncf_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations pile up in memory: ten times as many images take 83 MB more by themselves."""
+    """Fails if samples or activations accumulate in memory. Ten times as many images alone take 83 MB more."""
     src = small_unet(tmp_path / "m.onnx", 160)
     peaks = []
     for count in (30, 300):

@@ -1,4 +1,4 @@
-"""int8 in the form of each target: where the QDQ pairs are, which tensors stay float, and how large the error is."""
+"""Proves that each target's int8 model has the right QDQ pairs, keeps the other tensors float and stays accurate."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save(
 
 def conv_net(path: Path, opset: int = 17) -> Artifact:
     """Makes a net of two convolutions, a residual, pooling and a Gemm. The second convolution is depthwise, and its
-    channels differ widely in size."""
+    channels have very different magnitudes."""
     rng = np.random.default_rng(0)
     depthwise = rng.standard_normal((16, 1, 3, 3)) * np.logspace(-2, 1, 16)[:, None, None, None]
     constants = {
@@ -76,7 +76,8 @@ def conv_net(path: Path, opset: int = 17) -> Artifact:
 
 
 def attention_net(path: Path) -> Artifact:
-    """Makes an attention layer with a residual. A few channels of its input are thirty times as large as the others."""
+    """Makes an attention layer with a residual. A few channels of the layer's input are thirty times as large as the
+    others."""
     rng = np.random.default_rng(0)
     scale = np.ones(CHANNELS, np.float32)
     scale[:2] = 30
@@ -110,7 +111,7 @@ def calibration(src: Artifact, path: Path, count: int = 16) -> Path:
 
 
 def error(src: Artifact, made: Artifact) -> float:
-    """Returns the relative l2 error on inputs that calibration hasn't seen. Skips the test on a CPU without VNNI."""
+    """Returns the relative l2 error on inputs outside the calibration data. Skips the test on a CPU without VNNI."""
     needs_vnni()
     feeds = src.signature.example_inputs(seed=5, batch=4)
     with open_session(src, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:
@@ -119,7 +120,7 @@ def error(src: Artifact, made: Artifact) -> float:
 
 
 def quantized_inputs(made: Artifact) -> set[str]:
-    """Returns the nodes whose first input comes from a DequantizeLinear."""
+    """Returns the nodes whose first input is the output of a DequantizeLinear."""
     graph = read_proto(made.path).graph
     dequantized = {n.output[0] for n in graph.node if n.op_type == "DequantizeLinear"}
     return {n.name for n in graph.node if n.input and n.input[0] in dequantized and n.op_type != "QuantizeLinear"}
@@ -136,8 +137,8 @@ def zero_points(made: Artifact) -> list[np.ndarray]:
 
 
 def test_ort_cpu_form(tmp_path: Path) -> None:
-    """Fails if activations aren't uint8, if weights aren't int8 with a scale per channel, if the residual is computed
-    in float, or if the opset, the IR version, a name or the dynamic batch changes."""
+    """Fails if activations aren't uint8, if weights aren't int8 with a scale per channel, or if the residual is
+    computed in float. Also fails if the opset, the IR version, a name or the dynamic batch changes."""
     src = conv_net(tmp_path / "m.onnx")
     config = QuantizeConfig(form="ort-cpu", data=calibration(src, tmp_path / "d.npz"))
     made = run_stage("quantize", src, config, cache=StageCache(tmp_path / "cache"))
@@ -149,12 +150,13 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
     values = constants(made)
     assert values["w2_quantized"].dtype == np.int8
     assert values["w2_scale"].shape == (16,)
-    assert "Relu" not in Counter(n.op_type for n in read_proto(made.path).graph.node)  # no Relu: uint8 clips at 0
+    assert "Relu" not in Counter(n.op_type for n in read_proto(made.path).graph.node)  # uint8 clips at 0 without a Relu
     assert error(src, made) < 0.03
 
 
 def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
-    """Fails if per_channel isn't passed on: the small channels of the depthwise convolution would become zero."""
+    """Fails if per_channel has no effect, because one scale per tensor rounds the depthwise convolution's small
+    channels to zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     fine = quantize(src, QuantizeConfig(data=data, reduce_range=False), tmp_path / "a.onnx")
@@ -167,8 +169,8 @@ def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Fails if weights keep 8 bits on a CPU without VNNI, if they lose a bit on another CPU, if the manifest doesn't
-    record reduce_range, or if one CPU gets the model that the cache holds for the other."""
+    """Fails if weights keep 8 bits on a CPU without VNNI, or lose a bit on another CPU. Also fails if the manifest
+    doesn't record reduce_range, or if the cache returns one CPU's model for the other CPU."""
     src = (conv_net if mode == "static" else attention_net)(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz") if mode == "static" else None
     for saturates, most in ((True, 64), (False, 127)):
@@ -189,14 +191,14 @@ def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.Monk
         ("x86_64", "fpu avx2 avx512_vnni", False),
         ("x86_64", "fpu avx2 avx_vnni", False),
         ("x86_64", "fpu avx2 avx512f", True),
-        ("AMD64", None, True),  # a system that doesn't report its CPU's instructions
+        ("AMD64", None, True),  # this system doesn't report the CPU's instructions
         ("aarch64", None, False),
     ],
 )
 def test_which_cpus_saturate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str | None, saturates: bool
 ) -> None:
-    """Fails if ``int8_saturates`` doesn't follow from the CPU's instructions."""
+    """Fails if ``int8_saturates`` contradicts the CPU's instruction set."""
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor\t: 0\nvmx flags\t: vnmi\nflags\t\t: {flags}\nbugs\t\t: none\n\n")
@@ -206,8 +208,7 @@ def test_which_cpus_saturate(
 
 
 def test_dynamic_form(tmp_path: Path) -> None:
-    """Fails if attention's products of activations or a residual are quantized, or if dynamic quantization
-    needs data."""
+    """Fails if a product of two activations or a residual is quantized, or if dynamic quantization requires data."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
     ops = Counter(n.op_type for n in read_proto(made.path).graph.node)
@@ -220,7 +221,7 @@ def test_dynamic_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("form", "smooth"), [("ort-cpu", 0.85), ("tensorrt", 0.85), ("tensorrt", 0.0)])
 def test_attention_stays_whole(tmp_path: Path, form: str, smooth: float) -> None:
-    """Fails if a product of two activations is quantized, or if the residual reads the quantized tensor."""
+    """Fails if a product of two activations is quantized, or if the residual reads a quantized tensor."""
     src = attention_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     made = quantize(src, QuantizeConfig(form=form, data=data, smooth=smooth), tmp_path / "o.onnx")
@@ -243,7 +244,7 @@ def test_outliers_are_smoothed(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
     """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses, or if the engine
-    uses no int8 kernels. The model is quantized first and cast to fp16 after that."""
+    uses no int8 kernels. The test quantizes the model first and then casts the model to fp16."""
     pytest.importorskip("tensorrt_rtx_bindings")
     from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 
@@ -265,7 +266,7 @@ def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
 
 
 def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
-    """Fails if a cast to fp16 keeps float32 scales: the engine would compute everything in float32."""
+    """Fails if a cast to fp16 leaves scales in float32, because the engine then computes everything in float32."""
     src = conv_net(tmp_path / "m.onnx", opset=17)
     made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
     with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*--opset 19"):
@@ -286,7 +287,7 @@ def test_openvino_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["ort-cpu", "openvino", "tensorrt"])
 def test_kept_nodes_stay_float32(tmp_path: Path, form: str) -> None:
-    """Fails if one of the libraries ignores ``keep``."""
+    """Fails if one of the quantization libraries ignores ``keep``."""
     if form == "openvino":
         pytest.importorskip("nncf")
     src = conv_net(tmp_path / "m.onnx")
@@ -299,7 +300,8 @@ def test_kept_nodes_stay_float32(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("method", ["entropy", "percentile"])
 def test_calibration_methods(tmp_path: Path, method: str) -> None:
-    """Fails if the library doesn't know a method, or if one outlier in the data sets the whole range."""
+    """Fails if a quantization library rejects a calibration method, or if one outlier in the data determines the whole
+    range."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=16)
     feeds["x"][0, 0, 0, 0] = 1000
@@ -313,8 +315,8 @@ def test_calibration_methods(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.proof
 def test_the_least_squared_error(tmp_path: Path) -> None:
-    """Fails if the scale in the file isn't that of the method mse, whose range is smaller than that of minmax on
-    heavy-tailed inputs."""
+    """Fails if the written scale isn't that of the mse method, whose range is smaller than minmax's on heavy-tailed
+    inputs."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=64)
     feeds["x"] = np.random.default_rng(3).standard_t(3, feeds["x"].shape).astype(np.float32)
@@ -332,7 +334,7 @@ def test_the_least_squared_error(tmp_path: Path) -> None:
 
 
 def test_without_data_it_says_so(tmp_path: Path) -> None:
-    """Fails if a model that was calibrated on random inputs carries no warning."""
+    """Fails if a model calibrated on random inputs has no warning."""
     made = quantize(attention_net(tmp_path / "m.onnx"), QuantizeConfig(), tmp_path / "o.onnx")
     assert "random inputs" in made.notes["warning"]
 
@@ -347,7 +349,7 @@ def test_data_that_does_not_fit_stops_before_any_work(tmp_path: Path, monkeypatc
 
 
 def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
-    """Fails if an unknown option or an unsuitable source ends in a traceback from inside a library."""
+    """Fails if an unknown option or an unsuitable source ends in a traceback from a library."""
     src = conv_net(tmp_path / "m.onnx")
     out = tmp_path / "o.onnx"
     for config, message in (
@@ -371,7 +373,8 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
 
 
 def environment_of(pid: int) -> list[str]:
-    """Returns the environment of a process that was just started. Waits for it, because the kernel first shows none."""
+    """Returns the environment of a newly started process, and waits for the environment because the kernel first shows
+    none."""
     deadline = time.monotonic() + 20
     while "TMPDIR=" not in (found := Path(f"/proc/{pid}/environ").read_text()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -379,8 +382,9 @@ def environment_of(pid: int) -> list[str]:
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a library's temporary files outlive a run, an interrupt or a crash. The libraries write files to the
-    working directory and beside their input. If they are killed, they leave files in the system's temporary folder."""
+    """Fails if a library's temporary files remain after a run, an interrupt or a crash. The libraries write files to
+    the working directory and to the folder of their input. Killed libraries leave files in the system's temporary
+    folder."""
     src = conv_net(tmp_path / "m.onnx")
     monkeypatch.chdir(tmp_path)
     quantize(src, QuantizeConfig(), tmp_path / "o.onnx")
@@ -401,7 +405,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.proof
 def test_real_model(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if a real net's error is much larger than measured when the forms were chosen (0.06 to 0.08)."""
+    """Fails if a real net's error is far above the 0.06 to 0.08 that was measured for the quantization settings."""
     made = quantize(minilm, QuantizeConfig(form="ort-cpu", data=minilm_data, samples=16), tmp_path / "o.onnx")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
     with open_session(minilm, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:

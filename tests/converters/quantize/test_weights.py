@@ -1,5 +1,4 @@
-"""Weight-only quantization to 8 or 4 bits: which weights shrink, which stay, and that both CPU runtimes run
-the model."""
+"""Proves that weight-only quantization to 8 or 4 bits shrinks large weights and runs in both CPU runtimes."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from accel.tables.target import Target
 from tests.support.onnx_builder import FLOAT, artifact
 
 MODES = ("int8-weights", "int4-weights")
-LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # the error of rounding blocks of 32 normal weights to 15 steps
+LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # the error of 15 steps in blocks of 32 weights
 
 
 def linear_net(path: Path, opset: int) -> Artifact:
@@ -57,7 +56,8 @@ def linear_net(path: Path, opset: int) -> Artifact:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Fails if a large product keeps its float32 weights, the small product loses them, or the outputs are off."""
+    """Fails if a large product keeps float32 weights, if the small product's weights are quantized, or if the outputs
+    are inaccurate."""
     src = linear_net(tmp_path / "m.onnx", opset)
     gates = [OutputGate(limit=LIMITS[mode])]
     made = run_stage("quantize", src, QuantizeConfig(mode=mode), gates=gates, cache=StageCache(tmp_path / "cache"))
@@ -94,8 +94,8 @@ def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:
-    """Fails if ``keep`` or ``smallest`` is ignored, if a model without weights to quantize passes for quantized, or if
-    an unsupported request isn't refused."""
+    """Fails if ``keep`` or ``smallest`` is ignored, if a model without quantized weights counts as quantized, or if an
+    unsupported request isn't refused."""
     src = linear_net(tmp_path / "m.onnx", 17)
     for form in ("ort-cpu", "openvino"):
         made = quantize(src, QuantizeConfig(form=form, mode="int4-weights", keep=("first",)), tmp_path / "k.onnx")
@@ -113,8 +113,8 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
 
 
 def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if every small model is tried in four bits, a large model isn't, or --precision int4 can't force the
-    attempt."""
+    """Fails if weight-only candidates are tried for a small model, or aren't tried for a large model, or if --precision
+    int4 can't force the attempt."""
     src = linear_net(tmp_path / "m.onnx", 17)
 
     def names(*precisions: str) -> list[str]:
@@ -130,7 +130,7 @@ def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monk
 
 @pytest.mark.proof
 def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
-    """Fails if the command rejects --precision int4, or if the result isn't judged."""
+    """Fails if the command rejects --precision int4, or if the resulting model isn't judged."""
     src = linear_net(tmp_path / "m.onnx", 17)
     done = cli(  # type: ignore[operator]
         "optimize", src.path, "-o", tmp_path / "out", "--target", "ort-cpu", "--precision", "int4",
@@ -147,7 +147,7 @@ def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
 
 @pytest.mark.proof
 def test_verify_and_bisect_know_int4(tmp_path: Path, cli: object) -> None:
-    """Fails if `verify` or `bisect` has no limit for int4 models, reports the rounding of their weights as a
+    """Fails if `verify` or `bisect` has no error limit for int4 models, reports the rounding of weights as a
     difference, or accepts a model with other weights."""
     import json
 

@@ -1,4 +1,4 @@
-"""ONNX to OpenVINO IR, and reading the signature back from the IR itself."""
+"""Proves that ONNX models convert to OpenVINO IR, and that the signature can be read from the IR itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save(
 
 
 def net(path: Path, dtype: int = FLOAT) -> Path:
-    """Makes a convolution over images of any size. A second output returns the input under another name."""
+    """Makes a convolution over images of any size. A second output returns the input unchanged under another name."""
     rng = np.random.default_rng(0)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     nodes = [
@@ -83,8 +83,7 @@ def ir(source: Artifact, tmp_path: Path) -> Artifact:
 
 
 def test_the_stage_keeps_the_contract_and_the_outputs(source: Artifact, tmp_path: Path) -> None:
-    """Fails if a name, a dynamic dim or a range is lost, or if the outputs change, as they do with weights
-    in 16 bits."""
+    """Fails if a name, a dynamic dim or a range is lost, or if 16-bit weights change the outputs."""
     made = run_stage(
         "openvino_from_onnx",
         source,
@@ -101,7 +100,8 @@ def test_the_stage_keeps_the_contract_and_the_outputs(source: Artifact, tmp_path
 
 
 def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> None:
-    """Fails if only the manifest names the dynamic dims: the .xml and .bin files alone have to name them."""
+    """Fails if the names of the dynamic dims are only in the manifest and can't be read from the .xml and .bin
+    files."""
     moved = tmp_path / "elsewhere.xml"
     moved.write_bytes(ir.path.read_bytes())
     moved.with_suffix(".bin").write_bytes(ir.path.with_suffix(".bin").read_bytes())
@@ -115,7 +115,8 @@ def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> No
 
 
 def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an IR without accel's record can't be read, or if the names of its dims clash between tensors."""
+    """Fails if an IR without accel's record can't be read, or if two tensors of such an IR get the same name for
+    different dims."""
     path = tmp_path / "foreign.xml"
     ov.save_model(ov.Core().read_model(str(source.path)), str(path), compress_to_fp16=False)
     signature, _ = describe(path)
@@ -124,8 +125,7 @@ def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> No
 
 
 def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path) -> None:
-    """Fails if describe repeats the stage's record although the model contradicts it: a fixed batch and a lost name
-    have to show."""
+    """Fails if describe repeats the stage's record although the model itself has a fixed batch or lost a name."""
     model = ov.Core().read_model(str(source.path))
     model.reshape({"image": [2, 3, -1, -1]})
     record = (
@@ -143,7 +143,7 @@ def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path
     "record", ["not json", "[]", '{"inputs": 3, "outputs": []}', '{"inputs": [{}], "outputs": []}']
 )
 def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None:
-    """Fails if a damaged record is used without validation."""
+    """Fails if accel trusts a damaged record."""
     model = ov.Core().read_model(str(source.path))
     model.set_rt_info(record, ["accel", "signature"])
     path = tmp_path / "planted.xml"
@@ -153,7 +153,8 @@ def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None
 
 
 def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: Path) -> None:
-    """Fails if the IR depends on time, paths or order: the manifest's hashes would then mean nothing."""
+    """Fails if the IR depends on time, paths or order, because the hashes in the manifest then change at each
+    conversion."""
     again = openvino_from_onnx(source, OpenVinoFromOnnxConfig(), tmp_path / "net.xml")
     assert [file.read_bytes() for file in again.files] == [file.read_bytes() for file in ir.files]
     assert sorted(p.name for p in ir.path.parent.iterdir()) == ["net.bin", "net.xml"]
@@ -163,7 +164,7 @@ def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: 
     ("dtype", "precision"), [(TensorProto.FLOAT16, "fp16"), (TensorProto.BFLOAT16, "bf16")], ids=["fp16", "bf16"]
 )
 def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
-    """Fails if inputs, outputs or weights of a cast model change their dtype."""
+    """Fails if inputs, outputs or weights of a model cast to 16 bits change their dtype."""
     src = open_onnx(net(tmp_path / "half.onnx", dtype), probe=False)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "half.xml")
     assert {s.dtype for s in (*made.signature.inputs, *made.signature.outputs)} == {src.signature.inputs[0].dtype}
@@ -172,7 +173,7 @@ def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["weights", "activations"])
 def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
-    """Fails if the precision of a QDQ model is read from its scales or from its remaining float tensors."""
+    """Fails if the precision of a QDQ model is derived from its scales or from its remaining float tensors."""
     qdq = ["scale", "zero"]
     if what == "weights":
         nodes = [
@@ -197,7 +198,7 @@ def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error for OpenVINO's refusal doesn't name the operator and the fix, or if files stay behind."""
+    """Fails if the error for an unknown operator doesn't name the operator and the fix, or if files remain."""
     node = helper.make_node("NoSuchOperator", ["x"], ["y"])
     out = tmp_path / "out"
     out.mkdir()
@@ -209,8 +210,8 @@ def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error for a refused loop advises another opset, which can't help, is cut within a word, or doesn't
-    name the operator and a target that can run it."""
+    """Fails if the error for a loop that OpenVINO refuses suggests another opset, which can't help, or is cut within a
+    word. Also fails if the error doesn't name the operator and a target that can run the loop."""
     step = helper.make_node("Add", ["carried", "carried"], ["next"])
     go, still = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "still"))
     body = helper.make_graph(
@@ -233,7 +234,7 @@ def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
 def test_a_crash_of_the_converter_is_a_failed_build(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a crash of the converter kills the caller or leaves files behind."""
+    """Fails if a crash of the converter kills the calling process or leaves files behind."""
     out = tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(stage_module, "run_in_child", lambda _target, **_arguments: run_in_child("os:abort"))
@@ -244,7 +245,7 @@ def test_a_crash_of_the_converter_is_a_failed_build(
 
 @pytest.mark.parametrize("content", [b"", b"this is a text file, not a model\n" * 9], ids=["empty", "text"])
 def test_files_that_are_no_onnx(content: bytes, source: Artifact, tmp_path: Path) -> None:
-    """Fails if a file that is no ONNX model reaches the converter."""
+    """Fails if accel passes a file that is no ONNX model to the converter."""
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
     with pytest.raises(InvalidModel, match="export it again"):
@@ -266,9 +267,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_ir(damage: str, ir: Artifact) -> None:
-    """Fails if a damaged IR is described as if it were intact, or if the error is OpenVINO's own."""
+    """Fails if accel describes a damaged IR as intact, or shows OpenVINO's own error."""
     DAMAGES[damage](ir.path)
     with pytest.raises(InvalidModel, match=r"convert it again|put both in one folder") as caught:
         describe(ir.path)
     assert "\n" not in str(caught.value)
-    assert "src/" not in str(caught.value)  # a message without OpenVINO's source lines, which don't help the user
+    assert "src/" not in str(caught.value)  # the error leaves out OpenVINO's source lines, which don't help the user

@@ -1,4 +1,4 @@
-"""OpenVINO computes a quantized model's reductions as the model defines them."""
+"""Proves that OpenVINO computes a quantized model's reductions as the model defines them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytest.importorskip("openvino")
 
 
 def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True, also: bool = False) -> Artifact:
-    """Makes a model that reduces tokens, scales each channel, quantizes and multiplies, like SmoothQuant before a head.
-    ``also`` makes the reduced tensor an output too."""
+    """Makes a model that reduces tokens, scales each channel, quantizes and multiplies, as SmoothQuant does before a
+    head. ``also`` makes the reduced tensor an output of the model."""
     rng = np.random.default_rng(0)
     nodes = [node(operator, "x axes", "pooled", keepdims=0), node("Mul", "pooled factors", "smooth")]
     if quantized:
@@ -41,7 +41,7 @@ def pooled(path: Path, operator: str, axes: list[int], *, quantized: bool = True
 @pytest.mark.parametrize("operator", ["ReduceMean", "ReduceMax", "ReduceSum", "ReduceL2"])
 @pytest.mark.parametrize(("axes", "also"), [([1], False), ([-2], True)])
 def test_what_is_reduced_before_it_is_quantized(tmp_path: Path, operator: str, axes: list[int], also: bool) -> None:
-    """Fails if OpenVINO applies the channels' factors along another axis (errors of 40% to 75% in 2026.4), or if the
+    """Fails if OpenVINO applies the channels' factors along the wrong axis (errors of 40% to 75% in 2026.4), or if the
     names or shapes of the outputs change."""
     src = pooled(tmp_path / "m.onnx", operator, axes, also=also)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "m.xml")
@@ -51,7 +51,7 @@ def test_what_is_reduced_before_it_is_quantized(tmp_path: Path, operator: str, a
     with open_session(src) as one, open_session(made) as two:
         wanted, found = one.run({"x": x}), two.run({"x": x})
     for name, value in wanted.items():
-        # A value on the edge between two int8 steps may be rounded to either.
+        # A value halfway between two int8 steps may be rounded either way.
         assert np.linalg.norm(found[name] - value) < 2e-3 * np.linalg.norm(value), name
 
 

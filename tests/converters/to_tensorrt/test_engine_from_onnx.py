@@ -1,4 +1,4 @@
-"""Building engines: real TensorRT-RTX builds without a GPU, on small models that each test one property."""
+"""Proves on small models, without a GPU, that TensorRT-RTX engines match their source and their build options."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) ->
 
 
 def test_what_was_built_is_recorded(engine: Artifact) -> None:
-    """Fails if the manifest lacks the toolkit, its version, the GPUs or the profiles, which can't be read from the
-    engine without a GPU."""
+    """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles, because reading them
+    from the engine requires a GPU."""
     import tensorrt_rtx_bindings as trt
 
     assert engine.properties["toolkit"] == "tensorrt-rtx"
@@ -50,8 +50,8 @@ def test_what_was_built_is_recorded(engine: Artifact) -> None:
 
 
 def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
-    """Fails if the build log's kernels aren't read: each computing node has to be in a kernel, and some have to be
-    fused."""
+    """Fails if the kernels in the build log aren't parsed. Each computing node has to be in a kernel, and some kernels
+    have to contain several nodes."""
     assert engine.manifest is not None
     notes = engine.manifest.stages[-1]["notes"]
     nodes = {name for row in notes["kernels"] for name in row["onnx"]}
@@ -62,8 +62,8 @@ def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
 
 
 def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the engine depends on anything but the input and the options: no hash of a chain would then
-    be reliable."""
+    """Fails if the engine depends on anything but the input and the options, because the hashes in manifests then
+    change at each build."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6",))
     made = [engine_from_onnx(source, config, tmp_path / f"{name}.engine") for name in ("one", "two")]
     assert made[0].path.read_bytes() == made[1].path.read_bytes()
@@ -72,7 +72,7 @@ def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_precision_is_the_graphs(tmp_path: Path) -> None:
-    """Fails if the network isn't strongly typed, or if the recorded precision isn't the graph's."""
+    """Fails if the network isn't strongly typed, or if the recorded precision isn't the precision of the graph."""
     src = opened(two_inputs(tmp_path / "half.onnx", TensorProto.FLOAT16))
     made = engine_from_onnx(src, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
     assert made.properties["precision"] == "fp16"
@@ -83,8 +83,8 @@ def test_precision_is_the_graphs(tmp_path: Path) -> None:
 
 
 def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> None:
-    """Fails if --profile is ignored, if the second profile is dropped, or if the signature doesn't merge
-    both ranges."""
+    """Fails if --profile is ignored, if the second profile is dropped, or if the signature doesn't merge the ranges of
+    both profiles."""
     texts = ("ids=1x2,2x4,3x8", "mask=1x2,2x4,3x8", "ids=4x8,8x8,8x32", "mask=4x8,8x8,8x32")
     config = EngineFromOnnxConfig(profiles=texts, compute_capabilities=("8.6",))
     made = engine_from_onnx(source, config, tmp_path / "m.engine")
@@ -93,8 +93,8 @@ def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> N
 
 
 def build_and_look(**words: Any) -> dict[str, Any]:
-    """Builds an engine in the child process. Adds ``seen``: the config that TensorRT itself reports when the build
-    begins."""
+    """Builds an engine in the child process. Adds the config that TensorRT reports at the start of the build as
+    ``seen``."""
     from accel.converters.to_tensorrt import build as tensorrt_build
 
     seen: dict[str, Any] = {"profiles": []}
@@ -144,7 +144,7 @@ def test_the_builder_is_told_what_was_asked(source: Artifact, tmp_path: Path, mo
 
 
 def test_contradictory_profile_stops_before_the_build(source: Artifact, tmp_path: Path) -> None:
-    """Fails if a contradictory profile reaches TensorRT, which builds an engine from it."""
+    """Fails if a contradictory profile reaches TensorRT, which builds an engine without checking profiles."""
     config = EngineFromOnnxConfig(profiles=("ids=1x2,2x4,8x16", "mask=1x2,2x4,4x16"))
     with pytest.raises(BadInputSpec, match="'batch'"):
         engine_from_onnx(source, config, tmp_path / "m.engine")
@@ -152,7 +152,8 @@ def test_contradictory_profile_stops_before_the_build(source: Artifact, tmp_path
 
 
 def test_progress_is_real(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the child's progress isn't reported, goes back, or jumps from zero to the end."""
+    """Fails if the child process doesn't report progress, or if the progress decreases or jumps from zero to the
+    end."""
     seen: list[float] = []
     with watched_by(lambda _, fraction: seen.append(fraction) if fraction is not None else None):
         engine_from_onnx(source, EngineFromOnnxConfig(), tmp_path / "m.engine")
@@ -166,8 +167,8 @@ def chain(path: Path, count: int) -> Path:
 
 
 def test_a_long_chain_of_nodes_builds(tmp_path: Path) -> None:
-    """Fails if the build runs on the process's initial stack. 3500 nodes in a row overflow the usual 8 MB. This test
-    uses 700 nodes and 1 MB instead, because a long chain takes long to build."""
+    """Fails if the build runs on the process's initial stack. 3500 nodes in a row overflow the usual stack of 8 MB.
+    This test uses 700 nodes and 1 MB, because a long chain takes long to build."""
     path = chain(tmp_path / "chain.onnx", 700)
     script = textwrap.dedent(
         f"""
@@ -186,7 +187,8 @@ def test_a_long_chain_of_nodes_builds(tmp_path: Path) -> None:
 def test_a_crash_of_the_builder_is_a_failed_build(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a crash of the builder kills the caller, leaves a half-written file, or replaces an earlier result."""
+    """Fails if a crash of the builder kills the calling process, leaves a half-written file, or replaces an earlier
+    engine."""
 
     def dies_while_writing(_target: str, *, out: Path, **_arguments: object) -> object:
         out.write_bytes(b"half an engine")
@@ -202,7 +204,7 @@ def test_a_crash_of_the_builder_is_a_failed_build(
 
 
 def test_ctrl_c_ends_the_build(tmp_path: Path) -> None:
-    """Fails if an interrupted build goes on in its child process, or leaves a file behind."""
+    """Fails if an interrupted build continues in its child process, or leaves a file behind."""
     path = chain(tmp_path / "chain.onnx", 3000)
     out = tmp_path / "out"
     out.mkdir()
@@ -224,7 +226,7 @@ def test_ctrl_c_ends_the_build(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while float(process.stdout.readline()) <= 0:
-            pass  # until the builder itself reports
+            pass  # waits until the builder reports progress
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert children
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The parts of an engine build that need no build: options, probing, the kernel listing, the progress."""
+"""Proves, without building an engine, that the build's options, GPU probe, kernel listing and progress are correct."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabil
 
 @pytest.mark.parametrize("bad", ["sm_86", "8", "8.6.1", "", "eight.six"])
 def test_unreadable_compute_capability(bad: str) -> None:
-    """Fails if a compute capability that isn't of the form major.minor is accepted."""
+    """Fails if a compute capability that isn't written as major.minor is accepted."""
     with pytest.raises(BadInputSpec, match=r"write major\.minor, e\.g\. 8\.6"):
         EngineFromOnnxConfig(compute_capabilities=(bad,))
 
@@ -29,20 +29,20 @@ def test_unreadable_compute_capability(bad: str) -> None:
     ids=str,
 )
 def test_options_out_of_range(wrong: dict[str, int]) -> None:
-    """Fails if a value is accepted that TensorRT would silently replace with its default."""
+    """Fails if an option value is accepted that TensorRT would silently replace with its default."""
     with pytest.raises(BadInputSpec, match="can't be"):
         EngineFromOnnxConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_unknown_toolkit() -> None:
-    """Fails if an unknown toolkit is only detected when the build starts."""
+    """Fails if an unknown toolkit is detected only when the build starts."""
     with pytest.raises(UnknownName, match="use one of tensorrt-rtx, tensorrt"):
         EngineFromOnnxConfig(toolkit="tensor-rt")
 
 
 def test_capabilities_are_probed_on_the_toolkit() -> None:
-    """Fails if the compute capabilities come from a table in accel instead of the toolkit, or if a toolkit that builds
-    only for its own GPU accepts one."""
+    """Fails if the compute capabilities come from a table in accel instead of the toolkit. Also fails if a toolkit that
+    builds only for its own GPU accepts a compute capability."""
     members = {"NONE": 0, "CURRENT": 1, "SM120": 120, "SM75": 75, "SM86": 86}
     rtx = SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))
     assert offered_capabilities(rtx) == {"7.5": 75, "8.6": 86, "12.0": 120}
@@ -71,8 +71,8 @@ LISTING = "\n".join(
 
 
 def test_kernel_listing_is_read_as_it_stands() -> None:
-    """Fails if brackets, commas or separators in names shift the fields, if constants count as inputs, or if lines
-    after the kernels count as kernels."""
+    """Fails if brackets, commas or separators in names shift the fields of the kernel listing. Also fails if constants
+    count as inputs, or if lines after the kernels count as kernels."""
     rows = parse_layers(LISTING)
     assert rows[0] == {
         "name": "a+b, [c]_myl0_0",
@@ -92,7 +92,7 @@ def test_kernel_listing_is_read_as_it_stands() -> None:
 
 
 def test_progress_of_nested_phases() -> None:
-    """Fails if an inner phase isn't counted as part of its parent's step, or if the progress goes back."""
+    """Fails if an inner phase doesn't count toward its parent's current step, or if the progress decreases."""
     progress = BuildProgress()
     assert progress.fraction == 0
     progress.start("build", None, 4)
@@ -111,8 +111,8 @@ def test_progress_of_nested_phases() -> None:
 
 
 def test_engine_options_come_back_in_the_rebuild_command() -> None:
-    """Fails if an option is parsed as another option or with the wrong unit, or if the rebuild command asks for another
-    build."""
+    """Fails if an option is parsed as another option or with the wrong unit, or if the rebuild command has other
+    options."""
     texts = ["builder-level=0", "workspace=2GiB", "version-compatible=yes", "hardware=ampere-plus"]
     found = parse_engine_options(texts)
     assert found == {
@@ -145,14 +145,15 @@ def test_engine_options_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("options", [{"version_compatible": True}, {"hardware": "ampere-plus"}])
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
-    """Fails if TensorRT-RTX accepts one of these options. The first breaks the build, and TensorRT-RTX silently ignores
-    the second."""
+    """Fails if TensorRT-RTX accepts version_compatible, which breaks the build, or a hardware compatibility level,
+    which TensorRT-RTX silently ignores."""
     with pytest.raises(UnsupportedHere, match="--compute-capability for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 
 
 def test_compatibility_is_asked_of_the_builder() -> None:
-    """Fails if the builder isn't given these options, or if a level that this TensorRT doesn't have isn't refused."""
+    """Fails if the builder doesn't get the compatibility options, or if a level that this TensorRT lacks isn't
+    refused."""
     flags: list[str] = []
     toolkit = SimpleNamespace(
         BuilderFlag=SimpleNamespace(VERSION_COMPATIBLE="compatible"),

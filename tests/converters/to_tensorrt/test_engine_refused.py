@@ -1,5 +1,4 @@
-"""Sources that no engine can be built from, and damaged engines: the error names the cause, and no file is
-left behind."""
+"""Proves that bad sources and damaged engines are refused with the cause in the error and no file left behind."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def truncated(path: Path) -> Path:
 def test_files_that_are_no_model(
     broken: Callable[[Path], Path], source: Artifact, tmp_path: Path, folder: Path
 ) -> None:
-    """Fails if a file that is no model reaches TensorRT's parser, which takes an empty file or a text for an empty
+    """Fails if a file that is no model reaches TensorRT's parser, which parses an empty file or plain text as an empty
     network."""
     src = replace(source, path=broken(folder / f"{broken.__name__}.onnx"))
     with pytest.raises(InvalidModel, match="export it again"):
@@ -61,8 +60,8 @@ def test_files_that_are_no_model(
 
 
 def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the build skips the ONNX checker. TensorRT builds this model and returns another shape than
-    it declares."""
+    """Fails if the build skips the ONNX checker. TensorRT builds a model whose outputs contradict the declared
+    shape."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     path = save(tmp_path / "model.onnx", [node], [value("x", [4, 8])], [value("y", [4, 9])])
     with pytest.raises(InvalidModel, match=r"fails the ONNX checker .*; export it again"):
@@ -94,7 +93,8 @@ def one_node(path: Path, op: str, domain: str = "", **attributes: Any) -> Path:
 
 
 def quantized(path: Path, dtype: str | None, zero: int) -> Path:
-    """Makes a model of QuantizeLinear and DequantizeLinear with this zero point, or without one if `dtype` is None."""
+    """Makes a model of QuantizeLinear and DequantizeLinear with the given zero point, or without a zero point if
+    `dtype` is None."""
     tail = [] if dtype is None else ["zero"]
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "scale", *tail], ["q"], name="culprit"),
@@ -124,7 +124,7 @@ def mixed_types(path: Path) -> Path:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an unknown operator": (lambda p: one_node(p, "NoSuchOperator"), r"culprit.*NoSuchOperator.*; rewrite it"),
     "an operator of another domain": (lambda p: one_node(p, "Own", "my.domain"), r"culprit.*Own.*; rewrite it"),
-    # TensorRT silently accepts this graph and reads 0..255 as -128..127.
+    # TensorRT silently accepts this graph but reads the values 0..255 as -128..127.
     "unsigned QDQ": (lambda p: quantized(p, "uint8", 0), r"culprit.*no uint8.*; quantize it symmetrically"),
     "asymmetric unsigned QDQ": (lambda p: quantized(p, "uint8", 128), r"culprit.*no uint8.*; quantize it symmetr"),
     "QDQ without a zero point": (lambda p: quantized(p, None, 0), r"culprit.*no uint8.*; quantize it symmetrically"),
@@ -135,18 +135,19 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_graphs_name_the_node_and_the_fix(what: str, tmp_path: Path) -> None:
-    """Fails if TensorRT's refusal doesn't name the node, the cause and the fix, or if the graph is silently built."""
+    """Fails if the error for a graph that TensorRT refuses doesn't name the node, the cause and the fix, or if the
+    graph is silently built."""
     make, message = REFUSED[what]
     src = replace(opened(relu(tmp_path / "relu.onnx", [4, 8])), path=make(tmp_path / "model.onnx"))
     with pytest.raises(EngineNotBuilt, match=message) as caught:
         engine_from_onnx(src, EngineFromOnnxConfig(), tmp_path / "m.engine")
     assert "\n" not in str(caught.value)
-    assert "checkMacros" not in str(caught.value)  # noise of a machine without a GPU
+    assert "checkMacros" not in str(caught.value)  # TensorRT prints these lines on a machine without a GPU
     assert not (tmp_path / "m.engine").exists()
 
 
 def test_symmetric_int8_builds(tmp_path: Path) -> None:
-    """Fails if the refusal of unsigned QDQ also hits symmetric int8, which TensorRT requires."""
+    """Fails if the check that refuses unsigned QDQ also refuses symmetric int8, which TensorRT requires."""
     src = opened(quantized(tmp_path / "int8.onnx", "int8", 0))
     made = engine_from_onnx(src, EngineFromOnnxConfig(compute_capabilities=("8.6",)), tmp_path / "m.engine")
     assert made.properties["precision"] == "int8"
@@ -161,8 +162,8 @@ def test_types_that_dont_match_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
-    """Fails if a float64 model reaches TensorRT, which silently reads it as float32, or if an engine's signature is
-    copied from its source instead of read from the engine."""
+    """Fails if a float64 model reaches TensorRT, which silently reads float64 as float32. Also fails if an engine's
+    signature is copied from its source instead of read from the engine."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
 
     def saved(kind: int) -> Artifact:
@@ -177,7 +178,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if a model with a shape as an input is built without a range for this input."""
+    """Fails if a model with a shape as an input is built without a value range for this input."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))
@@ -186,8 +187,8 @@ def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_compute_capability_lists_what_there_is(source: Artifact, tmp_path: Path) -> None:
-    """Fails if TensorRT-RTX accepts 9.0, which it has no code for, or if the error doesn't list the capabilities it
-    has."""
+    """Fails if TensorRT-RTX accepts 9.0, for which TensorRT-RTX has no code, or if the error doesn't list the supported
+    compute capabilities."""
     with pytest.raises(UnsupportedHere, match=r"9\.0; it offers .*8\.6.*12\.0"):
         engine_from_onnx(source, EngineFromOnnxConfig(compute_capabilities=("9.0",)), tmp_path / "m.engine")
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +205,7 @@ def test_missing_extra_is_named(
 
 
 def test_weights_outside_the_folder_are_refused(source: Artifact, tmp_path: Path) -> None:
-    """Fails if a model can name any file of the machine as its weights."""
+    """Fails if a model can load any file of the machine as its external weights."""
     model = onnx.load(str(source.path))
     tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
@@ -252,7 +253,8 @@ def test_damaged_engines_are_found(damage: str, engine: Artifact, tmp_path: Path
 
 
 def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Path) -> None:
-    """Fails if the check only reads the header. Only the hash in the manifest shows that a weight changed."""
+    """Fails if the check reads only the header of the engine. A changed weight shows only in the hash in the
+    manifest."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     assert check_engine(copy.path) is None
     content = bytearray(copy.path.read_bytes())
@@ -262,8 +264,8 @@ def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Pat
 
 
 def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Path, cli: Any) -> None:
-    """Fails if `accel inspect --check` passes an engine whose hashes match but that its toolkit refuses, or refuses a
-    good engine."""
+    """Fails if `accel inspect --check` accepts an engine that its toolkit refuses although the hashes match, or if the
+    check refuses a good engine."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     found = accel.inspect(copy.path, check=True)
     assert (found.intact, found.problem) == (True, "")

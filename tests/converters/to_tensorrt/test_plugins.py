@@ -1,8 +1,9 @@
-"""accel's operators as plugins in the stage ``engine_from_onnx`` and in the session, with a stand-in for TensorRT.
+"""Proves that ``engine_from_onnx`` and the session use accel's operators as plugins, with a stand-in for TensorRT.
 
-The stand-in follows each set of rules that TensorRT's parser has had. The tests fail if the engine runs a function body
-although a plugin exists, or a plugin that doesn't exist; if the manifest contradicts the engine; if an operator without
-a plugin isn't named; if an engine is loaded before its plugins; or if plugins are loaded from a path in a manifest.
+The stand-in imitates each known set of rules of TensorRT's parser. The tests fail if an existing plugin isn't used, or
+if a missing plugin is used instead of the function body. The tests also fail if the manifest contradicts the engine, or
+if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins, or if
+plugins are loaded from a path in a manifest.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def test_a_plugin_library_comes_first(
 ) -> None:
     layers, _ = built(fused, tmp_path)
     assert layers[LAYER] == QUICK
-    trt.registry.creators.clear()  # outside of tests, each build has a process of its own
+    trt.registry.creators.clear()  # outside of tests, each build runs in a separate process
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     layers, made = built(fused, tmp_path)  # the cached engine has no library, so a new one is built
     assert layers == {"FusedGemm": LIBRARY_PLUGIN, CONV: QUICK}
@@ -97,7 +98,8 @@ def test_a_plugin_library_comes_first(
 def test_rows_that_the_library_has_no_kernel_for_are_not_its(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library gets a product with K = 15: its tensor-core kernels load 16 bytes at a time."""
+    """Fails if the library gets a product with K = 15, although the library's tensor-core kernels load 16 bytes at a
+    time."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:, :15].copy(), "w"))
@@ -112,7 +114,7 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if an operator without a plugin isn't named and built from its function body. Without Triton, no operator
-    has a plugin; if a single kernel doesn't compile, only its operator lacks one."""
+    has a plugin. If a single kernel doesn't compile, only the operator of this kernel lacks a plugin."""
 
     def refuses(function: Any, arch: int) -> PluginKernel:
         if function.name == CONV:
@@ -145,8 +147,8 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
 def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the build, the check of an engine or the session goes on without a damaged library, or if their errors
-    differ. The library is once named by the environment and once found in the cache."""
+    """Fails if the build, the check of an engine or the session accepts a damaged plugin library, or if the three
+    errors differ. Finds the library once by the environment variable and once in the cache."""
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     _, made = built(fused, tmp_path)
     monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))
@@ -171,13 +173,13 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
 def test_the_model_is_read_once_in_each_process(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a process reads the model more than once. The parent reads it for its precision, the child for
-    everything before the parser."""
+    """Fails if a process reads the model more than once. The parent process reads the precision, and the child process
+    reads everything that comes before the parser."""
     reads: list[str] = []
     whole = onnx.load
 
     def load(path: str, **options: Any) -> onnx.ModelProto:
-        reads.extend([path] if options else [])  # doesn't count the reads of the stand-in's parser
+        reads.extend([path] if options else [])  # this list leaves out the reads of the stand-in's parser
         return whole(path, **options)
 
     monkeypatch.setattr(onnx, "load", load)
@@ -188,8 +190,8 @@ def test_the_model_is_read_once_in_each_process(
 def test_a_convolution_is_the_librarys_where_triton_has_none(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if, without Triton, the library doesn't get a convolution whose channels are a multiple of eight, or if its
-    sizes aren't attributes of the node. With Triton, the convolution has to stay a quick plugin."""
+    """Fails if, without Triton, the library doesn't get a convolution whose channels are a multiple of eight, or if the
+    node has no attributes for the sizes. With Triton, the convolution has to remain a quick plugin."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "k")
     weight.CopyFrom(numpy_helper.from_array(np.zeros((8, 8, 3, 3), np.float16), "k"))
@@ -272,7 +274,7 @@ def test_an_engine_is_loaded_after_its_plugins(
     with pytest.raises(BadConfig, match="it is no such file"):
         load_plugins(trt, mixed, "9.0")
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
-    for _ in range(2):  # the second time stands for a second engine in the same process
+    for _ in range(2):  # the second pass is a second engine in the same process
         load_plugins(trt, mixed, "9.0")
     assert trt.registry.loaded == [str(path)]
 
@@ -281,7 +283,7 @@ def test_an_engine_is_loaded_after_its_plugins(
 def test_the_check_of_an_engine_knows_its_plugins(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the check calls a good engine corrupt because its plugins aren't loaded or aren't installed."""
+    """Fails if the check reports a good engine as corrupt because its plugins aren't loaded or aren't installed."""
     path = library(tmp_path, LAYER)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(path))
     _, made = built(fused, tmp_path)
@@ -316,8 +318,8 @@ def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_library_is_that_for_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if another library is chosen than the newest in the cache that was built from these sources on kernels with
-    tensor-core GEMMs for this GPU."""
+    """Fails if accel doesn't choose the newest cached library that was built from these sources and has tensor-core
+    GEMMs for this GPU."""
     monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
     assert find_tensorrt_plugins((9, 0), tmp_path) is None
     plugins = digest_of(PLUGINS)

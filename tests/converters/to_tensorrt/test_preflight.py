@@ -1,4 +1,4 @@
-"""`accel preflight`: lists every node that an engine build refuses, with cause and fix, and rewrites the safe ones."""
+"""Proves that `accel preflight` lists each node that an engine build refuses, and can rewrite the safe ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RNG = np.random.default_rng(0)
 
 
 def foreign(path: Path, zero: int = 128) -> Artifact:
-    """Makes a model as another toolkit quantizes it: uint8 activations, uint8 weights, a quantized bias."""
+    """Makes a model with uint8 activations, uint8 weights and a quantized bias, as another toolkit quantizes models."""
     weight = RNG.integers(0, 256, (8, 8)).astype(np.uint8)
     return artifact(
         path,
@@ -48,14 +48,14 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
             "ws": np.float32(0.002),
             "wz": np.uint8(zero),
             "b": RNG.integers(-5000, 5000, 8).astype(np.int32),
-            "bs": np.float32(0.02 * 0.002),  # runtimes assume this scale
+            "bs": np.float32(0.02 * 0.002),  # runtimes assume this scale for a bias
         },
     )
 
 
 def test_every_refused_node_is_listed(cli: Any, tmp_path: Path) -> None:
-    """Fails if one of the four nodes isn't listed, or is listed without its cause, its fix, or whether accel can
-    rewrite it safely."""
+    """Fails if preflight doesn't list all four nodes, or if a node has no cause, no fix, or no mark that says whether
+    the rewrite is safe."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "--json")
     assert ran.code == 1, ran.stderr
@@ -80,7 +80,7 @@ def test_the_build_says_all_of_it_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero", [128, 113, 0])
 def test_what_is_mended_builds_and_computes_the_same(cli: Any, tmp_path: Path, zero: int) -> None:
     """Fails if the rewritten model is refused, doesn't build, or changes its outputs. With zero point 128 the outputs
-    have to be bit-identical. With another zero point they may differ by a step of the coarser scale."""
+    have to be bit-identical. With another zero point the outputs may differ by a step of the coarser scale."""
     src = foreign(tmp_path / "m.onnx", zero)
     ran = cli("preflight", src.path, "--fix", "-o", tmp_path / "fixed.onnx", "--json")
     assert ran.code == 0, ran.stderr
@@ -110,7 +110,7 @@ def test_a_model_quantized_for_the_cpu(digits: Artifact, digits_data: tuple[Path
 
 
 def test_optimize_mends_it_too(tmp_path: Path) -> None:
-    """Fails if `accel.optimize` can't build a model that another toolkit quantized."""
+    """Fails if `accel.optimize` can't build an engine from a model that another toolkit quantized."""
     import accel
 
     src = foreign(tmp_path / "m.onnx")
@@ -122,7 +122,8 @@ def test_optimize_mends_it_too(tmp_path: Path) -> None:
 def test_a_fix_that_changes_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    """Fails if the rewritten model is written without a gate. Here the rewrite makes its scales ten times too large."""
+    """Fails if the rewritten model is written to a file without a gate. The rewrite in this test makes the scales ten
+    times too large."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -133,8 +134,8 @@ def test_a_fix_that_changes_the_model_is_not_published(
 
 
 def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Fails if the error for a requantized graph outside the gate's limit doesn't name the rewritten nodes and another
-    way to quantize."""
+    """Fails if the error for a requantized graph that exceeds the gate's limit doesn't name the rewritten nodes and
+    another quantization method."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -146,7 +147,8 @@ def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
-    """Fails if a valid model is called broken because ONNX Runtime has no CPU kernel for its types."""
+    """Fails if preflight reports a valid model as broken because ONNX Runtime has no CPU kernel for the model's
+    types."""
     cast = node("Cast", "x", "b", to=TensorProto.BFLOAT16)
     nodes = [cast, node("MatMul", "b b", "p"), node("Cast", "p", "y", to=FLOAT)]
     artifact(tmp_path / "b.onnx", nodes, {"x": (FLOAT, [3, 3])}, {"y": (FLOAT, [3, 3])})
@@ -159,7 +161,8 @@ def test_a_file_that_only_a_gpu_can_run(cli: Any, tmp_path: Path) -> None:
 
 
 def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
-    """Fails if bfloat16 passes for 7.5 or float8 for 8.6, or if either is refused for a GPU that supports it."""
+    """Fails if preflight accepts bfloat16 for compute capability 7.5 or float8 for 8.6, or refuses either type for a
+    GPU that supports the type."""
     low = artifact(
         tmp_path / "b.onnx",
         [node("Relu", "x", "y")],
@@ -179,8 +182,8 @@ def test_types_that_a_gpu_does_not_have(tmp_path: Path) -> None:
 
 
 def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
-    """Fails if a type passes that TensorRT's parser refuses or reads as another type, or if a type that it supports is
-    refused. The parser of TensorRT-RTX 1.7 is the reference for both. A uint8 input may only be cast."""
+    """Fails if preflight accepts a type that TensorRT's parser refuses or misreads, or refuses a type that the parser
+    supports. TensorRT-RTX 1.7's parser is the reference. A uint8 input may only be cast."""
     refused = {"INT16", "UINT16", "UINT32", "UINT64", "DOUBLE"}
     for kind in (*refused, "UINT8", "INT8", "INT32", "INT64", "BOOL", "FLOAT16"):
         for cast_first in (True, False):
@@ -201,8 +204,8 @@ def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
 
 
 def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain too long for the parser's stack reaches the parser and kills it, if the error doesn't name the
-    chain's last node with cause and fix, or if a graph of as many parallel nodes is refused."""
+    """Fails if a chain too long for the parser's stack reaches and kills the parser. Also fails if the error doesn't
+    name the chain's last node with cause and fix, or if a graph with as many parallel nodes is refused."""
     monkeypatch.setattr("accel.converters.to_tensorrt.preflight.LONGEST_CHAIN", 4)
 
     def chained(sources: list[str]) -> Path:
@@ -218,11 +221,11 @@ def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monk
     assert "chain of 5 nodes, too long for the parser's stack" in found.cause
     assert cli("preflight", path).code == 1
     with pytest.raises(EngineNotBuilt, match=r"'n_t4' \(Sigmoid\): it ends a chain of 5 nodes, .* stack; split it"):
-        check_onnx(path, onnx.load(str(path)))  # the build calls this before the parser
+        check_onnx(path, onnx.load(str(path)))  # the build calls this function before the parser
 
 
 def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
-    """Fails if an operator without an importer in the toolkit is only detected by the build."""
+    """Fails if only the build detects an operator that the toolkit's parser can't import."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Det", "x", "d"), node("Relu", "d", "y")],
@@ -235,24 +238,24 @@ def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
 
 
 def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a wrong request ends in a traceback, a valid model is refused, or a GPU passes that the
-    build refuses."""
+    """Fails if a wrong request ends in a traceback, if preflight refuses a valid model, or if preflight accepts a GPU
+    that the build refuses."""
     assert cli("preflight", digits.path).code == 0
     assert "name the file with -o" in cli("preflight", digits.path, "--fix").stderr
     assert "has to end in .onnx" in cli("preflight", digits.path, "--fix", "-o", tmp_path / "x.engine").stderr
     assert "major.minor" in cli("preflight", digits.path, "--compute-capability", "86").stderr
-    hopper = cli("preflight", digits.path, "--compute-capability", "9.0")  # a GPU that TensorRT-RTX doesn't build for
+    hopper = cli("preflight", digits.path, "--compute-capability", "9.0")  # TensorRT-RTX builds no engine for this GPU
     assert (hopper.code, hopper.stdout) == (2, "")
     assert "tensorrt-rtx can't build for compute capability 9.0; it offers 7.5" in hopper.stderr
     assert "--target tensorrt on a machine with that GPU" in hopper.stderr
     with pytest.raises(UnknownName, match="unknown toolkit"):
         preflight(digits, target="openvino")
-    onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # a model without a manifest
+    onnx.save(onnx.load(str(digits.path)), str(tmp_path / "plain.onnx"))  # this model has no manifest
     assert cli("preflight", tmp_path / "plain.onnx").code == 0
 
 
 def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if an ONNX node of the engine is in no row, or if the counts don't add up."""
+    """Fails if the kernel table misses an ONNX node of the engine, or if the kernel counts don't add up."""
     from accel.converters.to_tensorrt.kernel_table import fusions
 
     made = run_stage("engine_from_onnx", digits, EngineFromOnnxConfig(compute_capabilities=("8.6",)))
@@ -268,8 +271,8 @@ def test_the_kernel_table_can_be_read(cli: Any, digits: Artifact, tmp_path: Path
 
 
 def in_float64(path: Path, shift: float) -> Artifact:
-    """Makes a model that computes (x + shift) - shift in float64. Float32 gives the same result only if
-    shift is small."""
+    """Makes a model that computes (x + shift) - shift in float64. Float32 gives the same result only for a small
+    shift."""
     return artifact(
         path,
         [
@@ -286,8 +289,8 @@ def in_float64(path: Path, shift: float) -> Artifact:
 
 
 def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp_path: Path) -> None:
-    """Fails if a float64 node isn't listed, if a graph that float32 can compute isn't rewritten and built, or if an
-    engine that computes in float32 passes although the float64 graph gives other results."""
+    """Fails if preflight doesn't list a float64 node, or doesn't rewrite and build a graph for which float32 is enough.
+    Also fails if an engine in float32 passes the gate although the float64 graph has other outputs."""
     import accel
 
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
@@ -307,7 +310,7 @@ def test_float64_inside_is_computed_in_float32_where_that_is_right(cli: Any, tmp
 
 
 def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Path) -> None:
-    """Fails if float64 in a local function stays in the file that an engine is built from."""
+    """Fails if float64 in a local function remains in the file from which the engine is built."""
     path = tmp_path / "function.onnx"
     model = onnx.load(in_float64(path, 2.0).path)
     inside = list(model.graph.node)[:-1]
@@ -328,8 +331,8 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
 
 
 def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) -> None:
-    """Fails if --fix accepts a float32 form that ``accel.optimize`` refuses (here off by 2%), if either refusal names
-    no fix, or if the fix is a larger --max-drop, which no gate reads."""
+    """Fails if --fix accepts a float32 rewrite with an error of 2%, which ``accel.optimize`` refuses. Also fails if
+    either error names no fix, or suggests a larger --max-drop, which no gate reads."""
     import accel
 
     lossy = in_float64(tmp_path / "lossy.onnx", 1e6)
@@ -350,7 +353,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 
 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
-    """Fails if a count of one is followed by a plural, or if the rewrite of float64 is shown as True."""
+    """Fails if a count of one is followed by a plural, or if the output shows the rewrite of float64 as True."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
     said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said
@@ -361,8 +364,8 @@ def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
 
 
 def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
-    """Fails if -o without --fix passes for a file that was written, or if the error for a factory names options that
-    preflight doesn't have."""
+    """Fails if -o without --fix exits as if a file was written, or if the error for a factory names options that
+    preflight lacks."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "-o", tmp_path / "x.onnx")
     assert (ran.code, ran.stdout) == (2, "")
@@ -374,9 +377,9 @@ def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
 
 
 def test_float8_of_another_toolkit(tmp_path: Path) -> None:
-    """Fails if a valid float8 file is called invalid because ONNX Runtime fuses its QDQ into an int8 product that takes
-    no float8; if the outputs aren't those of float8; if the file doesn't become an engine; or if optimize returns the
-    file itself for a GPU without float8."""
+    """Fails if preflight reports a valid float8 file as invalid because ONNX Runtime fuses the file's QDQ into an int8
+    product. Also fails if the outputs aren't those of float8, if the file doesn't become an engine, or if optimize
+    returns the unchanged file for a GPU without float8."""
     import ml_dtypes
 
     import accel

@@ -1,4 +1,4 @@
-"""Optimization profiles: an accepted profile is consistent, because TensorRT doesn't check it."""
+"""Proves that accel accepts only consistent optimization profiles, because TensorRT doesn't check profiles."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SIGNATURE = Signature(
 
 @st.composite
 def profile_texts(draw: st.DrawFn) -> list[str]:
-    """Draws the texts of a consistent profile, then changes a few sizes by one, because most contradictory
-    profiles are one size away from a consistent profile."""
+    """Draws the texts of a consistent profile and changes a few sizes by one, because a single wrong size causes most
+    contradictions."""
     sizes = st.integers(0, 4)
     ranges = {dim: sorted(draw(st.tuples(sizes, sizes, sizes))) for dim in ("batch", "sequence")}
     texts = []
@@ -42,7 +42,7 @@ def profile_texts(draw: st.DrawFn) -> list[str]:
 
 @given(profile_texts())
 def test_an_accepted_profile_is_consistent(texts: list[str]) -> None:
-    """Fails if a profile is accepted in which a shared dim has two ranges, min, opt and max are out of order, a fixed
+    """Fails if accel accepts a profile in which a shared dim has two ranges, min, opt and max are out of order, a fixed
     dim changes, or a dynamic input is missing."""
     try:
         profiles = parse_profiles(texts, SIGNATURE)
@@ -88,7 +88,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_profiles_name_the_fix(case: str) -> None:
-    """Fails if this contradiction is accepted, or if the error names another cause."""
+    """Fails if a contradictory profile is accepted, or if the error names another cause."""
     texts, message = WRONG[case]
     with pytest.raises(BadInputSpec) as caught:
         parse_profiles(texts, SIGNATURE)
@@ -96,8 +96,8 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Fails if the lines printed for missing inputs don't form a profile that fits the given inputs. A dim that no
-    given input has takes its range from the signature."""
+    """Fails if the lines printed for missing inputs and the given inputs don't form a valid profile. The signature
+    gives the range of a dim that no given input has."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)
@@ -120,7 +120,7 @@ def test_text_form_reads_back(steps: list[tuple[int, int, int]]) -> None:
 
 
 def test_repeating_the_inputs_makes_a_second_profile() -> None:
-    """Fails if the second profile replaces the first, or if the two are mixed."""
+    """Fails if the second profile replaces the first, or if the sizes of the two profiles are mixed."""
     more = ["pairs=32x32x3,32x32x3,64x64x3", "ids=8x32,8x32,8x64"]
     first, second = parse_profiles([*GOOD, *more], SIGNATURE)
     assert first.dims == {"batch": DimRange(1, 2, 4), "sequence": DimRange(4, 8, 16)}
@@ -129,7 +129,7 @@ def test_repeating_the_inputs_makes_a_second_profile() -> None:
 
 
 def test_default_profile_is_the_signatures_ranges() -> None:
-    """Fails if an engine without --profile is built for other sizes than the signature promises."""
+    """Fails if an engine built without --profile has other size ranges than the signature."""
     profile = default_profile(SIGNATURE)
     assert profile is not None
     assert profile.dims == dict(SIGNATURE.dims)
@@ -141,7 +141,7 @@ def test_default_profile_is_the_signatures_ranges() -> None:
 
 
 def test_profiles_of_dims_that_go_in_steps() -> None:
-    """Fails if an engine is built for a size that the model rejects, or if the ranges lose their step."""
+    """Fails if an engine is built for a size that the model rejects, or if the merged ranges lose their step."""
     signature = Signature((TensorSpec("x", "float32", ("batch", "height")),), (), {"height": DimRange(16, 32, 64, 4)})
     with pytest.raises(BadInputSpec, match=r"profile x=1x16,1x30,2x64, dim 1: .*30 is no multiple .* write 16:28:64:4"):
         parse_profiles(["x=1x16,1x30,2x64"], signature)

@@ -1,4 +1,4 @@
-"""TensorRT's timing cache: kept between builds, also if its file is damaged or can't be written."""
+"""Proves that builds share TensorRT's timing cache, and that a damaged or unwritable cache file fails no build."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from accel.stage import run_stage
 
 
 class FakeConfig:
-    """A builder's config, reduced to timing caches. A cache begins with ``gpu``, and a cache of another GPU
-    is refused."""
+    """A builder's config with only the timing cache. A cache begins with ``gpu``, and the config refuses another GPU's
+    cache."""
 
     def __init__(self, gpu: bytes = b"this gpu") -> None:
         self.gpu = gpu
@@ -42,13 +42,14 @@ class FakeConfig:
         return None if self.known is None else self.create_timing_cache(self.known)
 
     def measure(self) -> None:
-        """Adds the timing of one more kernel."""
+        """Adds the timing of one more kernel to the cache."""
         assert self.known is not None
         self.known += b"+"
 
 
 def test_what_is_measured_once_is_known(tmp_path: Path) -> None:
-    """Fails if no timing is kept, if another GPU's timings are used, or if two versions or GPUs share a file."""
+    """Fails if timings aren't saved, if another GPU's timings are loaded, or if two TensorRT versions or two GPUs share
+    a file."""
     file = timing_file(tmp_path / "kept", "11.0.0", "9.0")
     first = FakeConfig()
     use_timing_cache(first, file)
@@ -66,7 +67,7 @@ def test_what_is_measured_once_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"y" * 100])
 def test_a_damaged_file_is_left_out(damage: bytes, tmp_path: Path) -> None:
-    """Fails if native code gets the bytes of a damaged file, or if a damaged file fails the build."""
+    """Fails if native code gets the bytes of a damaged cache file, or if a damaged cache file fails the build."""
     file = timing_file(tmp_path, "11.0.0", "9.0")
     kept = FakeConfig()
     use_timing_cache(kept, file)
@@ -78,7 +79,7 @@ def test_a_damaged_file_is_left_out(damage: bytes, tmp_path: Path) -> None:
 
 
 def test_no_room_for_it(tmp_path: Path) -> None:
-    """Fails if a finished engine is lost because its timings can't be written."""
+    """Fails if a finished engine is lost because its timing cache can't be written."""
     (tmp_path / "kept").write_text("no folder")
     config = FakeConfig()
     use_timing_cache(config, timing_file(tmp_path / "kept", "11.0.0", "9.0"))
@@ -95,8 +96,8 @@ def small(path: Path) -> Artifact:
 
 @pytest.mark.parametrize("toolkit", ["tensorrt", "tensorrt-rtx"])
 def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a build of ``tensorrt`` doesn't get the folder in the cache, if the folder changes the stage's key, or
-    if a build of ``tensorrt-rtx`` gets the folder: its timing cache crashes when it is serialized."""
+    """Fails if a build of ``tensorrt`` doesn't get the cache folder, or if the folder changes the stage's key. Also
+    fails if a build of ``tensorrt-rtx`` gets the folder, because serializing its timing cache crashes."""
     asked: list[Any] = []
 
     def build(_: str, **words: Any) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_builder_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the timing cache isn't set before the build, or isn't written after it."""
+    """Fails if the timing cache isn't set before the build, or isn't written after the build."""
     config = FakeConfig()
     known_at_build: list[bytes | None] = []
 

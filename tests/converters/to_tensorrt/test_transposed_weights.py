@@ -1,8 +1,9 @@
-"""Products with a (K, N) weight in the stage ``engine_from_onnx``: the plugin library computes them after a transpose.
+"""Proves that ``engine_from_onnx`` transposes (K, N) weights so that the plugin library can compute the products.
 
-The tests fail if the library doesn't get the products of a transformer, whose rows have two dimensions; if a weight
-isn't transposed, or is transposed for a node that needs the original; if the source's file or folder changes; if the
-library gets a product that it has no kernel for; or if a node's attributes contradict its operator's name.
+The tests fail if the library doesn't get the products of a transformer, whose rows have two dimensions. The tests also
+fail if a weight isn't transposed, or if a weight is transposed for a node that needs the original. The tests also fail
+if the source's file or folder changes, if the library gets a product without a kernel, or if a node's attributes
+contradict its operator's name.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from accel.kernels.tensorrt.quick_plugins import PluginKernel
 from accel.sources.onnx.file import open_onnx
 from tests.support.fake_tensorrt import BODY, LIBRARY_PLUGIN, QUICK, RULES, FakeTensorRT, built, library, with_weights
 
-# A feed-forward block. A second product, which isn't fused, uses one of the block's weights.
+# The model is a feed-forward block. A second, unfused product uses one of the block's weights.
 BLOCK = """<ir_version: 10, opset_import: ["" : 20]>
 g (float16[batch, length, 16] x) => (float16[batch, length, 16] y, float16[batch, length, 16] z) {
   p = MatMul(x, u)
@@ -59,8 +60,8 @@ def block(path: Path, *, shared: bool = False, external: bool = False) -> Artifa
 
 
 def multiplied(model: onnx.ModelProto) -> list[Any]:
-    """Returns the outputs of ``model`` for some rows. Each plugin of the library is replaced by the operator it stands
-    for."""
+    """Returns the outputs of ``model`` for random rows. Replaces each plugin of the library with the ONNX operator of
+    the plugin."""
     own = onnx.ModelProto()
     own.CopyFrom(model)
     nodes = []
@@ -86,7 +87,7 @@ def multiplied(model: onnx.ModelProto) -> list[Any]:
 def test_a_transformers_products_are_the_librarys(
     external: bool, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library doesn't get products of rows in two dimensions with (K, N) weights, or if the source's file
+    """Fails if the library doesn't get products with (K, N) weights and rows in two dimensions, or if the source's file
     or folder changes."""
     source = block(tmp_path / "block.onnx", external=external)
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path)))
@@ -109,7 +110,8 @@ def test_a_transformers_products_are_the_librarys(
 def test_a_weight_that_another_node_uses_stays_for_that(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a weight is transposed for a node that needs the original, or is transposed twice for two products."""
+    """Fails if a weight is transposed for a node that needs the original, or is transposed once for each of two
+    products."""
     source = block(tmp_path / "block.onnx", shared=True)
     model = onnx.load(source.path)
     again = onnx.helper.make_node(DOWN, ["r", "w", "c", "y"], ["again"], domain="accel")
@@ -129,8 +131,8 @@ def test_a_weight_that_another_node_uses_stays_for_that(
 def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library gets a product with a computed weight or with twelve columns, if it loses the product with
-    sixteen, or if the first two don't run as function bodies without Triton."""
+    """Fails if the library gets a product with a computed weight or with twelve columns, or doesn't get the product
+    with sixteen columns. Also fails if the first two products don't run as function bodies without Triton."""
     source = block(tmp_path / "block.onnx")
     model = onnx.load(source.path)
     model.graph.node.insert(0, onnx.helper.make_node("Identity", ["u"], ["computed"]))
@@ -176,8 +178,8 @@ def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
 )
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_weight_of_every_dtype_is_transposed(raw: bool, dtype: int, tmp_path: Path) -> None:
-    """Fails if a weight isn't transposed, in raw_data or in the field for integers, or if the attributes don't name its
-    scales and dtypes."""
+    """Fails if a weight isn't transposed, in raw_data or in the integer field, or if the attributes don't describe the
+    weight's scales and dtypes."""
     values = np.random.default_rng(0).integers(-100, 100, (32, 16)).astype(np.float32)
     tensor = onnx.helper.make_tensor("w", dtype, values.shape, values.reshape(-1).tolist())
     exact = numpy_helper.to_array(tensor)

@@ -1,6 +1,6 @@
-"""How the tuner times a kernel, tested on the CPU with a stand-in for the GPU's clock and graphs.
+"""Proves on the CPU, with a stand-in for the GPU's clock and graphs, that the tuner times only the kernel.
 
-These tests fail if the time of a call includes the launch from Python, or if its operands lie in a cache.
+These tests fail if the time of a call includes the launch from Python, or if the call's operands are in a cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from accel.kernels.choose import tune
 
 
 class FakeGpu:
-    """A GPU whose clock advances only while the GPU works. Counts the calls that record and time a kernel."""
+    """A GPU whose clock advances only while the GPU works. Counts the recorded and timed calls of a kernel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, records: bool) -> None:
         self.now, self.launched, self.recording = 0.0, 0, False
@@ -59,8 +59,8 @@ class FakeGpu:
 
 
 def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the measured time of a small kernel is the duration of the launch, because all candidates would then
-    look equally fast. Also fails if a small kernel is recorded too few times to use every set of operands."""
+    """Fails if the measured time of a small kernel is the time of its launch, which makes all candidates look equally
+    fast. Also fails if a small kernel is recorded too few times to use every set of operands."""
     gpu = FakeGpu(monkeypatch, records=True)
     assert tune.microseconds(gpu.run) == pytest.approx(5.0)
     assert gpu.launched >= tune.MOST_SETS, "as many as there can be sets of operands"
@@ -68,7 +68,7 @@ def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_sets_of_the_smallest_layers_are_more_than_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the operands of a few-row product in BERT-base's smallest layer fit into a GPU's L2 cache (60 MB on an
-    H200, 126 MB on a B200). The timing would then read them from the cache instead of from memory."""
+    H200, 126 MB on a B200). The timed kernel would then read the operands from the cache instead of from memory."""
 
     def made(spec: GemmSpec, _device: torch.device, _seed: int = 0, *, seed: int = 0) -> tune.Operands:
         a, b = (torch.empty(size, spec.k, dtype=torch.bfloat16, device="meta") for size in (spec.m, spec.n))

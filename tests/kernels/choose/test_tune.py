@@ -1,8 +1,8 @@
-"""The tuner's decisions, tested on the CPU with a stand-in for the timer and the candidates.
+"""Proves the tuner's decisions on the CPU, with a stand-in for the timer and the candidates.
 
 These tests fail if a fast wrong candidate wins, or if a problem gets an entry of another bucket, epilogue, GPU, driver
-or library. The tests fail if a damaged file raises an error, if half a file is left, or if dispatch takes a tuned name
-that can't run the problem.
+or library. The tests fail if a damaged file raises an error, or if a half-written file remains. The tests also fail if
+dispatch uses a tuned configuration that can't run the problem.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
-    """Fails if the CPU's result is refused. Also fails if a result passes with one element off by four units of its
-    dtype, without a scale, the bias or the residual, or with another activation."""
+    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result with an element that is off
+    by four units of its dtype, without a scale, the bias or the residual, or with another activation."""
     for spec in tune.specs([dtype], [act], [(300, 40, 56)], added=("bias", "none", "bias+residual")):
         verified(spec, act)
 
@@ -167,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # another process, which read the file before the first process wrote it
+    other.put(second, entry)  # this table imitates another process that read the file before the first write
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 
@@ -234,7 +234,7 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
 
 
 def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``why`` explains the choice for a tuned GPU (9.0) in other words than ``choose_for``."""
+    """Fails if, for a tuned GPU (9.0), the command ``why`` explains the choice in other words than ``choose_for``."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)
@@ -250,8 +250,8 @@ def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_layer_asks_for_is_among_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the tuner makes no entry for a key that a layer looks up. Dispatch looks up exact keys: no bias, a
-    residual, or int8 in and bf16 out each need an entry of their own."""
+    """Fails if the tuner makes no entry for a key that a layer looks up. Dispatch looks up exact keys, so no bias, a
+    residual, and int8 input with bf16 output each need an entry."""
     seen: list[GemmSpec] = []
 
     def tuned_one(spec: GemmSpec, _table: Table) -> tune.Tuned:
@@ -281,8 +281,8 @@ GEOMETRY = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
-    """Fails if the CPU's result is refused, or if a result passes with another padding, a missing operand, a NaN in the
-    last pixel or a wrong shape. There are more than 256 output pixels, so that only some are checked."""
+    """Fails if the tuner rejects the CPU's result, or accepts a result with another padding, a missing operand, a NaN
+    in the last pixel or a wrong shape. The output has more than 256 pixels, so the tuner checks only some pixels."""
     shape = ConvSpec(images=3, height=17, width=12, c_in=5, c_out=7, **GEOMETRY)
     for spec in tune.conv_specs([dtype], ["silu"], [shape], added=("bias+residual",)):
         operands = tune.operands_for(spec, torch.device("cpu"))
@@ -303,8 +303,8 @@ def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize("dtype", test_gpu_kernels.DTYPES)
 def test_a_right_kernel_passes_what_the_gpu_is_tested_on(dtype: str) -> None:
-    """Fails if the operands of a test for a GPU overflow its output, or if its bound is too tight. The reference in the
-    GPU's arithmetic is as accurate as a kernel can be."""
+    """Fails if the operands of a GPU test overflow the output, or if the bound of a GPU test is too tight. The test
+    computes the reference in the GPU's arithmetic, which is as accurate as a kernel can be."""
     for sizes in (*test_gpu_kernels.RAGGED, *test_gpu_kernels.ALIGNED):
         for full in (False, True):
             spec = test_gpu_kernels.spec_of(dtype, "silu", sizes, full)
@@ -316,8 +316,8 @@ def test_a_right_kernel_passes_what_the_gpu_is_tested_on(dtype: str) -> None:
 
 
 def test_what_a_library_has_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if each launch reads the record of the build. The files and the JSON of the record take longer than a small
-    kernel runs."""
+    """Fails if each launch reads the build record. Reading the files and JSON of the record takes longer than a small
+    kernel."""
     library = SimpleNamespace(path=tmp_path / "library.so", gemms={"sm90_fp16_pingpong_64x128": 0})
     (tmp_path / build.RECORD).write_text(json.dumps({"archs": ["sm_90a"], "files": ["sm90_fp16"]}))
     monkeypatch.setattr(native_launch, "installed", lambda _capability: library)
@@ -333,8 +333,9 @@ OPEN = (
 
 
 def test_another_driver_of_the_same_cuda_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a result tuned with one driver is used with another. The driver's own version is needed, because several
-    drivers offer the same CUDA version. If the system doesn't name the driver's version, the CUDA version is used."""
+    """Fails if a result tuned with one driver is used with another driver. Several drivers offer the same CUDA version,
+    so the key contains the driver's own version. The key contains the CUDA version if the system doesn't report the
+    driver's version."""
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     file = tmp_path / "version"
     for text, version in ((PROPRIETARY, "535.104.05"), (OPEN, "580.65.06"), ("", "13000"), ("NVRM\n", "13000")):
@@ -351,7 +352,7 @@ def test_another_driver_of_the_same_cuda_is_another(tmp_path: Path, monkeypatch:
 
 
 def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if tuning raises PackageNotFoundError on a PyTorch that brings Triton under another name."""
+    """Fails if tuning raises PackageNotFoundError on a PyTorch whose Triton has another package name."""
     triton = pytest.importorskip("triton")
 
     def version(name: str) -> str:
@@ -367,8 +368,8 @@ def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_reference_on_a_gpu_has_no_tf32() -> None:
-    """Fails if the reference multiplies fp32 with ten bits (TF32), which cuDNN does by default. No kernel takes
-    fp32."""
+    """Fails if the reference multiplies fp32 with ten bits (TF32), as cuDNN does by default. No kernel takes fp32
+    operands."""
     spec = replace(SPEC, in_dtype="fp32")
     assert dispatch._sums(spec, torch.device("cuda")) == torch.float64
     assert dispatch._sums(spec, torch.device("cpu")) == torch.float32
@@ -396,8 +397,8 @@ def test_every_way_to_a_convolution_is_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_convolution_that_was_tuned_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``--conv`` and a layer make different keys for the same convolution, or if a product's --shape alone
-    tunes a convolution."""
+    """Fails if ``--conv`` and a layer make different keys for the same convolution, or if --shape, which describes a
+    product, also tunes a convolution."""
     seen: list[GemmSpec | ConvSpec] = []
 
     def tuned_one(spec: GemmSpec | ConvSpec, _table: Table) -> tune.Tuned:
@@ -420,7 +421,7 @@ def test_a_convolution_that_was_tuned_is_found_again(monkeypatch: pytest.MonkeyP
         spec = problem.conv_spec(x.to(torch.int8), w.to(torch.int8), scaled, geometry, "relu", torch.bfloat16)
         assert key_of(spec, DEVICE).text in made
     seen.clear()
-    # the command also prints the table here
+    # without --json, the command prints the table as well
     assert CliRunner().invoke(command, ["tune", "--add", "bias"]).exit_code == 0
     kinds = [type(spec) for spec in seen]
     assert (kinds.count(GemmSpec), kinds.count(ConvSpec)) == (30, 8)

@@ -1,6 +1,7 @@
 """Calls the hand-written kernels on buffers of exact size, in a process with a sanitizer loaded.
 
-``python host_kernels.py library calls.npz results.npz``: each call is an array of JSON and its operands by name.
+The command line is ``python host_kernels.py library calls.npz results.npz``. Each call is a JSON array and the call's
+operands by name.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ LIBC.malloc.argtypes = [ctypes.c_size_t]
 
 
 def buffer(array: np.ndarray[Any, Any]) -> int:
-    """Copies the bytes of ``array`` into memory from malloc, where the sanitizer knows both ends of the buffer, and
-    returns the address."""
+    """Copies the bytes of ``array`` into memory from malloc, because the sanitizer knows the bounds of such memory.
+    Returns the address."""
     address = LIBC.malloc(array.nbytes)
     ctypes.memmove(address, array.ctypes.data, array.nbytes)
     return int(address)

@@ -1,7 +1,7 @@
-"""Builds that are interrupted, killed, or run side by side, with a stand-in for nvcc.
+"""Proves, with a stand-in for nvcc, that interrupted, killed and parallel builds clean up after themselves.
 
-These tests fail if Ctrl-C or SIGTERM leaves a scratch folder or a running compiler behind, if the folder of a killed
-build is never removed, or if a build removes the folder of another build that is still running.
+These tests fail if Ctrl-C or SIGTERM leaves a scratch folder or a running compiler behind. The tests also fail if the
+folder of a killed build is never removed, or if a build removes the folder of another running build.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from accel.kernels.proof import check
 
 pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
 
-# Writes the requested output and a scratch file. If $SLOW is set, appends two process ids to $STARTED and takes $SLOW
-# seconds.
+# The stand-in for nvcc writes the requested output and a scratch file. If $SLOW is set, the stand-in appends two
+# process ids to $STARTED and takes $SLOW seconds.
 NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "a stand-in, 1.0"; exit 0;; esac
 for word; do [ "$last" = -o ] && out=$word; last=$word; done
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
-    """Returns a function that gives the process ids of the slow compilers. Kills them all after the test."""
+    """Returns a function that lists the process ids of the slow compilers. Kills the slow compilers after the test."""
 
     def found() -> list[int]:
         file = tmp_path / "started"
@@ -82,7 +82,7 @@ def started(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
 
 @pytest.fixture
 def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
-    """Returns ``start("sm_90a")``, which runs the command in a process of its own until two slow compilers are
+    """Returns ``start("sm_90a")``, which runs the command in a separate process until two slow compilers are
     running."""
     running: list[subprocess.Popen[str]] = []
 
@@ -96,8 +96,8 @@ def start(cache: Path, started: Callable[[], list[int]]) -> Iterator[Start]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                # A shell starts background jobs with SIGINT ignored. Children of a background test suite would ignore
-                # SIGINT too.
+                # A shell starts background jobs with SIGINT ignored, and the children of a background test suite
+                # inherit this setting.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         )
@@ -137,7 +137,7 @@ def test_the_next_build_clears_up_after_a_killed_one(start: Start, cache: Path) 
 
 
 def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
-    """Fails if dispatch uses the library that ``check`` compiles, which has no GEMM."""
+    """Fails if dispatch loads the library that ``check`` compiles, because this library has no GEMM."""
     mine = build.build(["sm_90a"], units=["sm90_fp16"])
     proof = check._hand_written(lambda _message, _fraction: None)
     assert proof.passed is False, "what the stand-in writes is no library"
@@ -148,7 +148,7 @@ def test_check_builds_where_dispatch_does_not_look(cache: Path) -> None:
 
 
 def test_other_headers_are_another_library(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if the headers of CUTLASS are upgraded in place and the library of the old headers is still used."""
+    """Fails if the old library is still used after the CUTLASS headers were upgraded in place."""
     (tmp_path / "cutlass").mkdir()
     version = tmp_path / "cutlass" / "version.h"
     monkeypatch.setattr(build, "cutlass_includes", lambda: [tmp_path])

@@ -1,9 +1,8 @@
-"""The hand-written CUDA kernels, compiled for the host and run under ASan and UBSan, and built with nvcc.
+"""Proves that the hand-written CUDA kernels are correct on the host under ASan and UBSan, and that nvcc builds them.
 
-These tests fail if a kernel differs from the reference on ragged shapes, reads or writes past a buffer (planted: one
-element too far), or overflows an integer. The tests fail if the C interface answers a wrong call with anything but its
-error code, if the cache returns an old library for changed sources, or if a machine without nvcc gets more than one
-line.
+These tests fail if a kernel differs from the reference on ragged shapes, accesses memory past a buffer, or overflows an
+integer. The tests fail if the C interface doesn't answer a wrong call with its error code. The tests also fail if the
+cache returns an old library for changed sources, or if the error on a machine without nvcc takes more than one line.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def gemv_case(dtype: str, act: str, m: int, n: int, k: int, full: bool) -> tuple
 @pytest.mark.proof
 @needs_compiler
 def test_hand_written_kernels_on_the_host(tmp_path: Path) -> None:
-    """Fails if a kernel is wrong on the host. gemv: the proven bound. quantize and im2col: exact. The sanitizers end
-    the process at the first error."""
+    """Fails if a kernel is wrong on the host. The error of gemv has to be within the proven bound, and the results of
+    quantize and im2col have to be exact. The sanitizers end the process at the first error."""
     calls: Calls = {}
     gemvs = {}
     for at, act in enumerate(ACTS):
@@ -221,8 +220,8 @@ def test_no_nvcc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
-    """Fails if a file that is not accel's library is loaded. A truncated library would end the process in dlopen, and a
-    library of another program lacks the interface."""
+    """Fails if accel loads a file that is not accel's library. A truncated library would end the process in dlopen, and
+    a library of another program lacks accel's C functions."""
     file = tmp_path / "libaccel_kernels.so"
     other = Path(_ctypes.__file__).read_bytes()
     for content in (b"not a library", b"", other[:20000], other[:-1], other):

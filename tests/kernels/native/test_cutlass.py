@@ -1,9 +1,8 @@
-"""The tensor-core GEMMs: the table matches the sources, they compile to tensor-core instructions, wrong calls are
-refused.
+"""Proves that the CUTLASS tiles match the table, compile to tensor-core instructions and reject wrong calls.
 
-These tests fail if a tile is in the source but not in the table (or the other way round), or if a family doesn't
-compile, loses its tensor-core instruction, spills registers or has its wgmma serialized. The tests fail if the library
-doesn't load without a GPU, or if a wrong call gets anything but its error code.
+These tests fail if a tile is in the sources but not in the table, or in the table but not in the sources. The tests
+fail if a family doesn't compile, loses its tensor-core instruction, spills registers or has its wgmma serialized. The
+tests also fail if the library doesn't load without a GPU, or if a wrong call doesn't return its error code.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from accel.kernels.native.library import ACTS, DTYPES, Library, Problem
 from accel.kernels.proof import check
 from tests.support import ROOT
 
-# One unit of each family, and the architecture that the tests compile it for.
+# One unit of each family, with the architecture for which the tests compile the unit.
 PROVEN = {"sm80_int8_fp16": "sm_80", "sm90_fp16": "sm_90a", "sm100_bf16": "sm_100a", "sm120_fp8_e4m3_bf16": "sm_120a"}
 
 
@@ -66,7 +65,7 @@ def test_a_library_holds_the_units_of_its_architectures() -> None:
 
 
 def test_a_configuration_runs_where_it_has_code() -> None:
-    """Fails if a library for sm_80 and sm_90a offers a Hopper GPU the kernels that have no code for Hopper."""
+    """Fails if a library for sm_80 and sm_90a offers a Hopper GPU a kernel that was compiled for sm_80 only."""
 
     def families(*capability: int) -> set[str]:
         return {c.unit.family.name for c in NATIVE.values() if c.runs_on((capability[0], capability[1]))}
@@ -78,7 +77,7 @@ def test_a_configuration_runs_where_it_has_code() -> None:
     assert families(12, 0) == {"sm80", "sm120"}
     assert families(12, 1) == {"sm80"}
     for family in FAMILIES:
-        if all(arch.endswith("a") for arch in family.archs):  # as the compiled library checks it
+        if all(arch.endswith("a") for arch in family.archs):  # the compiled library has the same check
             assert {f"sm_{family.least}a", f"sm_{family.most}a"} == set(family.archs)
     archs = {native: choices.native_arch(native) for native in ((8, 6), (8, 7), (9, 0), (10, 0), (10, 3), (12, 1))}
     assert list(archs.values()) == ["sm_86", "sm_86", "sm_90a", "sm_100a", "sm_100", "sm_120"]
@@ -99,12 +98,12 @@ def test_a_unit_that_does_not_exist_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> build.Built:
-    """Builds one unit of each family into one library, in parallel. This takes minutes, so pytest's cache keeps the
-    last one."""
+    """Builds one unit of each family into one library, in parallel. The build takes minutes, so pytest's cache keeps
+    the last library."""
     if build.find_nvcc() is None:
         pytest.skip("needs nvcc")
     pytest.importorskip("cutlass_library", reason="needs the extra [kernels]")
-    kept = getattr(request.config, "cache", None)  # None if pytest runs with -p no:cacheprovider
+    kept = getattr(request.config, "cache", None)  # the cache is None if pytest runs with -p no:cacheprovider
     cache = kept.mkdir("cutlass") if kept else tmp_path_factory.mktemp("cutlass")
     made = build.build(list(PROVEN.values()), units=list(PROVEN), cache=cache)
     for folder in cache.iterdir():
@@ -116,8 +115,8 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> None:
-    """Fails if a tile lacks a kernel for an architecture, a kernel lacks its family's instruction, or the assembler
-    reports spills or serialized wgmma (a function call in the epilogue is enough to cause that)."""
+    """Fails if a tile lacks a kernel for an architecture, or if a kernel lacks its family's instruction. Also fails if
+    the assembler reports spills or serialized wgmma, which a function call in the epilogue can cause."""
     assert library.warnings == ()
     found = sass.products(library.path)
     gemms: Counter[tuple[str, str]] = Counter()
@@ -133,7 +132,7 @@ def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> 
 @pytest.mark.proof
 def test_the_tree_and_a_library_for_hopper_stay_small(library: build.Built) -> None:
     """Fails if the sources and the library together take 60 MB. Building all units for sm_90a takes many minutes, so
-    their size is estimated: the mean size of these kernels times the number of kernels."""
+    the test multiplies the mean size of a built kernel by the number of kernels."""
     root = ROOT
     if not (root / ".git").exists():
         pytest.skip("no git here to say what is tracked")
@@ -156,7 +155,7 @@ def test_the_library_names_what_it_holds(library: build.Built) -> None:
 
 @pytest.mark.proof
 def test_check_reads_the_library(library: build.Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if the table of proofs passes a library without reading it."""
+    """Fails if the table of proofs accepts a library without reading the library file."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(library.path))
     proof = check._tensor_cores(lambda _message, _fraction: None)
     assert proof.passed, proof.detail
@@ -178,8 +177,8 @@ def problem(**changed: object) -> Problem:
 
 @pytest.mark.proof
 def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
-    """Fails if a wrong field of the struct doesn't return its error code. Every field is tested, so a layout that
-    differs between C and Python is found too."""
+    """Fails if a wrong field of the struct doesn't return its error code. The test covers every field, and so also
+    finds a layout that differs between C and Python."""
     loaded = Library(library.path)
     config = "sm90_fp16_pingpong_64x128"
     wrong: list[tuple[dict[str, object], str]] = [
@@ -210,14 +209,14 @@ def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
 
 
 def test_a_planted_function_call_is_seen() -> None:
-    """Fails if the build doesn't keep the warnings of ptxas, because the proof above relies on them."""
+    """Fails if the build drops the warnings of ptxas, on which the test of serialized wgmma relies."""
     said = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
     spilled = "ptxas warning : Registers are spilled to local memory in function 'x', 148 bytes spill stores"
     assert build.slow_code(f"x\n{said}\n{spilled}\nptxas info    : Used 168 registers") == [said, spilled]
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The record with other sources is the newer file, as after switching to another version and back.
+    # The record with other sources is the newer file, as after switching to another version of accel and back.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()
@@ -233,7 +232,8 @@ def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: py
 
 
 def recorded(cache: Path, name: str, archs: list[str], files: list[str], age: int) -> Path:
-    """Writes a stand-in for a library into the cache, with a record from ``age`` seconds ago, and returns its path."""
+    """Writes a stand-in for a library into the cache, with a record that is ``age`` seconds old, and returns the
+    library's path."""
     folder = cache / name
     folder.mkdir(parents=True)
     (folder / build.LIBRARY).write_bytes(b"x")
@@ -244,7 +244,7 @@ def recorded(cache: Path, name: str, archs: list[str], files: list[str], age: in
 
 
 def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
-    """Fails if a newer library hides a library with more code for this GPU, or the only library with code for it."""
+    """Fails if a newer library hides an older library that has more code for this GPU or the only code for this GPU."""
     whole = recorded(tmp_path, "hopper", ["sm_80", "sm_90a"], ["sm80_fp16", "sm90_fp16", "sm90_bf16", "gemv"], age=300)
     ampere = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "sm80_bf16", "gemv"], age=200)
     recorded(tmp_path, "bare", ["sm_80", "sm_90a"], ["gemv"], age=100)
@@ -258,8 +258,8 @@ def test_the_library_is_the_one_with_code_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a GPU is offered a kernel without code for it. The family sm80 is also for sm_120, but a library built
-    for sm_80 alone has no code there."""
+    """Fails if a GPU is offered a kernel without code for this GPU. The family sm80 also supports sm_120, but a library
+    built for sm_80 alone has no code for sm_120."""
     path = recorded(tmp_path, "ampere", ["sm_80"], ["sm80_fp16", "gemv"], age=0)
     native_launch.installed.cache_clear()
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))
@@ -278,13 +278,13 @@ def test_a_gpu_is_offered_only_what_its_library_has_code_for(tmp_path: Path, mon
 def test_a_wrong_library_in_the_environment_is_an_error(
     content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a wrong file in ACCEL_KERNEL_LIBRARY is silently replaced by another implementation."""
+    """Fails if a wrong file in ACCEL_KERNEL_LIBRARY is silently ignored and another implementation runs."""
     path = tmp_path / "mine.so"
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(path))
     native_launch.installed.cache_clear()
-    for _ in range(2):  # a failed load must not be remembered as "no library"
+    for _ in range(2):  # a failed load must not be cached as "no library"
         with pytest.raises(BadConfig, match=r"ACCEL_KERNEL_LIBRARY is .*mine\.so.*unset it") as caught:
             dispatch.native_names((9, 0))
     assert "\n" not in str(caught.value)

@@ -1,10 +1,9 @@
-"""The hand-written kernels as dispatch chooses them. The kernels run here, compiled for the host, on tensors of the
-CPU.
+"""Proves that dispatch runs the hand-written kernels correctly, with kernels compiled for the host and CPU tensors.
 
-These tests fail if the reference runs a problem that a hand-written kernel takes, or if a kernel gets operands in a
-layout or dtype that it doesn't read. The tests fail if a result has the wrong shape, if a convolution's patches are
-multiplied in another order, or if ``why`` names another implementation than the one that runs. test_csrc.py tests the
-kernels alone, under ASan.
+These tests fail if the reference runs a problem that a hand-written kernel supports, or if a kernel gets operands in an
+unsupported layout or dtype. The tests fail if a result has the wrong shape, or if a convolution's patches are
+multiplied in the wrong order. The tests also fail if ``why`` names another implementation than the one that runs.
+test_csrc.py tests the kernels alone, under ASan.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def test_gemv_takes_few_rows_that_no_vector_load_takes() -> None:
     ],
 )
 def test_gemv_takes_nothing_that_it_would_compute_wrongly(spec: GemmSpec, given: dict[str, Any]) -> None:
-    """Fails if gemv gets more rows than it sums, strides that it doesn't read, a library without gemv, or another dtype
-    of the operands, the output or the residual."""
+    """Fails if dispatch chooses gemv for too many rows, unsupported strides, a library without gemv, or an unsupported
+    dtype of the operands, the output or the residual."""
     assert "gemv" not in chosen(spec, **given)
     assert chosen(spec, triton_installed=False, **given).startswith("reference: Triton is not installed")
 
@@ -101,8 +100,8 @@ def test_rows_are_quantized_by_what_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the library for the host with UBSan, which needs no separate process. Copies it away from its record, so
-    that it counts as a library for any GPU."""
+    """Builds the library for the host with UBSan, which needs no separate process. Copies the library away from its
+    build record, so that accel accepts the library for any GPU."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("host")
@@ -111,13 +110,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Imitates a GPU of capability 8.0 without Triton. Returns the list of the library functions that were called."""
+    """Imitates a GPU of capability 8.0 without Triton. Returns the list of the called library functions."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(compiled))
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(dispatch, "capability_of", lambda _tensor: (8, 0))
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     native_launch.installed.cache_clear()
-    library = native_launch.installed(None)  # tensors of the CPU use the same library object
+    library = native_launch.installed(None)  # CPU tensors use the same library object
     assert library is not None
     calls: list[str] = []
 
@@ -166,7 +165,7 @@ def test_the_operator_runs_gemv(dtype: str, act: str, ran: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", FLOATS)
 def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str]) -> None:
-    """Fails if a quantized value differs at all, also for rows with gaps, columns with gaps, one repeated row, and a
+    """Fails if a quantized value differs at all, even for rows with gaps, columns with gaps, a repeated row, or a
     single row."""
     whole = (torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 30).to(TORCH_DTYPES[source])
     whole[1] = 0
@@ -184,8 +183,8 @@ def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str])
 def test_the_operator_runs_a_convolution_by_its_patches(
     dtype: str, at_once: int, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a convolution by patches differs by more than four roundings of the largest element. There are three
-    images of 2 x 1 outputs, ``at_once`` of them at a time."""
+    """Fails if a convolution by patches has an error of more than four roundings of the largest element. The input is
+    three images with 2 x 1 outputs, and the kernel computes ``at_once`` images at a time."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, generator=g).to(TORCH_DTYPES[dtype]) for size in ((3, 5, 4, 3), (6, 3, 2, 3)))
     operands = {

@@ -1,12 +1,11 @@
-"""The C++ operators for ONNX Runtime: built against its headers, loaded by it, compared with the reference and the
-body.
+"""Proves that the C++ operators build against ONNX Runtime's headers, load, and match the reference and the bodies.
 
-These tests fail if a name that ``accel.kernels.onnx.function`` gives has no operator, if an operator differs from the
-float64 reference, or if ONNX Runtime inlines the body although the operator is there. The tests fail if operands that
-don't fit give numbers instead of an error, if a wrong operator passes the gate of ``accel optimize``, or if missing
-headers give more than one line.
+These tests fail if a name from ``accel.kernels.onnx.function`` has no operator, if an operator differs from the float64
+reference, or if ONNX Runtime inlines the body of an existing operator. The tests fail if operands with wrong shapes
+give numbers instead of an error, or if a wrong operator passes the gate of ``accel optimize``. The tests also fail if
+the error for missing headers takes more than one line.
 
-No wheel of ONNX Runtime contains the headers: $ACCEL_ONNXRUNTIME_INCLUDE names their folder.
+ONNX Runtime's wheels lack the headers. Set $ACCEL_ONNXRUNTIME_INCLUDE to the folder of the headers.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from accel.tables.limits import STAGE_LIMITS
 INCLUDE = os.environ.get("ACCEL_ONNXRUNTIME_INCLUDE", "")
 M, N, K = 6, 5, 7
 IMAGES, CHANNELS, HEIGHT, WIDTH, FILTERS = 2, 3, 7, 6, 4
-# Kernel, stride, padding and dilation of convolutions.
+# Each row has the kernel, stride, padding and dilation of a convolution.
 GEOMETRIES = (
     ((3, 2), (2, 1), (1, 0), (1, 2)),
     ((1, 1), (1, 1), (0, 0), (1, 1)),
@@ -144,8 +143,8 @@ def inputs_of(function: FusedGemm | FusedConv2d) -> list[str]:
 
 
 def model(functions: Sequence[FusedGemm | FusedConv2d], *, bodies: bool) -> onnx.ModelProto:
-    """Returns a model that calls each function once on the same fp32 inputs. The model casts the inputs to the dtypes
-    of the function, and the output back to fp32."""
+    """Returns a model that calls each function once on the same fp32 inputs. The model casts the inputs to each
+    function's dtypes, and the outputs to fp32."""
     nodes = []
     taken = {function.name: list(zip(inputs_of(function), function.dtypes, strict=True)) for function in functions}
     for name, dtype in sorted(set(itertools.chain.from_iterable(taken.values()))):
@@ -173,7 +172,7 @@ def feeds() -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.proof
 def test_every_operator_is_the_reference(library: Path) -> None:
     """Fails if one of 180 operators, in one graph without bodies, differs from float64 on operands rounded to the
-    dtype. Bound: half a unit in the last place of the result, and 1e-5 of fp32 sums."""
+    dtype. The bound is half a unit in the last place of the result, plus 1e-5 for fp32 sums."""
     flags = itertools.product(PRODUCTS, ACTS, (False, True), (False, True), DTYPES)
     functions = [FusedGemm(product=p, act=act, bias=b, residual=r, dtype=d) for p, act, b, r, d in flags]
     made = model(functions, bodies=False)
@@ -186,7 +185,7 @@ def test_every_operator_is_the_reference(library: Path) -> None:
 
 
 def right(function: FusedGemm, got: np.ndarray[Any, Any]) -> None:
-    """Checks a result: half a unit in the last place of the output's dtype, and 1e-5 of fp32 sums."""
+    """Checks that the error is at most half a unit in the last place of the output's dtype, plus 1e-5 for fp32 sums."""
     rounded = {
         name.rstrip("3"): torch.from_numpy(feeds()[name]).to(TORCH[dtype]).double().numpy()
         for name, dtype in zip(inputs_of(function), function.dtypes, strict=True)
@@ -210,8 +209,8 @@ def right(function: FusedGemm, got: np.ndarray[Any, Any]) -> None:
 
 @pytest.mark.proof
 def test_products_with_scales_and_of_small_types_are_the_reference(library: Path) -> None:
-    """Fails if one of 660 products differs from the reference. The products are those that torch's export writes for
-    W8A8 and fp8: row and column scales, int8 operands (exact sums) and fp8 operands."""
+    """Fails if one of 660 products differs from the reference. torch's export writes these products for W8A8 and fp8,
+    with row and column scales, int8 operands (exact sums) or fp8 operands."""
     pairs = [(None, row, col) for row, col in itertools.product((False, True), repeat=2) if row or col]
     pairs += itertools.product((TensorProto.INT8, TensorProto.FLOAT8E4M3FN), (False, True), (False, True))
     functions = [
@@ -230,7 +229,7 @@ def test_products_with_scales_and_of_small_types_are_the_reference(library: Path
 @pytest.mark.parametrize("dtype", [TensorProto.INT8, TensorProto.FLOAT8E4M3FN])
 @pytest.mark.parametrize("source", DTYPES)
 def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, library: Path) -> None:
-    """Fails if a quantized value differs at all, also in a row of zeros, a row with a NaN and a row of subnormal
+    """Fails if a quantized value differs at all, even in a row of zeros, a row with a NaN or a row of subnormal
     numbers."""
     function = QuantizeRowwise(source=source, dtype=dtype)
     nodes = [
@@ -253,8 +252,9 @@ def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, libra
 
 @pytest.mark.proof
 def test_the_operator_is_taken_and_equals_its_body(library: Path, tmp_path: Path) -> None:
-    """Fails if ONNX Runtime doesn't run the operator, or if its result differs from the body's. Tests a product and a
-    convolution in fp32, within 1e-5 of the largest element, which covers the same few roundings in another order."""
+    """Fails if ONNX Runtime doesn't run the operator, or if the operator's result differs from the body's. The bound
+    for a product and a convolution in fp32 is 1e-5 of the largest element, which covers the same few roundings in
+    another order."""
     product = FusedGemm(product="matmul", act="gelu_erf", bias=True, residual=True, dtype=TensorProto.FLOAT)
     conv = convolution(residual=True)
     made = model([product, conv], bodies=True)
@@ -292,8 +292,9 @@ def test_operands_that_do_not_fit_are_an_error(library: Path, wrong: dict[str, l
 
 @pytest.mark.proof
 def test_every_convolution_is_the_reference(library: Path) -> None:
-    """Fails if one of 240 convolutions without bodies differs from float64: strides, padding and dilation that differ
-    by axis, every epilogue and dtype. Bound: half a unit in the last place of the result, and 1e-5 of fp32 sums."""
+    """Fails if one of 240 convolutions without bodies differs from float64. The convolutions cover every epilogue and
+    dtype, with strides, padding and dilation that differ by axis. The bound is half a unit in the last place of the
+    result, plus 1e-5 for fp32 sums."""
     flags = itertools.product(range(len(GEOMETRIES)), ACTS, (False, True), (False, True), DTYPES)
     functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
     made = model(functions, bodies=False)
@@ -346,8 +347,8 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
     "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
 )
 def test_a_name_that_is_no_convolution_is_passed_over(library: Path, name: str) -> None:
-    """Fails if such a name raises an error. The body of such an operator runs, as for every operator that isn't
-    accel's."""
+    """Fails if a name that is no convolution raises an error. ONNX Runtime then runs the operator's body, as for any
+    operator of another library."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name
@@ -371,12 +372,12 @@ def test_a_session_takes_the_convolutions_of_its_model(
 def test_a_wrong_operator_does_not_pass_the_gate(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the gate of ``accel optimize --kernels`` passes a wrong operator. The library computes the fused
-    convolution, once correctly and once without the stride."""
+    """Fails if the gate of ``accel optimize --kernels`` accepts a wrong operator. The library computes the fused
+    convolution once correctly and once without the stride."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
 
     def fuse(operators: Path, seed: int) -> Artifact:
-        # New weights each time, because the outputs of a model are cached within a process.
+        # The weights are new each time, because a process caches the outputs of a model.
         weight = np.random.default_rng(seed).standard_normal((4, 3, 3, 3)).astype(np.float32)
         nodes = [
             helper.make_node("Conv", ["x", "w"], ["c"], strides=[2, 1], pads=[1, 1, 1, 1]),
@@ -465,8 +466,8 @@ def test_missing_headers_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_what_has_no_operator_is_still_inlined(library: Path) -> None:
-    """Fails if registering the library hides the function body of a product that has no operator. The model also holds
-    a product that has an operator, and both products have bodies."""
+    """Fails if registering the library hides the function body of a product without an operator. The model also
+    contains a product with an operator, and both products have bodies."""
     plain = FusedGemm(product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT)
     scaled = FusedGemm(
         product="gemm_nt", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT, col_scale=True

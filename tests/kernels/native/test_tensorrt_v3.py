@@ -1,12 +1,13 @@
-"""The C++ plugins for TensorRT (IPluginV3), compiled against its headers and driven as TensorRT drives them.
+"""Proves that the C++ plugins for TensorRT (IPluginV3) compile and compute correctly when driven as by TensorRT.
 
 The headers are a stub of the interface (``tensorrt_stub/``) and, if ``$ACCEL_TENSORRT_INCLUDE`` names their folder,
-also the real headers. TensorRT's library itself is not used. So the tests cover the plugins' own logic, with the
-kernels compiled for the host and, for products of 24 columns, a stand-in for the tensor-core GEMM.
+also the real headers. TensorRT's library itself is not used. The tests cover the plugins' own logic, with the kernels
+compiled for the host. A stand-in for the tensor-core GEMM computes products of 24 columns.
 
-These tests fail if a name of ``accel.kernels.onnx.function`` has no creator or gets another epilogue, if types, shapes,
-serialized fields or the order of the inputs are wrong, or if a result differs from the reference. The tests fail if
-sizes that no kernel takes give numbers instead of an error, or if missing headers give more than one line.
+These tests fail if a name from ``accel.kernels.onnx.function`` has no creator or gets another epilogue. The tests fail
+if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the reference. The
+tests also fail if sizes without a kernel give numbers instead of an error, or if the error for missing headers takes
+more than one line.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def nhwc(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Plugins:
-    """The plugin library, and a driver that calls it as TensorRT does."""
+    """Loads the plugin library, and a driver that calls the library as TensorRT does."""
 
     def __init__(self, library: Path, driver: Path) -> None:
         self._library, self._driver = ctypes.CDLL(str(library)), ctypes.CDLL(str(driver))
@@ -104,8 +105,8 @@ class Plugins:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the kernels for the host, without CUTLASS. A stand-in computes products of more than 16 rows if they have
-    24 columns."""
+    """Builds the kernels for the host, without CUTLASS. A stand-in computes products of 24 columns with more than 16
+    rows."""
     folder = tmp_path_factory.mktemp("kernels")
     sources = shutil.copytree(build.SOURCES, folder / "csrc")
     shutil.copy(STUB / "host_gemm.cu", sources)
@@ -125,11 +126,11 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
     source = copied / "tensorrt_conv2d.h"
     text = source.read_text()
     assert PATCHES in text
-    source.write_text(text.replace(PATCHES, "kPatchBytes = 4 << 10"))  # room for two images at a time
+    source.write_text(text.replace(PATCHES, "kPatchBytes = 4 << 10"))  # the workspace holds two images at a time
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bridges, "PLUGINS", copied)
         library = bridges.build_for_tensorrt(include, kernels=kernels, cache=folder).path
-    # A copy of the driver, because the stub headers beside the original would hide the real headers.
+    # The driver is copied, because the stub headers in the original folder would hide the real headers.
     driver = shutil.copy(STUB / "driver.cpp", folder)
     folders = [f"-isystem{path}" for path in (include, *bridges.cuda_includes())]
     words = ["g++", "-std=c++20", "-fPIC", "-shared", *folders, driver, "-o", folder / "driver.so"]
@@ -138,8 +139,8 @@ def plugins(request: pytest.FixtureRequest, kernels: Path, tmp_path_factory: pyt
 
 
 def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> dict[str, torch.Tensor]:
-    """Returns operands by name, in the dtypes and the order of the ONNX function's inputs. ``m``: the rows, or their
-    sizes by dimension."""
+    """Returns operands by name, in the dtypes and the order of the ONNX function's inputs. ``m`` is the number of rows,
+    or the sizes of the row dims."""
     rows = m if isinstance(m, tuple) else (m,)
     g = torch.Generator().manual_seed(math.prod(rows) * n + k)
     shapes: dict[str, tuple[int, ...]] = {"a": (*rows, k), "b": (n, k)}
@@ -157,8 +158,8 @@ def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> d
 @needs_compiler
 @pytest.mark.proof
 def test_every_name_has_a_creator(plugins: Plugins) -> None:
-    """Fails if a name with b as (N, K) and an fp16 or bf16 output has no creator or several, or if accel never gives
-    the name."""
+    """Fails if a name with b as (N, K) and an fp16 or bf16 output doesn't have exactly one creator, or if accel never
+    generates the name."""
     assert plugins.names[:2] == ["FusedGemm", "FusedConv2d"]
     named = plugins.names[2:]
     assert len(named) == len(set(named)) == 2 * 3 * len(ACTS) * 16
@@ -174,8 +175,8 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
-    """Fails if a layer differs from the reference by more than ``gemm_bound``. Tests every combination of operands, by
-    the layer's name and by fields alone, and the same rows in more dimensions."""
+    """Fails if a layer's error exceeds ``gemm_bound``. The test covers every combination of operands, by the layer's
+    name and by fields alone, and the same rows in more dims."""
     m, n, k = 6, 4, 9
     for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
@@ -204,8 +205,9 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @needs_compiler
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
-    """Fails if the rows are counted in one dimension only. Each dimension is small, but all rows together, or at their
-    largest, are too many for the kernel for few rows. Bound: ``gemm_bound`` of the stand-in for a tensor-core GEMM."""
+    """Fails if the rows are counted in one dim only. Each dim is small, but the product of the dims, or of their
+    maxima, is too large for the kernel for few rows. The bound is ``gemm_bound`` of the stand-in for a tensor-core
+    GEMM."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):
@@ -238,7 +240,7 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert "accel FusedGemm: " in plugins.said
     assert run(4, largest_m=4096) == 0, "few rows of a range that goes further"
     assert run(4, tactic=12345) == 0, "a tactic of another library"
-    # Sizes and types that don't fit, and fields that contradict the name.
+    # Each case has unsupported sizes or types, or fields that contradict the name.
     a, b, bias = operands(plain, 4, 8, 16).values()
     good = [(a, "fp16"), (b, "fp16"), (bias, "fp16")]
     assert plugins.run(plain.name, good[:2], (4, 8), "fp16")[0] == 5, "an input is missing"
@@ -256,12 +258,13 @@ def test_what_no_kernel_takes_is_an_error(plugins: Plugins) -> None:
     assert plugins.run("FusedGemm_gemm_nn_fp16", good, (4, 8), "fp16")[0] == 1
 
 
-# Kernel, stride, padding and dilation: one geometry that differs by axis, and one whose image is its own patches.
+# Each row is a kernel, stride, padding and dilation. One geometry differs by axis, and one has an image that equals its
+# patches.
 GEOMETRIES = (((3, 2), (2, 1), (1, 0), (1, 2)), ((1, 1), (1, 1), (0, 0), (1, 1)))
 
 
 def convolution(spec: ConvSpec) -> tuple[dict[str, int], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Returns the fields and inputs of the layer, its expected result and the allowed error, all in ONNX's layout."""
+    """Returns the fields and inputs of the layer, the expected result and the allowed error, all in ONNX's layout."""
     e = spec.epilogue
     g = torch.Generator().manual_seed(spec.images * spec.c_out)
     x = torch.randn(spec.images, spec.c_in, spec.height, spec.width, generator=g)
@@ -286,7 +289,8 @@ def convolution(spec: ConvSpec) -> tuple[dict[str, int], list[torch.Tensor], tor
 
 
 def run_convolution(plugins: Plugins, spec: ConvSpec, **changed: int) -> tuple[int, float, int]:
-    """Returns the status (0: success), the largest error divided by the bound, and the number of tactics."""
+    """Runs a convolution. Returns the status (0: success), the largest error divided by the bound, and the number of
+    tactics."""
     fields, inputs, exact, bound = convolution(spec)
     dtype = spec.epilogue.out_dtype
     status, got, tactics = plugins.run(
@@ -313,8 +317,8 @@ def conv_spec(geometry: int = 0, *, images: int = 1, c_in: int = 8, c_out: int =
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plugins) -> None:
-    """Fails if a convolution differs by more than ``gemm_bound``. Tests every epilogue with 16 and with 15 output
-    pixels, whose products the kernel for few rows takes."""
+    """Fails if a convolution's error exceeds ``gemm_bound``. The test covers every epilogue with 16 and with 15 output
+    pixels, which the kernel for few rows computes."""
     for act in ACTS:
         for flags in range(4):
             epilogue = {"act": act, "bias": bool(flags & 1), "residual": bool(flags & 2), "out_dtype": dtype}
@@ -354,8 +358,8 @@ def test_what_is_no_convolution_is_an_error(plugins: Plugins) -> None:
 @needs_compiler
 @pytest.mark.proof
 def test_an_int8_sum_that_could_overflow_is_refused(kernels: Path) -> None:
-    """Fails if an int8 sum that could overflow is computed. With the largest allowed K, the next check refuses the
-    configuration because it is for another dtype."""
+    """Fails if a plugin computes an int8 sum that could overflow. With the largest allowed K, the plugin passes the
+    overflow check and refuses the problem because of the dtype."""
     library = native.Library(kernels)
     for k, message in ((131071 + 1, "int8 a K of 131071"), (131071 - 15, "no kernel for this dtype")):
         problem = native.Problem(

@@ -1,5 +1,7 @@
-"""Builds an ONNX file with TensorRT-RTX for one compute capability (default: ``SM86``), in a process of its own, and
-prints the kernels of the engine."""
+"""Builds an ONNX file with TensorRT-RTX in a separate process, and prints the kernels of the engine.
+
+The second argument is the compute capability (default: ``SM86``).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The PyTorch operators in ``torch.onnx.export``: a fused module becomes nodes with bodies, and stays the same model.
+"""Proves that ``torch.onnx.export`` turns fused modules into operator nodes with bodies and the same outputs.
 
 These tests fail if an operator has no translation, if a body differs from the operator (a scale, a cast, the order of
-the operands), if a name doesn't lead back to its operator, or if ONNX Runtime can't run a fused module from
-``accel export``.
+the operands), or if a name doesn't identify its operator. The tests also fail if ONNX Runtime can't run a fused module
+from ``accel export``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from accel.kernels.torch.gemm import fused_conv2d, fused_gemm, quantize_rowwise
 
 def exported(module: nn.Module, args: tuple[torch.Tensor, ...], dynamic: Any = None) -> onnx.ModelProto:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's own warnings
+        warnings.simplefilter("ignore")  # ignores the exporter's warnings
         program = torch.onnx.export(
             module,
             args,
@@ -90,8 +90,8 @@ class Net(nn.Module):
 
 
 def test_a_fused_module_exports_to_the_operators() -> None:
-    """Fails if the exported model differs at another batch size than it was traced with. Bound: 1e-5 of the largest
-    element, a handful of fp32 roundings."""
+    """Fails if the exported model differs from the module at a batch size other than the traced one. The bound is 1e-5
+    of the largest element, a handful of fp32 roundings."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -110,8 +110,8 @@ def test_a_fused_module_exports_to_the_operators() -> None:
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8", "fp8_e4m3"])
 def test_gemm_with_scales(dtype: str, act: str) -> None:
-    """Fails if the body's error exceeds the bound of the operator. The body computes in fp32 and rounds once, as a
-    kernel does."""
+    """Fails if the body's error exceeds the operator's bound. The body computes in fp32 and rounds once, as a kernel
+    does."""
     g = torch.Generator().manual_seed(0)
     kind, out = reference.TORCH_DTYPES[dtype], torch.float16
     draw = (
@@ -166,7 +166,7 @@ def test_conv_with_residual() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16])
 def test_quantize(source: torch.dtype, dtype: torch.dtype) -> None:
-    """Fails if a quantized value differs at all, also in a row of zeros and a row with a NaN."""
+    """Fails if a quantized value differs at all, even in a row of zeros or a row with a NaN."""
     x = (torch.randn(6, 37, generator=torch.Generator().manual_seed(0)) * 20).to(source)
     x[1], x[2, 7] = 0, float("nan")
 

@@ -1,7 +1,7 @@
-"""``accel::FusedGemm`` and ``accel::FusedConv2d`` in ONNX: bodies, patterns and fused models.
+"""Proves that ``accel::FusedGemm`` and ``accel::FusedConv2d`` replace the right ONNX patterns with correct bodies.
 
 These tests fail if a function body differs from the float64 reference, if a pattern is missed, or if a pattern is fused
-although a value in it is used elsewhere or a sum broadcasts. The tests fail if the checker, ONNX Runtime or
+although another node reads an inner value or a sum broadcasts. The tests also fail if the checker, ONNX Runtime or
 TensorRT-RTX refuses the result, or if two matches use the same node.
 """
 
@@ -51,8 +51,8 @@ def model(
     shape: tuple[str | int, ...] = ("batch", 5, 8),
     conv: dict[str, Any] | None = None,
 ) -> onnx.ModelProto:
-    """Returns a model. ``text``: lines ``out = Op(in, in)``. The input x and the output y have ``shape``. ``conv``: the
-    options of a Conv."""
+    """Returns a model from lines ``out = Op(in, in)`` in ``text``. The input x and the output y have ``shape``.
+    ``conv`` contains the options of a Conv."""
     nodes = []
     for line in text.strip().splitlines():
         out, call = (part.strip() for part in line.split("="))
@@ -131,8 +131,8 @@ FOUND = {
 @pytest.mark.parametrize("case", FOUND)
 @pytest.mark.parametrize("opset", [17, 20])
 def test_patterns(case: str, opset: int) -> None:
-    """Fails if a pattern is not fused as expected, or if the output moves by more than 1e-5 of its largest element. The
-    bound covers the same few fp32 roundings in another order."""
+    """Fails if a pattern is not fused as expected, or if the output changes by more than 1e-5 of its largest element.
+    The bound covers the same few fp32 roundings in another order."""
     text, wanted = FOUND[case]
     if opset < 20 and "Gelu" in text:
         pytest.skip("Gelu begins with opset 20")
@@ -158,8 +158,8 @@ def test_patterns(case: str, opset: int) -> None:
 @pytest.mark.parametrize("product", ["matmul", "gemm_nn", "gemm_nt"])
 @pytest.mark.parametrize("opset", [17, 20])
 def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
-    """Fails if a body differs from float64 by more than 2e-6 of the largest element: K = 8 fp32 roundings of 6e-8, and
-    those of one activation."""
+    """Fails if a body differs from float64 by more than 2e-6 of the largest element, which covers K = 8 fp32 roundings
+    of 6e-8 and those of one activation."""
     function = FusedGemm(product=product, act=act, bias=True, residual=True, dtype=TensorProto.FLOAT)
     shapes = {"a": (3, 8), "b": (6, 8) if product == "gemm_nt" else (8, 6), "bias": (6,), "residual": (3, 6)}
     inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()]
@@ -179,7 +179,7 @@ def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
 
 
 def test_check_runs_the_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``accel kernels check`` calls a body proven that computes another activation."""
+    """Fails if ``accel kernels check`` accepts a body that computes another activation."""
     found = check_host.body_errors()
     assert len(found) == 15
     assert max(found.values()) <= 1
@@ -214,8 +214,8 @@ CONVS = {
 @pytest.mark.parametrize("case", CONVS)
 @pytest.mark.parametrize("opset", [17, 20])
 def test_convolutions(case: str, opset: int) -> None:
-    """Fails if a convolution is not fused as expected, or if the output moves by more than 1e-5 of its largest element,
-    with 36 fp32 products in each sum."""
+    """Fails if a convolution is not fused as expected, or if the output changes by more than 1e-5 of its largest
+    element. Each sum has 36 fp32 products."""
     text, attributes, wanted = CONVS[case]
     constants = [constant("k", 4, 4, 3, 3), constant("kd", 4, 1, 3, 3), constant("kb", 4)]
     before = model(text, constants, opset, shape=("batch", 4, 5, 8), conv={"pads": [1, 1, 1, 1], **attributes})
@@ -229,8 +229,8 @@ def test_convolutions(case: str, opset: int) -> None:
 
 
 def test_a_strided_convolution_keeps_its_geometry() -> None:
-    """Fails if a strided convolution differs from the float64 reference, which takes NHWC and OHWI, by more than 2e-6
-    of the largest element."""
+    """Fails if a strided convolution differs from the float64 reference by more than 2e-6 of the largest element. The
+    reference takes NHWC images and OHWI weights."""
     function = FusedConv2d(
         kernel=(3, 2),
         stride=(2, 1),
@@ -300,9 +300,9 @@ def kernels_of(made: onnx.ModelProto, file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.proof
 def test_tensorrt_rtx_builds_the_fused_model(tmp_path: Path) -> None:
-    """Fails if the fused model gets other kernels than the plain model. TensorRT-RTX inlines the functions, so they
-    cost nothing. The first layer is one kernel with product, bias and GELU. TensorRT-RTX computes the residual of the
-    second layer in a separate kernel."""
+    """Fails if the fused model gets other kernels than the plain model. TensorRT-RTX inlines the functions, so the
+    functions cost nothing. The first layer becomes one kernel with product, bias and GELU. TensorRT-RTX computes the
+    residual of the second layer in a separate kernel."""
     pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra [tensorrt-rtx]")
     plain = model(TWO_LAYERS, W)
     made = onnx.ModelProto.FromString(plain.SerializeToString())

@@ -1,7 +1,7 @@
-"""``accel optimize --kernels``: the result contains the fused operators and is the same model.
+"""Proves that ``accel optimize --kernels`` writes the fused operators and keeps the model's outputs.
 
-These tests fail if the flag is ignored, or if a candidate that can't have the operators is made without a warning. The
-tests fail if the fused model doesn't run in ONNX Runtime, or if its outputs differ by more than the stage's gate
+These tests fail if the flag is ignored, or if a candidate that can't use the operators is made without a warning. The
+tests also fail if the fused model doesn't run in ONNX Runtime, or if its outputs differ by more than the stage's gate
 allows.
 """
 
@@ -28,7 +28,7 @@ from accel.tables.target import TARGETS, Target
 
 @pytest.fixture
 def my_softmax(tmp_path: Path) -> Path:
-    """Returns a model without a pattern to fuse."""
+    """Returns a model in which no pattern can be fused."""
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Softmax", ["x"], ["y"])], "g", value[:1], value[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
@@ -43,8 +43,8 @@ def fused_nodes(path: Path) -> Counter[str]:
 @pytest.mark.proof
 def test_minilm_as_on_the_command_line(cli: Any, minilm: Artifact, tmp_path: Path) -> None:
     """Fails if a pattern of MiniLM is not fused. In each of six layers, query, key, value and the two products with a
-    residual carry a bias, and the sixth product also a GELU. The outputs may move by 1e-4 of their norm, the gate of
-    the stage."""
+    residual have a bias, and the sixth product also has a GELU. The stage's gate lets the outputs change by 1e-4 of
+    their norm."""
     out = tmp_path / "fused"
     words = ["optimize", minilm.path, "--kernels", "--target", "ort-cpu", "--rounds", "5", "-o", out]
     ran = cli(*words)
@@ -78,8 +78,8 @@ def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Fails if the source is chosen although the fused form was faster in the first measurement. Beside its session
-    options, in the second measurement, the fused form is no longer faster. Times are scripted."""
+    """Fails if the source is chosen although the fused model was faster in the first measurement. In the second
+    measurement, with other session options, the fused model is no longer faster. The test scripts all times."""
     ratios = iter([2.0])
 
     def measured(source: Any, rows: Any, *_: Any) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def test_openvino_has_no_kernels(digits: Artifact) -> None:
 
 
 def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
-    """Fails if fusing runs before the cast. After the cast, the functions carry the dtype that the products really
-    have."""
+    """Fails if fusing runs before the cast. After the cast, the function names contain the dtype in which the products
+    run."""
     made, _ = recipes(digits, request(*(TARGETS[name] for name in ("tensorrt-rtx", "tensorrt", "ort-cuda"))))
     steps = {recipe.name: [stage for stage, *_ in recipe.stages] for recipe in made}
     for name in ("tensorrt-rtx", "tensorrt"):
@@ -130,8 +130,8 @@ def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
 
 
 def test_a_model_without_products_is_not_called_fused(my_softmax: Path, tmp_path: Path) -> None:
-    """Fails if a model without products counts as fused. The candidate is made, its record says that nothing was fused,
-    and the model is the same."""
+    """Fails if a model without products counts as fused. The candidate is made, the candidate's record says that
+    nothing was fused, and the model is unchanged."""
     result = accel.optimize(my_softmax, out=tmp_path / "out", target="ort-cpu", kernels=True, rounds=5)
     assert fused_nodes(result.artifact.path) == Counter()
     fused = next(record for record in result.artifact.history if record["name"] == "fuse_kernels")

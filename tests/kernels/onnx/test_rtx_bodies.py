@@ -1,7 +1,7 @@
-"""The kernels that TensorRT-RTX makes of the function bodies, for GPUs of three architectures, tested without a GPU.
+"""Proves, without a GPU, that TensorRT-RTX fuses the function bodies into few kernels for three GPU architectures.
 
 These tests fail if a body doesn't build, if the epilogue of a product is no longer in the product's kernel, or if int8
-and fp8 are multiplied in another type.
+and fp8 operands are multiplied in another type.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def model(
     out: tuple[int, Sequence[int | str]],
     weights: list[onnx.TensorProto],
 ) -> onnx.ModelProto:
-    """Returns a model from ``x`` (dtype and shape: ``image``) to ``y``. Each call is an operator with its inputs and
-    outputs."""
+    """Returns a model from ``x`` to ``y``. ``image`` is the dtype and shape of ``x``. Each call is an operator with its
+    inputs and outputs."""
     nodes = [helper.make_node(f.name, inputs, outputs, domain=DOMAIN) for f, inputs, outputs in calls]
     ends = [helper.make_tensor_value_info(name, *end) for name, end in (("x", image), ("y", out))]
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
@@ -66,7 +66,7 @@ def model(
 
 def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[str, Any]]:
     """Returns the computing kernels of the engine, each with the bare names of its nodes as ``parts``."""
-    take_fp8_bodies(made)  # as the build of an engine does
+    take_fp8_bodies(made)  # the build of an engine also takes the fp8 bodies
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     words = [sys.executable, str(script), str(file), capability]
@@ -84,7 +84,7 @@ def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", WORDS)
 def test_a_layer_is_one_kernel(dtype: int, capability: str, tmp_path: Path) -> None:
-    """Fails if a layer becomes several kernels: product, bias and GELU, or product, bias and residual."""
+    """Fails if a layer of product, bias and GELU, or of product, bias and residual, becomes several kernels."""
     gelu = FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=dtype)
     added = FusedGemm(product="gemm_nt", act="none", bias=True, residual=True, dtype=dtype)
     calls: list[tuple[Function, list[str], list[str]]] = [
@@ -101,7 +101,8 @@ def test_a_layer_is_one_kernel(dtype: int, capability: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_convolution_is_one_kernel(capability: str, tmp_path: Path) -> None:
-    """Fails if a convolution becomes several kernels. Tests fp16, because ONNX's Conv has no bf16 before opset 22."""
+    """Fails if a convolution becomes several kernels. The test uses fp16, because ONNX's Conv has no bf16 before opset
+    22."""
     dtype = TensorProto.FLOAT16
     geometry = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
     relu = FusedConv2d(act="relu", bias=True, residual=False, dtype=dtype, **geometry)
@@ -132,7 +133,7 @@ def quantized_layer(operand: int) -> onnx.ModelProto:
 
 
 def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> None:
-    """Fails if TensorRT's parser gets the body for ONNX Runtime, which the parser refuses."""
+    """Fails if TensorRT's parser gets the body for ONNX Runtime, which TensorRT's parser refuses."""
     made = quantized_layer(TensorProto.FLOAT8E4M3FN)
     onnx.save(made, tmp_path / "m.onnx")
     config = EngineFromOnnxConfig(compute_capabilities=("8.9",))
@@ -148,8 +149,8 @@ def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> Non
     + [(TensorProto.FLOAT8E4M3FN, capability, "fp8") for capability in ("SM89", "SM120")],
 )
 def test_small_types_are_multiplied_as_such(operand: int, capability: str, word: str, tmp_path: Path) -> None:
-    """Fails if int8 or fp8 operands are multiplied in another type, or if a layer becomes other kernels than three: the
-    quantization of the rows, the product, and one for scales, bias and activation."""
+    """Fails if int8 or fp8 operands are multiplied in another type. Also fails if a layer doesn't become three kernels
+    for the quantization of the rows, the product, and the epilogue of scales, bias and activation."""
     quantize, product, epilogue = kernels_of(quantized_layer(operand), tmp_path / "m.onnx", capability)
     assert word in quantize["outputs"]
     assert product["type"] == "gemm"

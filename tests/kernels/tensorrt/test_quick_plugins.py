@@ -1,8 +1,8 @@
-"""The TensorRT quick plugin, tested without TensorRT: the PTX of its kernels, their parameters and their launch.
+"""Proves, without TensorRT, that the quick plugin's PTX, kernel parameters and launch sizes are correct.
 
-These tests fail if the PTX of a variant doesn't assemble, has no tensor-core product, takes its parameters in another
-order than TensorRT passes them (inputs, M, N, K, output), or takes more than TensorRT passes. The tests fail if the
-kernels differ from the reference (in the interpreter), or if grid and scalars don't match the shapes.
+These tests fail if the PTX of a variant doesn't assemble or has no tensor-core product. The tests fail if a kernel
+takes more parameters than TensorRT passes, or another order than inputs, M, N, K, output. The tests also fail if the
+kernels differ from the reference in the interpreter, or if grid and scalars don't match the shapes.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def test_the_ptx_of_a_convolution(bias: bool, residual: bool, tmp_path: Path) ->
 
 
 def test_shapes_and_launch_of_a_convolution(registered: dict[str, Any]) -> None:
-    """Fails if shapes or grid are wrong for two images of 9x8: rows (9 + 2 - 3) // 2 + 1 = 5, columns 8 - 4 + 1 = 5;
-    tiles of 64 pixels and channels."""
+    """Fails if shapes or grid are wrong for two images of 9x8. The output has (9 + 2 - 3) // 2 + 1 = 5 rows and 8 - 4 +
+    1 = 5 columns, and tiles cover 64 pixels and 64 channels."""
     name = register(convolution(True, True))
     assert name == "accel::FusedConv2d_k3x2_s2x1_p1x0_d1x3_bias_silu_residual_fp16"
     inputs = (Descriptor(2, 6, 9, 8), Descriptor(70, 6, 3, 2), Descriptor(70), Descriptor(2, 70, 5, 5))
@@ -160,8 +160,8 @@ def test_without_tensorrt_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Returns the functions that the plugin registers with a stand-in for ``tensorrt.plugin``. This tests the
-    arithmetic of grid and shapes, not TensorRT."""
+    """Returns the functions that the plugin registers with a stand-in for ``tensorrt.plugin``. The stand-in can test
+    the arithmetic of grid and shapes, but not TensorRT."""
     plugin = quick_plugins()
     package = ModuleType("tensorrt")
     package.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
@@ -174,7 +174,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("product", ["matmul", "gemm_nt"])
 def test_shapes_and_launch(product: str, registered: dict[str, Any]) -> None:
-    """Fails if shapes or grid are wrong for (3, 50, 96) times (96, 130): 150 rows, 130 columns, tiles of 64x64."""
+    """Fails if shapes or grid are wrong for (3, 50, 96) times (96, 130). The output has 150 rows and 130 columns, and a
+    tile is 64x64."""
     name = register(function(product, True, True))
     assert name == f"accel::FusedGemm_{product}_bias_gelu_erf_residual_fp16"
     a = Descriptor(150, 96) if product == "gemm_nt" else Descriptor(3, 50, 96)

@@ -1,7 +1,8 @@
-"""``fuse``: which patterns match, which don't and why, and whether the result is the same function.
+"""Proves that ``fuse`` replaces the right patterns, reports why others stay, and returns the same function.
 
-These tests fail if a pattern is missed or matched wrongly (a sum that broadcasts, an output used twice, a batch norm in
-training mode), if batch norm is folded with a wrong formula, or if the verification returns a wrong copy.
+These tests fail if a pattern is missed or wrongly matched (a sum that broadcasts, an output used twice, a batch norm in
+training mode). The tests also fail if batch norm is folded with a wrong formula, or if the verification accepts a wrong
+copy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from accel.kernels.torch.fuse import fuse
 
 
 class Block(nn.Module):
-    """A residual block with every pattern: conv+bn+silu, conv+bn, linear+gelu, linear+residual."""
+    """A residual block with the patterns conv+bn+silu, conv+bn, linear+gelu and linear+residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +45,8 @@ class Block(nn.Module):
 
 
 def test_every_pattern_is_matched_and_reported() -> None:
-    """Fails if a pattern is not matched or reported, or if an output differs by more than 1e-5 of the largest element:
-    fewer than ten layers in fp32. The verification inside ``fuse`` allows 1e-4."""
+    """Fails if a pattern is not matched or reported, or if an output differs by more than 1e-5 of the largest element.
+    The bound of 1e-5 covers fewer than ten layers in fp32. The verification inside ``fuse`` allows 1e-4."""
     torch.manual_seed(0)
     model = Block().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -59,7 +60,7 @@ def test_every_pattern_is_matched_and_reported() -> None:
     assert report.left == (("depthwise", "it has 8 groups"),)
     assert report.traced
     assert report.difference < 1e-5
-    longer = torch.randn(5, 3, 12, 9)  # other sizes than those used for the verification
+    longer = torch.randn(5, 3, 12, 9)  # the verification inside ``fuse`` uses other sizes
     wanted = model(longer).detach()
     assert float((fused(longer).detach() - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
     assert isinstance(model.up, nn.Linear), "the original must stay as it is"
@@ -67,7 +68,7 @@ def test_every_pattern_is_matched_and_reported() -> None:
 
 def test_as_the_readme_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if ``accel.fuse(module)`` doesn't work as the README shows, with and without inputs. Without inputs the
-    shapes are unknown, so the sum stays outside and every layer is verified by itself."""
+    shapes are unknown, so the sum isn't fused and each layer is verified alone."""
     torch.manual_seed(0)
     model, x = Block().eval(), torch.randn(2, 3, 9, 7)
     call: Any = accel.fuse
@@ -124,7 +125,7 @@ def test_a_module_that_can_not_be_traced_is_swapped_by_its_structure() -> None:
 
 
 class Residual(nn.Module):
-    """conv + bn + relu, and a sum with the skipped branch (also a convolution): strides, padding, another width."""
+    """A conv + bn + relu block plus a skip branch with its own convolution, strides, padding and width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class Residual(nn.Module):
 
 
 def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the report says "+ residual" but the sum runs as a separate operation after the kernel."""
+    """Fails if the report says "+ residual" but the sum still runs after the kernel as a separate operation."""
     torch.manual_seed(0)
     model, x = Residual().eval(), torch.randn(2, 3, 9, 7)
     fused, report = fuse(model, (x,))
@@ -150,15 +151,15 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
         return right(*a, **k)
 
     monkeypatch.setattr(modules, "fused_conv2d", spy)
-    longer = torch.randn(5, 3, 12, 10)  # other sizes than those used for the trace
+    longer = torch.randn(5, 3, 12, 10)  # the trace used other sizes
     torch.testing.assert_close(fused(longer), model(longer), rtol=1e-5, atol=1e-5)
     assert sorted(inside) == [False, True]
     layer = modules.FusedConv2d(torch.randn(4, 3, 3, 2), None, "relu", (2, 1), (1, 2), (2, 1))
     plain = layer(longer[:, :2])
     channels = torch.randn(1, 4, 1, 1)
-    # broadcasts, so the sum stays outside the kernel
+    # the sum broadcasts and so is outside the kernel
     torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
-    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # promotes, so the sum stays outside the kernel
+    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # the sum promotes and so is outside the kernel
     assert inside[2:] == [False] * 3
     torch.testing.assert_close(layer(longer[:, :2], plain), 2 * plain)
     assert inside[-1]
@@ -166,8 +167,8 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_linear(dtype: torch.dtype) -> None:
-    """Fails if the outputs differ by more than four roundings of the dtype, the limit inside ``fuse``. The fused form
-    rounds once, the original twice."""
+    """Fails if the outputs differ by more than four roundings of the dtype, the limit inside ``fuse``. The fused layer
+    rounds once, and the original layer rounds twice."""
     model, x = nn.Sequential(nn.Linear(32, 16), nn.GELU()).to(dtype).eval(), torch.randn(2, 5, 32, dtype=dtype)
     fused, report = fuse(model, (x,))
     assert [str(m) for m in report.matches] == ["0: linear + gelu_erf"]
@@ -188,8 +189,8 @@ def test_training_mode_is_refused() -> None:
 
 @pytest.mark.parametrize("inputs", [None, (torch.randn(2, 3, 9, 7),)])
 def test_a_part_in_training_mode_is_refused(inputs: tuple[torch.Tensor, ...] | None) -> None:
-    """Fails if a batch norm in training mode is folded as if it used its running statistics, or if its running
-    statistics change with the inputs of ``fuse``."""
+    """Fails if a batch norm in training mode is folded with its running statistics, or if ``fuse`` changes the running
+    statistics."""
     model = Residual().eval()
     model.norm.train()
     before = model.norm.running_mean.clone()
@@ -200,8 +201,8 @@ def test_a_part_in_training_mode_is_refused(inputs: tuple[torch.Tensor, ...] | N
 
 @pytest.mark.parametrize("inside", [torch.float32, torch.bfloat16])
 def test_autocast_is_followed(inside: torch.dtype) -> None:
-    """Fails if the fused module differs from the original under autocast by more than two roundings of bf16: fp32
-    weights, inputs of either dtype, bf16 out."""
+    """Fails if the fused module differs from the original under autocast by more than two roundings of bf16. The
+    weights are fp32, the inputs have either dtype, and the output is bf16."""
     torch.manual_seed(0)
     linear, conv = nn.Sequential(nn.Linear(32, 16), nn.GELU()).eval(), Residual().eval()
     for model, x in ((linear, torch.randn(3, 32)), (conv, torch.randn(2, 3, 9, 7))):
@@ -213,7 +214,7 @@ def test_autocast_is_followed(inside: torch.dtype) -> None:
 
 
 class Written(nn.Module):
-    """Statements whose result is not used, but which write to their input."""
+    """A module with statements whose result is unused, but which write to their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,8 +285,8 @@ class Twice(nn.Module):
 )
 def test_what_a_module_does_beside_its_layers_stays(kind: type[nn.Module], shape: tuple[int, ...], given: bool) -> None:
     """Fails if statements that write to their input disappear or run at another time, or if an argument's default
-    becomes fixed. Also fails if neighbors in a Sequential are joined although its layers are called one by one, or if
-    layers that aren't neighbors are joined."""
+    becomes fixed. Also fails if ``fuse`` joins neighbors in a Sequential whose layers are called one by one, or layers
+    that aren't neighbors."""
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(shape)
     wanted = model(x.clone())

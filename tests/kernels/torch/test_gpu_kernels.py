@@ -1,8 +1,9 @@
-"""The kernels on a GPU: right for every dtype, activation and ragged shape; no address out of bounds, no race.
+"""Proves on a GPU that the kernels are correct for every dtype, activation and ragged shape, without races.
 
-These tests fail if a kernel that is right in the interpreter, or that compiles, is wrong on the hardware: a wrong
-descriptor, a missing barrier, an epilogue on the wrong row. The bound is ``gemm_bound``, proven per element (for fp8,
-plus the error of the tensor cores' short sums). The tests run every candidate, not only the one that dispatch takes.
+These tests fail if a kernel that passes in the interpreter is wrong on the hardware because of a wrong descriptor, a
+missing barrier, or an epilogue on the wrong row. The bound is ``gemm_bound``, which is proven per element. For fp8, the
+bound also covers the error of the tensor cores' short sums. The tests run every candidate, not only the candidate that
+dispatch chooses.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# Smaller than a tile, one past a tile, K with a tail, every alignment, and rows of 16 bytes (for CUTLASS and TMA).
+# The sizes cover less than a tile, one more than a tile, K with a tail, every alignment, and rows of 16 bytes (for
+# CUTLASS and TMA).
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
@@ -55,7 +57,7 @@ def spec_of(dtype: str, act: str, sizes: tuple[int, int, int], full: bool) -> Ge
 
 
 def check(spec: GemmSpec, native: frozenset[str], triton: bool) -> int:
-    """Checks every candidate of ``spec`` against the float64 reference, and returns their number."""
+    """Checks every candidate of ``spec`` against the float64 reference, and returns the number of candidates."""
     operands = tune.operands_for(spec, torch.device("cuda"))
     a, b, given = operands
     layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
@@ -137,8 +139,8 @@ def test_gemv(dtype: str, act: str, library: Library) -> None:
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [1500, 9000])
 def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library: Library) -> None:
-    """Fails if a quantized value differs at all: the same divisions, the same rounding. Triton reads all after 8192
-    elements again."""
+    """Fails if a quantized value differs at all, because the reference has the same divisions and rounding. Triton
+    reads the elements of a row with more than 8192 elements twice."""
     x = (torch.randn(67, columns, generator=torch.Generator().manual_seed(0)) * 30).to(source)
     x[1], x[2, 7] = 0, float("nan")
     wanted_q, wanted_scale = reference.quantize_rowwise_torch(x, problem.dtype_name(dtype))
@@ -163,8 +165,8 @@ def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_conv2d(dtype: torch.dtype, act: str) -> None:
-    """Fails if a convolution differs from float64 on the CPU by more than four roundings of the largest element to the
-    output dtype."""
+    """Fails if a convolution differs from the CPU's result for float32 inputs by more than four roundings of the
+    largest element to the output dtype."""
     g = torch.Generator().manual_seed(0)
     for geometry in ({}, {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}):
         x, w = (torch.randn(s, generator=g).to(dtype) for s in ((3, 17, 15, 19), (35, 3, 2, 19)))
@@ -178,15 +180,16 @@ def test_conv2d(dtype: torch.dtype, act: str) -> None:
 @pytest.mark.parametrize("given", [(), ("bias",), ("residual",), ("bias", "residual")], ids="+".join)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> None:
-    """Fails if the plugin's convolution is wrong. The channels come first, as in TensorRT's call."""
+    """Fails if the plugin's convolution is wrong. The operands have channels first, as in TensorRT's call."""
     for geometry in ({"kernel": (1, 1)}, {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 1), "dilation": (1, 2)}):
         assert interpret.plugin_conv(dtype, given, geometry, "cuda") <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
-    """Fails if an implementation of a convolution is wrong: both tiles of Triton and, if the patches' rows are of 16
-    bytes, the product of the patches; every dtype. The bound is that of the product that a convolution is."""
+    """Fails if an implementation of a convolution is wrong in any dtype. The implementations are both Triton tiles and,
+    if the patches' rows are 16 bytes long, the product of the patches. The bound is that of the convolution's
+    product."""
     names = dispatch.native_names(capability())
     ran = set()
     for c_in, c_out in ((19, 35), (32, 72)):
@@ -203,8 +206,8 @@ def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
 
 
 def test_the_public_face_without_triton(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if gemv, quantization or the patches of a convolution are wrong by the compiled library, which dispatch
-    takes if Triton is not installed."""
+    """Fails if gemv, quantization or the patches of a convolution are wrong in the compiled library, which dispatch
+    uses if Triton is not installed."""
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     g = torch.Generator("cuda").manual_seed(0)
     a = torch.randn(5, 57, generator=g, device="cuda").half()
@@ -223,7 +226,7 @@ def test_the_public_face_without_triton(library: Library, monkeypatch: pytest.Mo
 
 
 def test_the_public_face_takes_any_strides(library: Library) -> None:
-    """Fails if dispatch's own choice is wrong on operands that don't fit a TMA descriptor."""
+    """Fails if dispatch's choice gives wrong results on operands that don't fit a TMA descriptor."""
     g = torch.Generator("cuda").manual_seed(0)
     for a_of, b_of in ((lambda t: t, lambda t: t), (lambda t: t.t().contiguous().t(), lambda t: t[::2, 1::3])):
         a = a_of(torch.randn(130, 96, generator=g, device="cuda").half())
@@ -251,8 +254,8 @@ def test_a_graph_capture_holds_the_kernels(library: Library) -> None:
 
 
 def test_torch_compile_keeps_the_operator(library: Library) -> None:
-    """Fails if the fake differs in stride or dtype from the GPU's result, or if the compiler takes the operator apart.
-    fp16 against the plain module: four roundings of the largest element."""
+    """Fails if the fake implementation differs in stride or dtype from the GPU's result, or if the compiler decomposes
+    the operator. The fp16 result may differ from the plain module by four roundings of the largest element."""
     g = torch.Generator().manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).eval()
     for parameter in plain.parameters():

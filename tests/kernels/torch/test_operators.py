@@ -1,7 +1,8 @@
-"""The PyTorch operators: opcheck, gradients compared with autograd on the plain formula, and torch.compile.
+"""Proves that the PyTorch operators pass opcheck, have correct gradients and stay whole under torch.compile.
 
-These tests fail if a schema is wrong about mutation or aliasing, if a fake gives another shape, dtype or stride than
-the implementation, if an autograd formula is wrong, or if compiling breaks the graph or takes the operator apart.
+These tests fail if a schema is wrong about mutation or aliasing, if a fake implementation gives another shape, dtype or
+stride than the real one, or if an autograd formula is wrong. The tests also fail if compiling breaks the graph or
+decomposes the operator.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def test_opcheck_gemm(act: str, dtype: torch.dtype) -> None:
 
 
 def test_opcheck_fp8() -> None:
-    """Fails if opcheck's test of the fake fails for fp8. The other checks need fp8 arithmetic, which torch lacks on the
-    CPU."""
+    """Fails if opcheck's test of the fake implementation fails for fp8. The other checks need fp8 arithmetic, which
+    torch lacks on the CPU."""
     a, b = (made(*s, grad=False).to(torch.float8_e4m3fn) for s in ((3, 16), (4, 16)))
     torch.library.opcheck(
         operators.fused_gemm,
@@ -52,8 +53,8 @@ def test_opcheck_int8_conv_and_quantize() -> None:
 
 @pytest.mark.parametrize("act", ACTS)
 def test_gemm_gradients_are_those_of_the_formula(act: str) -> None:
-    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient, a hundred
-    roundings."""
+    """Fails if a gradient in fp32 differs from autograd in float64 by more than 1e-4 of the largest gradient, which
+    covers a hundred roundings."""
     tensors = [made(6, 5, seed=1), made(5, 7, seed=2), made(7, seed=3), made(6, 7, seed=4), made(6, seed=5), made(7)]
     a, b, bias, residual, row, col = tensors
     upstream = made(6, 7, grad=False, seed=6)
@@ -85,8 +86,8 @@ def test_conv_gradients_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operators_whole(dynamic: bool) -> None:
-    """Fails if compiling breaks the graph (fullgraph makes that an error), if the captured graph doesn't call the
-    operators by name, or if a result differs at all."""
+    """Fails if compiling breaks the graph (an error with fullgraph), if the captured graph doesn't call the operators
+    by name, or if a result differs at all."""
     calls: list[str] = []
 
     def capture(graph: torch.fx.GraphModule, _: list[Any]) -> Any:

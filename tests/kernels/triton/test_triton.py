@@ -1,8 +1,8 @@
-"""The Triton kernels: right in the interpreter, cross-compiled for every architecture, dispatched as documented.
+"""Proves that the Triton kernels are correct in the interpreter, compile for every architecture and are dispatched.
 
-These tests fail if a kernel differs from the reference on ragged shapes (each planted mistake has to be caught), or if
-a configuration loses its tensor-core instruction, spills or overruns shared memory. The tests fail if dispatch takes an
-implementation that does not exist for the problem.
+These tests fail if a kernel differs from the reference on ragged shapes, or if a planted mistake isn't caught. The
+tests fail if a configuration loses its tensor-core instruction, spills or overruns shared memory. The tests also fail
+if dispatch chooses an implementation that does not exist for the problem.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from accel.kernels.triton import cross
 from accel.kernels.triton import kernels as triton_kernels
 from accel.kernels.triton.launch import row_config
 
-# Triton 3.9 warns although the option is set, because its default will change.
+# Triton 3.9 warns although the option is set, because the option's default will change.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
 SOURCE = Path(triton_kernels.__file__)
 
 
 @pytest.mark.proof
 def test_every_configuration_is_right_in_the_interpreter() -> None:
-    """Fails if a configuration is wrong. The bound is ``gemm_bound`` (proven, per element). Convolutions: 1e-4 of the
-    largest element. Quantization: exact."""
+    """Fails if a configuration is wrong. The bound of a product is ``gemm_bound``, which is proven per element. The
+    bound of a convolution is 1e-4 of the largest element. Quantization has to be exact."""
     found = interpret.run()
     assert {name for name, value in found.items() if not value <= 1} == set()
     for config in CONFIGS:
@@ -87,8 +87,8 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
-    """Fails if a row of at most 8192 elements is read twice. The test plants a wrong second read, which may change only
-    the longer rows."""
+    """Fails if a row of at most 8192 elements is read twice. The planted second read is wrong and may change only the
+    longer rows."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text
@@ -118,18 +118,19 @@ def compiles(name: str, dtype: str, arch: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_one_configuration_an_architecture_compiles(arch: int) -> None:
-    """Fails if fp16 doesn't become the architecture's own tensor-core instruction (mma.sync, wgmma, tcgen05.mma)."""
+    """Fails if an fp16 product doesn't compile to the architecture's own tensor-core instruction (mma.sync, wgmma,
+    tcgen05.mma)."""
     compiles("gemm_64x64", "fp16", arch)
 
 
 Wanted = tuple[str, str, int, bool]
-# The configurations that dispatch takes if no size is a multiple of 16. The other tiles spill there.
+# Dispatch uses the configurations in FOR_ANY if no size is a multiple of 16, because the other tiles then spill.
 FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_8192")
 
 
 def wanted() -> Iterator[Wanted]:
-    """Yields every configuration with a dtype and an architecture that dispatch uses it for. For the configurations in
-    ``FOR_ANY``, also yields the unaligned case of the dtypes that compile differently."""
+    """Yields each configuration with the dtypes and architectures for which dispatch uses the configuration. For the
+    configurations in ``FOR_ANY``, also yields the unaligned case of the dtypes that compile differently."""
     for config, dtype, arch in shipped():
         yield config.name, dtype, arch, True
         if config.name in FOR_ANY and dtype in ("fp16", "int8", "fp8_e4m3"):
@@ -138,7 +139,7 @@ def wanted() -> Iterator[Wanted]:
 
 @pytest.fixture(scope="module")
 def on_every_core(request: pytest.FixtureRequest) -> Iterator[dict[Wanted, Future[cross.Compiled]]]:
-    """Compiles what the selected tests need, in processes on all cores. The keys are name, dtype, architecture and
+    """Compiles the kernels for the selected tests in processes on all cores. The keys are name, dtype, architecture and
     whether the sizes are aligned."""
     wanted: list[Wanted] = [
         tuple(item.callspec.params[name] for name in ("name", "dtype", "arch", "aligned"))
@@ -186,14 +187,14 @@ def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("gemm_64x64", "int8"), ("gemm_16x64_split", "fp8_e4m3")])
 def test_small_tiles_take_any_size_without_spills(name: str, dtype: str) -> None:
-    """Fails if a small tile spills on an unaligned problem. It does with four warps."""
+    """Fails if a small tile spills on an unaligned problem, as the same tile with four warps does."""
     assert cross.compile_config(get(name), dtype, 90, aligned=False).problem == ""
     assert "spilled" in cross.compile_config(replace(get(name), warps=4), dtype, 90, aligned=False).problem
 
 
 def test_a_large_tile_spills_without_vectors() -> None:
-    """Fails if the large tile no longer spills without vector loads. Dispatch avoids it for that reason, and could then
-    use it."""
+    """Fails if the large tile no longer spills without vector loads. Dispatch could then use the large tile for
+    unaligned problems."""
     assert "spilled" in cross.compile_config(get("gemm_128x128"), "fp16", 90, aligned=False).problem
 
 
@@ -207,7 +208,8 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> 
 
 @pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
 def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
-    """Fails if the tensor cores sum all of K themselves, Triton's default on Hopper. They keep only 14 bits."""
+    """Fails if the tensor cores sum all of K themselves, Triton's default on Hopper. Sums inside the tensor cores have
+    only 14 bits."""
     made = cross.compile_config(get(name), "fp8_e4m3", 90)
     assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
     assert "14 bits" in replace(made, imprecise=1 << 30).problem
@@ -249,8 +251,8 @@ def test_the_type_of_the_operands_is_read_from_the_ptx(ptx: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "word"), [("int8", "s8"), ("fp8_e4m3", "e4m3"), ("bf16", "bf16")])
 def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) -> None:
-    """Fails if fp8 or int8 operands are widened to fp16: the result is the same at half the speed. The instruction's
-    type shows it."""
+    """Fails if fp8 or int8 operands are widened to fp16, which gives the same result at half the speed. The type in the
+    instruction reveals the widening."""
     made = cross.compile_config(get("gemm_64x64"), dtype, 90)
     assert made.instruction == f"wgmma {word}"
     assert made.problem == ""
@@ -352,7 +354,7 @@ def test_what_can_be_loaded_in_vectors() -> None:
 
 
 def test_a_residual_of_another_dtype_is_never_rounded() -> None:
-    """Fails if CUTLASS gets a residual of another dtype than the output. It would read an fp32 1e5 as infinite in
+    """Fails if CUTLASS gets a residual of another dtype than the output. CUTLASS would read an fp32 1e5 as infinite in
     fp16."""
     spec = GemmSpec(m=512, n=512, k=512, epilogue=EpilogueSpec(residual=True))
 
@@ -375,7 +377,7 @@ def test_a_residual_of_another_dtype_is_never_rounded() -> None:
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 def test_the_dtype_of_the_residual_reaches_dispatch(residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the operator rounds the residual before dispatch sees it: 1e5 in fp32 plus -1e5 from the product is 0,
+    """Fails if the operator rounds the residual before dispatch. The sum of 1e5 in fp32 and -1e5 from the product is 0,
     not infinite."""
     seen = []
     right = dispatch.choose_for
@@ -421,7 +423,7 @@ def test_list_as_json() -> None:
 
 
 def test_what_is_listed_can_be_chosen() -> None:
-    """Fails if a listed configuration is a candidate of no problem, or if a candidate is missing from the list."""
+    """Fails if a listed configuration is a candidate for no problem, or if a candidate is missing from the list."""
     native = [*NATIVE, *HAND_WRITTEN]
     quantizers = (choices.choose_quantize("int8", (8, 0), triton_installed=t, native=native) for t in (True, False))
     reached = {choice.config.name for choice in quantizers if choice.config is not None}
@@ -438,10 +440,10 @@ def test_what_is_listed_can_be_chosen() -> None:
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if a proof other than the GPU's doesn't pass, if the GPU's proof doesn't say that it was not run, or if a
-    failed proof doesn't exit with 1."""
+    """Fails if a proof other than the GPU's fails, if the GPU's proof isn't reported as not run, or if a failed proof
+    doesn't exit with 1."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
-    everything = interpret.run  # interpret.run has a test of its own
+    everything = interpret.run  # another test covers interpret.run
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))
     result = CliRunner().invoke(command, ["check", "--json", "--quiet"])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""``accel infer`` with images: it sends the pixels of the image and shows classes."""
+"""Proves that ``accel infer`` converts images to the model's input layout and shows classes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ output { name: "scores" data_type: TYPE_FP32 dims: [3] label_filename: "labels.t
 
 
 def model(folder: Path, shape: list[Any], dtype: int = FLOAT, *, scores: bool = False) -> None:
-    """Writes a model that returns ``x`` unchanged, or with ``scores`` the mean of each channel of an NCHW image."""
+    """Writes a model that returns ``x`` unchanged or, with ``scores``, the mean of each channel of an NCHW image."""
     folder.mkdir(parents=True)
     if scores:
         nodes, out = [build.node("GlobalAveragePool", "x", "g"), build.node("Flatten", "g", "scores")], ["batch", 3]
@@ -51,7 +51,7 @@ def url(tmp_path: Path, start: Start) -> str:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Makes ``a-red.png``, ``b-green.jpg`` and ``c-blue.PNG``, each with another size."""
+    """Makes the images ``a-red.png``, ``b-green.jpg`` and ``c-blue.PNG`` in different sizes."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for name, size in (("a-red.png", (5, 4)), ("b-green.jpg", (50, 40)), ("c-blue.PNG", (3, 9))):
@@ -60,8 +60,8 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_classes_of_many(url: str, pictures: Path, cli: Any) -> None:
-    """Fails if an image gets another image's classes, a label is wrong, batches don't have the requested size, or no
-    progress is shown."""
+    """Fails if an image gets another image's classes, a label is wrong, batches have the wrong size, or no progress is
+    shown."""
     ran = cli("infer", "colours", "--url", url, "--input", pictures, "--batch", "2", "--classes", "2", "--json")
     assert ran.code == 0, ran.stderr
     body = json.loads(ran.stdout)
@@ -80,8 +80,8 @@ def test_classes_of_many(url: str, pictures: Path, cli: Any) -> None:
 
 
 def test_pixels_as_the_model_takes_them(url: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if a pixel arrives at another place, in another channel or with another value than the model's layout and
-    the normalization require."""
+    """Fails if a pixel arrives at another position, in another channel or with another value than the model's layout
+    and the normalization require."""
     pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "p.png")
     mean, std = np.array([0.4, 0.5, 0.6]), np.array([0.2, 0.25, 0.5])
@@ -113,7 +113,7 @@ def test_images_of_any_size_go_as_they_are(url: str, pictures: Path, cli: Any) -
 
 
 def test_the_way_up(tmp_path: Path) -> None:
-    """Fails if a photograph is not rotated as its EXIF orientation says."""
+    """Fails if a photograph is not rotated by its EXIF orientation."""
     upright = np.zeros((2, 4, 3), np.uint8)
     upright[0, 0] = 255
     turned = Image.fromarray(np.rot90(upright).copy())
@@ -146,7 +146,7 @@ def test_the_way_up(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(url: str, tmp_path: Path, cli: Any, name: str, words: tuple[str, ...], says: str) -> None:
-    """Fails if a bad image or option ends in a traceback, is sent, or is missing in the error."""
+    """Fails if a bad image or option ends in a traceback, is sent to the server, or isn't named in the error."""
     good = Image.new("RGB", (64, 64), COLOURS["red"])
     good.save(tmp_path / "good.png")
     good.save(tmp_path / "gif.png", format="GIF")
@@ -162,7 +162,8 @@ def test_what_is_refused(url: str, tmp_path: Path, cli: Any, name: str, words: t
 
 
 def test_a_model_that_takes_no_image(url: str, pictures: Path, cli: Any) -> None:
-    """Fails if images are sent to a model that takes none, or if an input of bytes is normalized."""
+    """Fails if images are sent to a model without an image input, or if an input of encoded image bytes is
+    normalized."""
     ran = cli("infer", "rows", "--url", url, "--input", pictures, "-q")
     assert ran.code == 2
     assert "doesn't take one image" in ran.stderr
@@ -184,7 +185,7 @@ def test_a_picture_that_unpacks_to_a_huge_one(tmp_path: Path, monkeypatch: pytes
 
 
 def test_classes_of_arrays(url: str, tmp_path: Path, cli: Any) -> None:
-    """Fails if ``--classes`` works for images only."""
+    """Fails if ``--classes`` works for images but not for arrays."""
     np.savez(tmp_path / "x.npz", x=np.stack([np.full((3, 4, 5), [[[1.0]], [[3.0]], [[2.0]]], np.float32)] * 9))
     ran = cli("infer", "colours", "--url", url, "--input", tmp_path / "x.npz", "--classes", "1", "--json", "-q")
     assert ran.code == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""Error messages for requests that the model can't take, or that go to the wrong server."""
+"""Proves that errors and warnings explain requests that the model can't run, NaN inputs and wrong ports."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    """Makes two models. ``words`` looks its tokens up in a table of 11 rows. ``later`` looks up the token three places
-    on."""
+    """Makes two models. ``words`` looks tokens up in a table of 11 rows. ``later`` looks up the token plus three."""
     root = tmp_path / "models"
     for name, nodes in (
         ("words", [build.node("Gather", "table ids", "y")]),
@@ -42,8 +41,8 @@ def words(tmp_path: Path) -> Path:
 
 
 def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> None:
-    """Fails if a wrong token in a request counts as the server's failure, or if a wrong index that the model computed
-    counts as the client's failure."""
+    """Fails if a wrong token in a request counts as a server error, or if a wrong index that the model computed counts
+    as a client error."""
     process = start(words, http_port=0)
 
     def ask(model: str, *ids: int) -> np.ndarray:
@@ -66,15 +65,15 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
 
 
 def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:
-    """Fails if a request beyond the range of a dim is refused although the model can run it, or counts as the server's
-    failure when it breaks the model. Also fails if a failure inside the range counts as the client's."""
+    """Fails if a request beyond a dim's range is refused although the model can run the request, or counts as a server
+    error if the model fails. Also fails if a failure within the range counts as a client error."""
     for name, declared in (("places", DimRange(1, 4, 8)), ("promised", DimRange(1, 4, 64))):
         (tmp_path / name / "1").mkdir(parents=True)
         made = build.artifact(
             tmp_path / name / "1" / "model.onnx",
             [
                 build.node("Shape", "x", "n", start=1, end=2),
-                build.node("Slice", "table zero n", "rows"),  # the vocabulary has 11 tokens
+                build.node("Slice", "table zero n", "rows"),  # the table has 11 rows, so longer inputs fail
                 build.node("Add", "x rows", "y"),
             ],
             {"x": (FLOAT, ["batch", "n", 2])},
@@ -104,8 +103,8 @@ def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any
 
 
 def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if NaN in a file is refused (some models take NaN) or causes no warning, or if a file without NaN causes
-    one."""
+    """Fails if NaN in a file is refused (some models take NaN) or causes no warning, or if a file without NaN causes a
+    warning."""
     url = f"127.0.0.1:{start(repository).ports['grpc']}"
     x = np.ones((3, 4), np.float32)
     np.savez(tmp_path / "good.npz", x=x)
@@ -122,8 +121,8 @@ def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: 
 
 
 def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if a client that reaches the REST port, an http:// address or another program gets the message that no
-    server is there."""
+    """Fails if the error for a REST port, an http:// address or the port of another program says that no server is
+    there."""
     process = start(repository, http_port=0)
     np.savez(tmp_path / "x.npz", x=np.ones((1, 4), np.float32))
 
@@ -136,7 +135,7 @@ def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) 
     code, said = ask(f"http://127.0.0.1:{process.ports['grpc']}")
     assert (code, "no gRPC address; give HOST:PORT" in said) == (2, True), said
     assert ask(f"grpc://127.0.0.1:{process.ports['grpc']}") == (0, "")
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # closes every connection
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # this server closes every connection
 
         def hang_up() -> None:
             while True:
@@ -153,7 +152,8 @@ def test_the_wrong_port(repository: Path, start: Any, cli: Any, tmp_path: Path) 
 
 
 def test_check_says_what_a_run_found(words: Path, cli: Any) -> None:
-    """Fails if --check hides that a model refused the inputs of the warm-up, or if it counts such a model as broken."""
+    """Fails if --check doesn't report that a model refused the inputs of the warm-up, or if --check counts such a model
+    as broken."""
     linear(words / "linear" / "1")
     (words / "tall" / "1").mkdir(parents=True)
     build.artifact(

@@ -1,4 +1,4 @@
-"""CUDA shared memory: with a fake CUDA on plain memory, and on a GPU if the machine has one."""
+"""Proves that CUDA shared memory works, with a fake CUDA on plain memory and on a GPU if the machine has one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 
 class FakeGpu:
-    """Keeps allocations by handle, and counts in ``opened`` how often each is open. Touches no byte outside an
-    allocation."""
+    """Keeps allocations by handle, and counts in ``opened`` how often each allocation is open. Accesses no byte outside
+    an allocation."""
 
     def __init__(self) -> None:
         self.shared: dict[bytes, Any] = {}
@@ -35,7 +35,7 @@ class FakeGpu:
         self.broken = False
 
     def allocate(self, size: int) -> bytes:
-        """Allocates memory and returns its handle in the form that clients send."""
+        """Allocates memory and returns its handle in the encoding that clients send."""
         handle = bytes([len(self.shared) + 1]) * 64
         self.shared[handle] = ctypes.create_string_buffer(size)
         return base64.b64encode(handle)
@@ -84,8 +84,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Start, face: str) -> None:
-    """Fails if inputs are read from the wrong place, outputs are written to the wrong place, or outputs are also sent.
-    Also fails if the region isn't listed, or stays open after it is dropped."""
+    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or outputs are also
+    sent. Also fails if the region isn't listed, or stays open after unregistering."""
     process = start(repository, http_port=0)
     module = triton if face == "grpc" else triton_http
     handle = gpu.allocate(1024)
@@ -116,7 +116,7 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
         given.set_shared_memory("all", X.nbytes, offset=64)
         with pytest.raises(InferenceServerException, match="can't be read or written: CUDA failed"):
             client.infer("linear", [given])
-        client.unregister_system_shared_memory()  # unregisters the other kind of memory
+        client.unregister_system_shared_memory()  # the call unregisters the other kind of memory
         assert gpu.opened
         client.unregister_cuda_shared_memory("all")
         assert not gpu.opened
@@ -125,8 +125,8 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
 
 
 def test_registering(gpu: FakeGpu) -> None:
-    """Fails if a handle that is invalid or smaller than declared is accepted or stays open, if two regions share a
-    name, or if a dropped region is read."""
+    """Fails if an invalid handle, or a handle to less memory than declared, is accepted or stays open. Also fails if
+    two regions share a name, or if an unregistered region is read."""
     memory = SharedMemory()
     handle = base64.b64decode(gpu.allocate(100))
     for arguments in (
@@ -155,7 +155,7 @@ def test_registering(gpu: FakeGpu) -> None:
     memory.unregister()
     assert not gpu.opened
     with pytest.raises(ServeError, match="Unable to find"):
-        region.read(0, 1)  # the request came before the region was dropped
+        region.read(0, 1)  # the request arrived before the region was unregistered
 
 
 @pytest.mark.gpu

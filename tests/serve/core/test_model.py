@@ -1,4 +1,4 @@
-"""Races: a version that is replaced while a request looks it up, and the order of the answers in a stream."""
+"""Proves that replacing a version during a request loses no request, and that streams keep the order of responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.serving import WEIGHTS, linear
 
 
 def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
-    """Fails if the new version doesn't run a request that looked up the old version just before it was replaced."""
+    """Fails if a request that looked up the old version just before its replacement doesn't run on the new version."""
     linear(tmp_path / "linear" / "1")
     repository = Repository(tmp_path, mode="explicit", startup=["*"])
     repository.start()
@@ -48,7 +48,8 @@ def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
 
 
 class Slow:
-    """An executor whose ``submit`` returns only after ``released`` is set, like an inline run."""
+    """An executor whose ``submit`` returns only after ``released`` is set, like an executor that runs the request
+    inline."""
 
     def __init__(self) -> None:
         self.entered, self.released, self.closed = threading.Event(), threading.Event(), threading.Event()
@@ -66,7 +67,7 @@ class Slow:
 
 
 def test_retiring_waits_for_a_request_that_is_being_taken(tmp_path: Path) -> None:
-    """Fails if the executor is closed while a request is being submitted, or if it accepts a request afterwards."""
+    """Fails if the executor is closed during the submission of a request, or accepts a request after closing."""
     linear(tmp_path / "linear" / "1")
     slow = Slow()
     model = load_version(ModelFolder(tmp_path / "linear"), "1", Loading(make=lambda *_, **__: slow))
@@ -86,7 +87,7 @@ def test_retiring_waits_for_a_request_that_is_being_taken(tmp_path: Path) -> Non
 
 
 class Context:
-    """The part of an RPC's context that a stream uses."""
+    """The fields of an RPC context that a stream uses."""
 
     def add_callback(self, callback: Any) -> bool:
         return True
@@ -96,7 +97,7 @@ class Context:
 
 
 class Held:
-    """A server that answers on command, in any order."""
+    """A server that answers its requests on command, in any order."""
 
     def __init__(self, decoupled: bool) -> None:
         self.tracing = None
@@ -114,7 +115,7 @@ class Held:
 
 @pytest.mark.parametrize(("decoupled", "order"), [(False, ["0", "1", "2"]), (True, ["2", "0", "1"])])
 def test_the_order_of_a_stream(decoupled: bool, order: list[str]) -> None:
-    """Fails if answers overtake each other in a stream with one answer per request, or if answers wait for each other
+    """Fails if answers arrive out of order in a stream with one answer per request, or if answers wait for each other
     in a stream with several answers per request."""
     server = Held(decoupled)
     message = proto.message("ModelInferRequest")

@@ -1,4 +1,4 @@
-"""System shared memory, with Triton's own utilities."""
+"""Proves that system shared memory works with Triton's utilities and is safe between clients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def process(repository: Path, start: Start) -> Any:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: str) -> None:
-    """Fails if inputs are read from the wrong place, outputs are written to the wrong place, or outputs are also
+    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or outputs are also
     sent."""
     module = triton if face == "grpc" else triton_http
     key, handle = region(1024)
@@ -84,8 +84,7 @@ def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: st
 def test_slices_that_do_not_fit(
     process: Any, region: Any, size: int, offset: int, out_size: int, code: str, says: str
 ) -> None:
-    """Fails if a byte outside the region is read or written, or if a region with fewer bytes than the tensor is
-    accepted."""
+    """Fails if a byte outside the region is read or written, or if a tensor larger than its region is accepted."""
     key, _ = region(1024)
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
         client.register_system_shared_memory("r", key, 1024)
@@ -100,7 +99,8 @@ def test_slices_that_do_not_fit(
 
 
 def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
-    """Fails if an offset that only JSON can express reaches the memory, or if its error isn't that of a bad request."""
+    """Fails if an offset beyond 64 bits, which JSON can express, reaches the memory, or if the error isn't a bad
+    request."""
     key, _ = region(1024)
     with triton_http.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
         client.register_system_shared_memory("r", key, 1024)
@@ -113,8 +113,8 @@ def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_regions_are_their_owners(repository: Path, start: Start, region: Any, tmp_path: Path, face: str) -> None:
-    """Fails if a token reads, writes, lists or drops another token's region, or learns that the region exists. Also
-    fails if two tokens can't use the same name, or if the regions of a removed token stay."""
+    """Fails if a token can read, write, list or unregister another token's region, or can detect that the region
+    exists. Also fails if two tokens can't use the same name, or if the regions of a removed token remain."""
     rows = {name: f'[[token]]\nname = "{name}"\ntoken = "{name}-secret"\ncontrol = true\n' for name in ("one", "two")}
     tokens = tmp_path / "tokens.toml"
     tokens.write_text("".join(rows.values()))
@@ -130,7 +130,7 @@ def test_regions_are_their_owners(repository: Path, start: Start, region: Any, t
             return {row.name: row.key for row in listed}
 
         def infer(name: str) -> np.ndarray:
-            """Multiplies the first four numbers of the region "r" by the weights, and writes the answer behind these
+            """Multiplies the first four numbers of the region "r" by the weights, and writes the result after these
             numbers."""
             given = module.InferInput("x", [1, 4], "FP32")
             given.set_shared_memory("r", 16)
@@ -168,8 +168,8 @@ def test_regions_are_their_owners(repository: Path, start: Start, region: Any, t
 
 
 def test_registering(region: Any) -> None:
-    """Fails if a name can be registered twice, or if an object can be registered that is missing, too small or no
-    shared memory."""
+    """Fails if a name can be registered twice, or if a missing object, too small an object or a file that is no shared
+    memory can be registered."""
     memory = SharedMemory()
     key, _ = region(100)
 
@@ -193,7 +193,7 @@ def test_registering(region: Any) -> None:
 
 
 def test_links_are_not_followed(region: Any, tmp_path: Path) -> None:
-    """Fails if a link in /dev/shm makes the server open another file."""
+    """Fails if a symbolic link in /dev/shm makes the server open another file."""
     (tmp_path / "secret").write_bytes(b"x" * 100)
     link = Path("/dev/shm") / f"accel-test-{uuid.uuid4().hex[:8]}"
     link.symlink_to(tmp_path / "secret")
@@ -206,14 +206,14 @@ def test_links_are_not_followed(region: Any, tmp_path: Path) -> None:
 
 
 def test_memory_that_was_made_smaller(region: Any) -> None:
-    """Fails if removed pages are touched, which would end the process."""
+    """Fails if the server accesses pages that the client removed, which would end the server's process."""
     key, handle = region(8192)
     memory = SharedMemory()
     memory.register("a", key, 0, 8192)
     shm.set_shared_memory_region(handle, [np.full(8192, 7, np.uint8)])
     found = memory.read(Slice("a", 8192))
     os.truncate(f"/dev/shm{key}", 4096)
-    assert bytes(found) == bytes([7]) * 8192  # the copied bytes stay
+    assert bytes(found) == bytes([7]) * 8192  # the bytes that were already copied remain
     with pytest.raises(ServeError, match="made smaller"):
         memory.read(Slice("a", 10))
     with pytest.raises(ServeError, match="made smaller"):

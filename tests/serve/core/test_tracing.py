@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: their spans, which requests are traced, and how the traces reach a collector."""
+"""Proves that OpenTelemetry traces have the right spans, follow the settings and reach a collector."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ PARTS = ["compute_infer", "compute_input", "compute_output"]
 
 
 class Traced:
-    """A server whose spans stay in this process. ``rate`` 0 traces only requests that come with a trace."""
+    """A server whose spans stay in this process. With ``rate`` 0 the server traces only requests that carry a trace
+    context."""
 
     def __init__(self, process: Any, rate: int = 0) -> None:
         self.process, self.memory = process, InMemorySpanExporter()
@@ -45,8 +46,8 @@ class Traced:
         self.grpc = triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}")
 
     def spans(self, requests: int) -> list[Any]:
-        """Waits until ``requests`` requests are traced, and returns all spans. A span ends only after the client has
-        its answer."""
+        """Waits until ``requests`` requests are traced, and returns all spans. A span may end after the client has
+        received the answer."""
         deadline = time.monotonic() + 30
         while sum(s.name == "InferRequest" for s in self.memory.get_finished_spans()) < requests:
             assert time.monotonic() < deadline, self.memory.get_finished_spans()
@@ -78,8 +79,7 @@ def by_parent(spans: list[Any], parent: Any) -> list[Any]:
 
 
 def check_model(spans: list[Any], model: Any) -> None:
-    """Checks a model's span: queue and compute follow each other inside it; input, infer and output lie inside
-    compute."""
+    """Checks a model's span. The span contains queue and then compute, and compute contains input, infer and output."""
     queue, compute = sorted(by_parent(spans, model), key=lambda s: s.start_time)
     assert (queue.name, compute.name) == ("queue", "compute")
     assert model.start_time <= queue.start_time <= queue.end_time == compute.start_time
@@ -93,8 +93,8 @@ def check_model(spans: list[Any], model: Any) -> None:
 
 @pytest.mark.parametrize("way", ["grpc", "http", "stream"])
 def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
-    """Fails if a request that comes with a trace isn't part of that trace. Also fails if its spans lack the queue or a
-    part of the compute, aren't nested, or show other durations than the statistics."""
+    """Fails if a request with a trace context isn't part of the client's trace. Also fails if the request's spans lack
+    the queue or a part of the compute, aren't nested, or contradict the durations in the statistics."""
     server = traced()
     if way == "grpc":
         server.grpc.infer("linear", given(), request_id="7", headers=dict(PARENT))
@@ -124,12 +124,12 @@ def test_where_the_time_went(traced: Callable[..., Traced], way: str) -> None:
     taken = {s.name: s.end_time - s.start_time for s in spans}
     for name in ("queue", *PARTS):
         assert taken[name] == getattr(found, name).ns
-    assert abs((time.time_ns() - root.end_time) / 1e9) < 60  # wall clock time, not the machine's uptime
+    assert abs((time.time_ns() - root.end_time) / 1e9) < 60  # the spans use wall clock time, not the machine's uptime
 
 
 def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
     """Fails if the rate, the count, the level or a model's own setting is ignored. Also fails if a request with a trace
-    isn't traced, or if a request is traced although its client's trace is not sampled."""
+    context isn't traced, or if a request with an unsampled trace context is traced."""
     server = traced(rate=3)
     for _ in range(7):
         server.grpc.infer("linear", given())
@@ -142,7 +142,7 @@ def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
     server.grpc.infer("linear", given(), headers=dict(PARENT))
     spans = server.spans(3)
     roots = [s for s in spans if s.name == "InferRequest"]
-    assert sorted(s.parent is not None for s in roots) == [False, False, True]  # spans end after the answers
+    assert sorted(s.parent is not None for s in roots) == [False, False, True]  # a span may end after the answer
     server.memory.clear()
     server.grpc.update_trace_settings("linear", {"trace_count": "-1"})
     server.grpc.infer("linear", given(), headers={"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-00"})
@@ -154,8 +154,7 @@ def test_which_requests_have_one(traced: Callable[..., Traced]) -> None:
 
 
 def test_the_settings_as_triton_answers_them(traced: Callable[..., Traced]) -> None:
-    """Fails if the trace settings differ from Triton's in OpenTelemetry mode, or a client can send traces to another
-    place."""
+    """Fails if the trace settings differ from Triton's in OpenTelemetry mode, or if a client can redirect traces."""
     server = traced(rate=5)
     found = {key: list(v.value) for key, v in server.grpc.get_trace_settings().settings.items()}
     assert found == {
@@ -171,7 +170,7 @@ def test_the_settings_as_triton_answers_them(traced: Callable[..., Traced]) -> N
 
 
 def test_a_request_that_fails(traced: Callable[..., Traced]) -> None:
-    """Fails if a refused request has no trace, or its trace looks like a success."""
+    """Fails if a refused request has no trace, or if the request's trace reports success."""
     server = traced()
     with pytest.raises(InferenceServerException, match="unexpected inference input"):
         server.grpc.infer("linear", given(name="wrong"), headers=dict(PARENT))
@@ -209,7 +208,7 @@ def test_an_ensemble(repository: Path, traced: Callable[..., Traced]) -> None:
 
 
 class Collector:
-    """An OTLP/HTTP endpoint that collects the received resources in ``got``."""
+    """An OTLP/HTTP endpoint that appends the received resources to ``got``."""
 
     def __init__(self) -> None:
         self.got: list[Any] = []
@@ -247,8 +246,8 @@ class Collector:
 
 
 def test_they_arrive(repository: Path, serve: Callable[..., Served]) -> None:
-    """Fails if ``accel serve --trace URL`` doesn't send all its traces to an OTLP endpoint, including the last traces
-    before its end. Also fails if a server without a reachable endpoint doesn't serve and end cleanly."""
+    """Fails if ``accel serve --trace URL`` doesn't send all traces to an OTLP endpoint, including the last traces
+    before the server ends. Also fails if a server with an unreachable endpoint doesn't serve or end cleanly."""
     collector = Collector()
     dead = Collector()
     dead.close()
@@ -270,7 +269,7 @@ def test_they_arrive(repository: Path, serve: Callable[..., Served]) -> None:
 
 
 def test_the_extra_is_named(repository: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``--trace`` without the libraries ends in a traceback, or serves without traces."""
+    """Fails if ``--trace`` without the OpenTelemetry libraries ends in a traceback, or serves without traces."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     ran = cli("serve", str(repository), "--grpc-port", "0", "--http-port", "0", "--trace", "http://127.0.0.1:1")
     assert ran.code == 2

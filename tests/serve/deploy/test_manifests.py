@@ -1,4 +1,4 @@
-"""Validates the manifests of `accel serve --manifest` against the schemas of the Kubernetes API."""
+"""Proves that the manifests of `accel serve --manifest` are valid under the schemas of the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE = Deployment(
 
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
 def test_kubernetes_takes_every_document(wanted: Deployment) -> None:
-    """Fails if a field is misspelled or of the wrong type. The strict validation refuses unknown fields."""
+    """Fails if a field is misspelled or has the wrong type, because the strict validation refuses unknown fields."""
     documents = list(yaml.safe_load_all(to_yaml(kubernetes(wanted))))
     assert [d["kind"] for d in documents] == ["Deployment", "Service", "HorizontalPodAutoscaler"]
     for document in documents:
@@ -31,7 +31,7 @@ def test_kubernetes_takes_every_document(wanted: Deployment) -> None:
 
 
 def test_a_misspelt_field_would_be_found() -> None:
-    """Fails if the validation above accepts an unknown field or a wrong type."""
+    """Fails if the strict validation accepts an unknown field or a wrong type."""
     document = kubernetes(PLAIN)[0]
     document["spec"]["template"]["spec"]["containers"][0]["livenessprobe"] = {}
     with pytest.raises(validate.ValidationError):
@@ -40,8 +40,8 @@ def test_a_misspelt_field_would_be_found() -> None:
 
 @pytest.mark.parametrize("wanted", [PLAIN, WHOLE])
 def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
-    """Fails if KServe's predictor has an invalid container, a field that KServe's API doesn't take, or a metric that
-    its autoscaler doesn't know. The predictor has the fields of a PodSpec besides its own."""
+    """Fails if KServe's predictor has an invalid container, a field outside KServe's API, or a metric that KServe's
+    autoscaler doesn't support. The predictor adds its own fields to those of a PodSpec."""
     (document,) = yaml.safe_load_all(to_yaml(kserve(wanted)))
     assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
@@ -54,7 +54,8 @@ def test_kserve_predictor_is_a_pod(wanted: Deployment) -> None:
         "scaleTarget": wanted.target_cpu_percent,
     }  # fmt: skip
     assert all(type(own[name]) is int for name in ("minReplicas", "maxReplicas", "scaleTarget"))
-    # KServe's webhook requires these values for cpu and memory. Knative's own autoscaler takes concurrency and rps.
+    # For cpu and memory, KServe's webhook requires the class hpa and a target of 1 to 100. Knative's own autoscaler
+    # supports concurrency and rps.
     assert document["metadata"]["annotations"]["autoscaling.knative.dev/class"] == "hpa.autoscaling.knative.dev"
     assert 1 <= own["scaleTarget"] <= 100
     (container,) = predictor["containers"]
@@ -77,7 +78,7 @@ def _container(wanted: Deployment) -> dict[str, Any]:
 
 
 def test_probes_and_ports_are_those_of_the_server() -> None:
-    """Fails if a probe uses a port on which nothing listens."""
+    """Fails if a probe uses a port on which the server doesn't listen."""
     container = _container(WHOLE)
     words = container["command"]
     assert words[words.index("--http-port") + 1] == "9000"
@@ -99,13 +100,14 @@ def test_probes_and_ports_are_those_of_the_server() -> None:
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_here(fields: dict[str, Any], words: str) -> None:
-    """Fails if a manifest is printed with a value that the API's schemas accept but its further validation refuses."""
+    """Fails if a manifest is printed with a value that Kubernetes refuses although the API's schemas accept the
+    value."""
     with pytest.raises(BadConfig, match=words):
         Deployment(**({"name": "minilm", "image": "accel:0.1"} | fields))
 
 
 def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
-    """Fails if stdout has anything but the documents, or if the documents lack the requested ports."""
+    """Fails if stdout contains anything but the YAML documents, or if the documents lack the requested ports."""
     ran = cli(
         "serve", "/models", "--manifest", "kubernetes", "--image", "accel:0.1", "--claim", "disk", "--http-port", "9000"
     )
@@ -127,15 +129,15 @@ def test_the_command_prints_what_kubectl_takes(cli: Any) -> None:
     ],
 )
 def test_names_are_taken_from_the_repository(cli: Any, repository: str, name: str) -> None:
-    """Fails if a folder name that isn't allowed as a Service name leads to an error instead of a manifest."""
+    """Fails if a repository folder whose name is invalid for a Service leads to an error instead of a manifest."""
     ran = cli("serve", repository, "--manifest", "kubernetes", "--image", "accel:0.1")
     assert ran.code == 0, ran.stderr
     assert {document["metadata"]["name"] for document in yaml.safe_load_all(ran.stdout)} == {name}
 
 
 def test_the_options_reach_the_container(cli: Any) -> None:
-    """Fails if the container lacks an option of the command line, or has an option that wasn't given. Also fails if the
-    server uses TLS and a probe doesn't, or if a file that the server reads isn't mounted."""
+    """Fails if the container lacks an option of the command line, or has an option that wasn't passed. Also fails if a
+    probe of a TLS server doesn't use TLS, or if a file that the server reads isn't mounted."""
     words = ["--mode", "poll", "--processes", "2", "--drain", "45.5", "--tokens", "/secrets/t.toml", "--insecure"]
     words += ["--rate-limit-resource", "A:1", "--rate-limit-resource", "B:2"]
     words += ["--tls-certificate", "/tls/c.pem", "--tls-key", "/tls/k.pem"]

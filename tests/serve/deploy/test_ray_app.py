@@ -1,4 +1,4 @@
-"""The Ray Serve application in Ray's local mode: the replicas are objects of this process, without a cluster."""
+"""Proves in Ray's local mode, without a cluster, that the Ray Serve application answers gRPC and HTTP requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = np.ones((2, 4), np.float32)
 
 
 class Call:
-    """Ray's context of a gRPC call."""
+    """Imitates Ray's context of a gRPC call."""
 
     def __init__(self, token: str | None = None) -> None:
         self.metadata = [("authorization", f"Bearer {token}")] if token else []
@@ -63,8 +63,8 @@ def replica(tmp_path: Path) -> ray_app.Replica:
 
 
 def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
-    """Fails if a method of the service lacks the name that Ray calls, or doesn't parse its bytes, or if an error
-    reaches the client without its code."""
+    """Fails if a service method has another name than Ray calls, or doesn't parse the request's bytes. Also fails if an
+    error reaches the client without its code."""
 
     def ask(name: str, body: bytes, context: Call | None = None) -> Any:
         return asyncio.run(getattr(replica, name)(body, grpc_context=context))
@@ -81,7 +81,7 @@ def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
             ask("ModelInfer", body, context)
         assert context.code is code
         assert context.details
-        there = pickle.loads(pickle.dumps(caught.value))  # as Ray passes the request
+        there = pickle.loads(pickle.dumps(caught.value))  # Ray pickles an error to send the error to the client
         assert (there.code, str(there)) == (caught.value.code, str(caught.value))
 
 
@@ -105,7 +105,7 @@ def test_a_replica_answers_http(replica: ray_app.Replica) -> None:
 
 
 def test_tokens_hold_there_too(tmp_path: Path) -> None:
-    """Fails if requests through Ray need no token although the repository requires one."""
+    """Fails if requests through Ray need no token although the server requires tokens."""
     (tmp_path / "tokens.toml").write_text('[[token]]\nname = "a"\ntoken = "secret"\n')
     linear(tmp_path / "models" / "linear" / "1")
     options = ServeOptions(
@@ -138,9 +138,9 @@ def serve() -> Any:
     return serve
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
+@pytest.mark.filterwarnings("ignore")  # Ray emits these warnings itself
 def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
-    """Fails if Ray can't make the application, or if the application doesn't support the way in which Ray calls it."""
+    """Fails if Ray can't build the application, or if the application doesn't support Ray's calls."""
     linear(tmp_path / "models" / "linear" / "1")
     arguments = {"repository": str(tmp_path / "models"), "concurrency": "4", "cpus": "0.5"}
     handle = serve.run(ray_app.app(arguments), _local_testing_mode=True)
@@ -158,6 +158,6 @@ def test_in_rays_local_mode(serve: Any, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(arguments: dict[str, str], says: str) -> None:
-    """Fails if a wrong argument is found only in a replica, which then never starts."""
+    """Fails if a wrong argument raises an error only in a replica, which then never starts."""
     with pytest.raises(UsageError, match=says):
         ray_app.app(arguments)

@@ -1,4 +1,4 @@
-"""Models that generate one token after the other, as clients see them: real models, streams over gRPC."""
+"""Proves that token-by-token generation streams correct tokens from real models over gRPC."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ WHOLE = POLICY + parameters(tokens="ids", logits="logits", steps="12")
 
 
 def recurrent(folder: Path) -> None:
-    """Writes a model that takes one token at a time: ``new = tanh(table[ids] + state @ mix)``, ``logits = new @
-    out``."""
+    """Writes a model that takes one token at a time. The model computes ``new = tanh(table[ids] + state @ mix)`` and
+    ``logits = new @ out``."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",
@@ -72,8 +72,8 @@ def recurrent_reference(prompt: list[int], steps: int) -> list[int]:
 
 
 def cached(folder: Path) -> None:
-    """Writes a decoder with a KV cache: ``present`` is ``past`` and ``table[ids] * (1 + positions)``, masked and
-    summed."""
+    """Writes a decoder with a KV cache. The output ``present`` is ``past`` followed by the new rows
+    ``table[ids] * (1 + positions)``, and the logits come from the masked sum of ``present``."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",
@@ -116,7 +116,7 @@ def cached_reference(prompt: list[int], steps: int) -> list[int]:
 
 
 def whole(folder: Path) -> None:
-    """Writes a decoder without a state: the logits of each position, computed from all tokens up to it."""
+    """Writes a decoder without a state. The logits of each position depend on all tokens up to this position."""
     folder.mkdir(parents=True)
     artifact(
         folder / "model.onnx",
@@ -155,7 +155,7 @@ def configure(root: Path, kind: str, more: str = "") -> None:
 @contextmanager
 def streaming(port: int) -> Iterator[Any]:
     """Yields ``ask(prompt)``, which streams a request and returns (token or None, final) for each response. Raises the
-    stream's error."""
+    error of the stream."""
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -181,8 +181,8 @@ def streaming(port: int) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_tokens_as_they_come(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if a token differs from the model's own, if the state of one stream reaches the next stream, if a part of
-    the prompt is ignored, or if the last response is missing."""
+    """Fails if a token differs from the model's own token, if the state of a stream reaches the next stream, if a part
+    of the prompt is ignored, or if the last response is missing."""
     configure(tmp_path, kind)
     process = start(tmp_path)
     reference = KINDS[kind][2]
@@ -203,8 +203,8 @@ def test_tokens_as_they_come(tmp_path: Path, start: Start, kind: str) -> None:
 
 
 def test_the_token_that_ends(tmp_path: Path, start: Start) -> None:
-    """Fails if a row continues after its end token, if the end token of one row ends the other rows, or if the final
-    response isn't sent."""
+    """Fails if a batch row continues after its end token, if the end token of a row ends the other rows, or if the
+    final response isn't sent."""
     one, other = recurrent_reference([1], 12), recurrent_reference([2], 12)
     end = next(token for token in one[:-1] if one.index(token) != (other.index(token) if token in other else 12))
     stops = [row.index(end) if end in row else 11 for row in (one, other)]
@@ -220,7 +220,7 @@ def test_the_token_that_ends(tmp_path: Path, start: Start) -> None:
 
 
 def test_requests_that_can_not_be_streamed(tmp_path: Path, start: Start) -> None:
-    """Fails if a bad request gets another error than the expected one, or breaks the stream."""
+    """Fails if a bad request gets the wrong error or breaks the stream."""
     configure(tmp_path, "recurrent")
     process = start(tmp_path)
     with streaming(process.ports["grpc"]) as ask:

@@ -1,4 +1,4 @@
-"""Chooses the device of a model's instances from ``config.pbtxt``."""
+"""Proves that ``config.pbtxt`` selects the device of a model's instances."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def test_what_is_refused(tmp_path: Path, group: str, said: str) -> None:
 
 @pytest.mark.parametrize("group", ["kind: KIND_GPU", "kind: KIND_GPU gpus: [0]", "gpus: [0]"])
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
-    """Fails if a model that asks for a GPU is served on the CPU."""
+    """Fails if a model whose config requests a GPU is served on the CPU."""
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
     configure(tmp_path, group)
     assert "has KIND_GPU and this machine has no NVIDIA GPU; write KIND_CPU" in reason(tmp_path)
 
 
 def test_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if KIND_GPU doesn't choose the CUDA runtime, or if a config without an instance group does."""
+    """Fails if KIND_GPU doesn't select the CUDA runtime, or if a config without an instance group selects the CUDA
+    runtime."""
     asked: list[Any] = []
     real = loading.open_session
 
@@ -77,7 +78,7 @@ def test_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_on_the_gpu(tmp_path: Path, start: Start) -> None:
-    """Fails if KIND_GPU doesn't load the model on the GPU, or changes its answers."""
+    """Fails if KIND_GPU doesn't load the model on the GPU, or changes the model's answers."""
     assert has_nvidia_gpu()
     configure(tmp_path, "kind: KIND_GPU")
     process = start(tmp_path)

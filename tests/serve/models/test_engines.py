@@ -1,4 +1,4 @@
-"""Engines in a repository, with a fake session in place of the GPU: their manifest or their config describes them."""
+"""Proves, with a fake session instead of a GPU, that the server loads engines by their manifest or config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIGNATURE = Signature(
 
 
 class Engine(FakeSession):
-    """Computes y = 2x. Records how it was opened and the rows of its runs."""
+    """Computes y = 2x. Records the artifact and the inputs of each run."""
 
     def __init__(self, artifact: Artifact) -> None:
         super().__init__(artifact.signature)
@@ -50,7 +50,7 @@ class Engine(FakeSession):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """Returns a list of the sessions that are opened during the test."""
+    """Returns a list of all sessions that the test opens."""
     found: list[Engine] = []
 
     def open_engine(artifact: Artifact, runtime: Any, options: Any) -> Engine:
@@ -84,8 +84,8 @@ def ask_four(port: int, model: str, rows: int) -> None:
 
 
 def test_the_profiles_of_a_manifest(tmp_path: Path, start: Start, opened: list[Engine]) -> None:
-    """Fails if the profiles of the manifest are ignored. An engine for 1 or 6 to 8 rows must get smaller batches padded
-    to 6."""
+    """Fails if the server ignores the profiles of the manifest. An engine for 1 or 6 to 8 rows must get batches of 2 to
+    5 rows padded to 6."""
     path = tmp_path / "engine" / "1" / "model.engine"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"engine")
@@ -117,7 +117,8 @@ def test_the_profiles_of_a_manifest(tmp_path: Path, start: Start, opened: list[E
 def test_an_engine_of_another_maker(
     tmp_path: Path, start: Start, opened: list[Engine], name: str, more: str, toolkit: str
 ) -> None:
-    """Fails if an engine file in Triton's layout isn't found, or if its signature isn't taken from the config."""
+    """Fails if an engine file in Triton's layout isn't found, or if the engine's signature isn't read from the
+    config."""
     (tmp_path / "engine" / "1").mkdir(parents=True)
     (tmp_path / "engine" / "1" / name).write_bytes(b"engine")
     (tmp_path / "engine" / "config.pbtxt").write_text(CONFIG + more)
@@ -139,7 +140,7 @@ def test_an_engine_of_another_maker(
     ],
 )
 def test_what_is_refused(tmp_path: Path, start: Start, opened: list[Engine], config: str, said: str) -> None:
-    """Fails if an engine without manifest and config is opened, or an engine is opened on a CPU."""
+    """Fails if an engine with neither manifest nor config is opened, or if an engine is opened on a CPU."""
     (tmp_path / "engine" / "1").mkdir(parents=True)
     (tmp_path / "engine" / "1" / "model.plan").write_bytes(b"engine")
     (tmp_path / "engine" / "config.pbtxt").write_text(config)

@@ -1,4 +1,4 @@
-"""Ensembles: the tensors decide the order of the steps, and an error names the step that failed."""
+"""Proves that the tensors of an ensemble determine the order of its steps, and that errors name the failed step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def model(name: str, eager: bool = True, start: bool = False) -> tuple[QueuedExe
 
 
 def doubling(model: str, takes: str, gives: str, side: str | None = None) -> EnsembleStep:
-    """Returns a step that doubles tensor ``takes`` into ``gives``. The tensor ``side``, if given, gets the sums of the
-    rows."""
+    """Returns a step that doubles tensor ``takes`` into ``gives``. The tensor ``side``, if given, receives the sums of
+    the rows."""
     return EnsembleStep(model=model, input_map={"x": takes}, output_map={"y": gives} | ({"z": side} if side else {}))
 
 
-# The steps are in the wrong order on purpose, because the tensors decide the order of the runs.
+# The steps are listed in the wrong order, because the tensors have to determine the order of the runs.
 DIAMOND = Ensemble(
     steps=(
         doubling("last", "four", "y"),
@@ -65,7 +65,7 @@ def models() -> dict[str, QueuedExecutor]:
 
 
 def test_steps_run_when_their_inputs_are_there(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if steps run in the order of the config, or a step gets the wrong tensor."""
+    """Fails if steps run in the order of the config, or if a step gets the wrong tensor."""
     executor = ensemble(**models)
     asked = request(3, rows=2)
     response = infer(executor, asked, timeout=0)
@@ -81,7 +81,7 @@ def test_steps_run_when_their_inputs_are_there(models: dict[str, QueuedExecutor]
 
 
 def test_a_failing_step(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if the error doesn't name the step, the caller gets two answers, or a later step runs."""
+    """Fails if the error doesn't name the failed step, if the caller gets two answers, or if a later step runs."""
     caller = Caller(ensemble(**models), request(POISON))
     assert caller.code == "INTERNAL"
     assert str(caller.answer) == "in ensemble 'e', step 'first': model 'first' failed: poison"
@@ -89,7 +89,7 @@ def test_a_failing_step(models: dict[str, QueuedExecutor]) -> None:
 
 
 def test_a_step_that_is_not_there(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if the caller gets no answer although a step's model isn't loaded, or if the other steps still run."""
+    """Fails if the caller gets no answer although the model of a step isn't loaded, or if the other steps still run."""
     del models["right"]
     caller = Caller(ensemble(**models), request(1))
     assert caller.code == "NOT_FOUND"
@@ -97,7 +97,7 @@ def test_a_step_that_is_not_there(models: dict[str, QueuedExecutor]) -> None:
 
 
 def test_cancelling_cancels_the_steps() -> None:
-    """Fails if the running steps of a canceled request continue."""
+    """Fails if the running steps of a canceled request aren't canceled."""
     parts = {name: model(name, eager=False) for name in ("first", "left", "right", "last")}
     executor = ensemble(**{name: part[0] for name, part in parts.items()})
     caller = Caller(executor, request(1))
@@ -111,8 +111,8 @@ def test_cancelling_cancels_the_steps() -> None:
 
 
 def test_a_step_that_cannot_be_cancelled() -> None:
-    """Fails if the ensemble forgets the ticket of a step that is canceled while it is submitted, or if the caller gets
-    a second answer when such a step answers all the same."""
+    """Fails if the ensemble can't cancel a step that was being submitted during the cancel, or if the caller gets a
+    second answer from such a step."""
     parts = {name: model(name, eager=False)[0] for name in ("first", "right", "last")}
     cancelled: list[bool] = []
     answers: list[Callable[[Any], None]] = []
@@ -140,7 +140,7 @@ def test_a_step_that_cannot_be_cancelled() -> None:
 
 
 def test_a_long_chain() -> None:
-    """Fails if each step runs inside the answer of the previous step, which would overflow the stack."""
+    """Fails if each step runs inside the callback of the previous step, which would overflow the stack."""
     steps = tuple(doubling("m", f"t{i}" if i else "x", f"t{i + 1}") for i in range(600))
     whole = Signature(SIGNATURE.inputs, (TensorSpec("t600", "float32", ("batch", 2)),))
     executor = EnsembleExecutor(whole, Ensemble(steps=steps), lambda *_: model("m")[0], name="e", version="1")
@@ -149,7 +149,7 @@ def test_a_long_chain() -> None:
 
 
 def test_real_threads() -> None:
-    """Fails if a step is lost or counted twice when its answer comes on another thread, at any moment."""
+    """Fails if a step is lost or counted twice when its answer arrives on another thread, at any moment."""
     parts = {name: model(name, start=True)[0] for name in ("first", "left", "right", "last")}
     executor = ensemble(**parts)
     wrong: list[Any] = []
@@ -190,7 +190,7 @@ def test_closing() -> None:
 
 
 def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if a step starts for a request that can't be answered: too late, or with an unknown output."""
+    """Fails if a step starts for a request that is too late or names an unknown output."""
     executor = ensemble(**models)
     assert Caller(executor, request(1, deadline=0.0)).code == "DEADLINE_EXCEEDED"
     assert Caller(executor, request(1, outputs=("two",))).code == "INVALID_ARGUMENT"
@@ -214,13 +214,13 @@ def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
     ],
 )
 def test_steps_that_cannot_be_run(steps: tuple[EnsembleStep, ...], text: str) -> None:
-    """Fails if an ensemble is accepted that would wait forever or mix up tensors."""
+    """Fails if an ensemble is accepted whose steps would wait forever or mix up tensors."""
     with pytest.raises(BadConfig, match=text):
         ensemble(Ensemble(steps=steps))
 
 
 def test_a_decoupled_step_is_refused(models: dict[str, QueuedExecutor]) -> None:
-    """Fails if an ensemble takes the first part of a stream for the complete output."""
+    """Fails if an ensemble uses the first response of a stream as the complete output."""
 
     class Streaming:
         def submit(self, request: Any, answer: Callable[[Any], None]) -> Any:

@@ -1,4 +1,4 @@
-"""Ensembles in a repository, as clients see them."""
+"""Proves that clients can use an ensemble of a repository like a model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def models(tmp_path: Path) -> Path:
 
 
 def test_an_ensemble(models: Path, start: Start) -> None:
-    """Fails if the steps don't run one after the other, or don't run on the versions that serve now. Also fails if
-    clients see a difference between the ensemble and a model."""
+    """Fails if the steps don't run one after the other, or don't run on the versions that are served now. Also fails if
+    clients can tell an ensemble from a model."""
     process = start(models, mode="explicit", models=("*",))
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     given = triton.InferInput("image", [2, 4], "FP32")
@@ -49,8 +49,7 @@ def test_an_ensemble(models: Path, start: Start) -> None:
 
 
 def test_one_number_a_row(models: Path, start: Start) -> None:
-    """Fails if an ensemble can't return a step's output whose only dim is the batch dim, such as a class number or a
-    score."""
+    """Fails if an ensemble can't return an output with only the batch dim, such as a class number or a score."""
     (models / "relu" / "1" / "model.onnx").unlink()
     artifact(
         models / "relu" / "1" / "model.onnx",
@@ -70,8 +69,8 @@ def test_one_number_a_row(models: Path, start: Start) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
-    """Fails if unloading an ensemble unloads its steps without a request to do so, keeps them in spite of one, or
-    unloads other models."""
+    """Fails if unloading an ensemble always or never unloads the models of its steps, instead of following the request.
+    Also fails if unloading an ensemble unloads other models."""
     linear(models / "other" / "1")
     process = start(models, mode="explicit", models=("*",), http_port=0)
     module = triton if face == "grpc" else triton_http
@@ -83,7 +82,7 @@ def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
         client.unload_model("both")
         assert loaded() == {"linear", "relu", "other"}
         client.load_model("both")
-        client.unload_model("linear", unload_dependents=True)  # the model has no steps
+        client.unload_model("linear", unload_dependents=True)  # this model is no ensemble and has no steps
         assert loaded() == {"both", "relu", "other"}
         client.load_model("linear")
         client.unload_model("both", unload_dependents=True)

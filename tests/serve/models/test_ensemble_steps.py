@@ -1,4 +1,4 @@
-"""Ensembles check their steps when they load, and loading an ensemble loads its steps."""
+"""Proves that loading an ensemble checks its steps and loads the models of the steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def reason(root: Path, name: str = "both") -> str:
-    """Returns the reason why a model of the repository isn't served, or "" if it is served."""
+    """Returns the reason why a model of the repository isn't served, or "" if the model is served."""
     repository = Repository(root)
     try:
         repository.start()
@@ -71,8 +71,8 @@ def reason(root: Path, name: str = "both") -> str:
     ],
 )
 def test_steps_that_do_not_fit(models: Path, before: str, after: str, said: str) -> None:
-    """Fails if an ensemble is READY although its tensors can never agree, or if an ensemble is refused although its
-    tensors may agree."""
+    """Fails if an ensemble is READY although its tensors can't match, or if an ensemble is refused although its tensors
+    may match."""
     assert before in CONFIG
     ensemble(models, CONFIG.replace(before, after, 1))
     found = reason(models)
@@ -81,13 +81,13 @@ def test_steps_that_do_not_fit(models: Path, before: str, after: str, said: str)
 
 
 def test_steps_that_disagree(models: Path) -> None:
-    """Fails if the output of one step isn't compared with the input of the next."""
+    """Fails if the output of a step isn't compared with the input of the next step."""
     relu(models, INT64)
     assert "step 'linear' makes FP32 [-1,3] and step 'relu' takes INT64 [-1,3]; make them agree" in reason(models)
 
 
 def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
-    """Fails if ``--check`` accepts an ensemble whose step can't be loaded."""
+    """Fails if ``--check`` accepts an ensemble with a step that can't be loaded."""
     (models / "relu" / "1" / "model.onnx").write_bytes(b"nothing")
     found = cli("serve", models, "--check", "--json")
     assert found.code == 1
@@ -99,8 +99,8 @@ def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
 
 
 def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
-    """Fails if steps load before their ensembles only for some names of the ensembles, or if ensembles that contain
-    each other stop the server."""
+    """Fails if steps load before their ensembles only for some names of ensembles, or if ensembles that contain each
+    other stop the server."""
     outer = CONFIG.replace('"linear"', '"both"').replace('key: "x" value: "image"', 'key: "image" value: "image"')
     ensemble(models, outer.replace('key: "y"', 'key: "score"'), name="a")
     ensemble(models, CONFIG.replace('"relu"', '"circle"'), name="circle")
@@ -115,7 +115,7 @@ def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
 
 
 def test_a_step_that_comes_later(models: Path) -> None:
-    """Fails if an ensemble that lacked a step stays broken after the step has loaded. The ensemble's own folder didn't
+    """Fails if an ensemble that lacked a step stays broken after the step was loaded. The ensemble's own folder doesn't
     change."""
     shutil.move(models / "relu", models.parent / "relu")
     repository = Repository(models, mode="poll", poll_seconds=3600)
@@ -131,8 +131,8 @@ def test_a_step_that_comes_later(models: Path) -> None:
 
 
 def test_loading_an_ensemble_loads_its_steps(models: Path, start: Start) -> None:
-    """Fails if loading an ensemble doesn't load its steps, loads a serving step again, or gives an error that doesn't
-    name the step that can't be loaded."""
+    """Fails if loading an ensemble doesn't load its steps, or reloads a step that is already served. Also fails if the
+    error doesn't name the step that can't be loaded."""
     process = start(models, mode="explicit", models=("linear",))
     x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
     given = triton.InferInput("image", [2, 4], "FP32")
@@ -152,7 +152,7 @@ def test_loading_an_ensemble_loads_its_steps(models: Path, start: Start) -> None
 
 
 def test_a_token_needs_the_steps_too(models: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if an ensemble loads models that the caller's token may not control."""
+    """Fails if loading an ensemble loads models that the caller's token may not control."""
     tokens = tmp_path / "tokens.toml"
     tokens.write_text('[[token]]\nname = "own"\ntoken = "secret"\nmodels = ["both", "linear"]\ncontrol = true\n')
     process = start(models, mode="explicit", tokens=str(tokens))

@@ -1,4 +1,4 @@
-"""Instance groups of a config: the resources that a run takes, and the cores that it uses."""
+"""Proves that the instance groups of a config limit the shared resources and the CPU cores of a model's runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESOURCE = 'instance_group [{ count: %d rate_limiter { resources [{ name: "R" co
 
 
 class Overlapping:
-    """A session that counts how many sessions of its class run at once."""
+    """A session that counts the concurrent runs of all its instances."""
 
     inside, most, lock = 0, 0, threading.Lock()
 
@@ -72,8 +72,9 @@ def test_models_that_share_a_resource(
 def test_sessions_share_the_cores(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, int], threads: int
 ) -> None:
-    """Fails if each of several sessions takes all cores, which makes them slower than one session. Also fails if a
-    single session doesn't get the number of threads of its manifest, or if a configured number is ignored."""
+    """Fails if each of several sessions takes all cores, which makes the sessions slower than a single session. Also
+    fails if a single session doesn't get the number of threads of its manifest, or if a configured number is
+    ignored."""
     seen = []
     real = loading.open_session
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -85,8 +86,8 @@ def test_sessions_share_the_cores(
 
 
 def test_what_is_refused(tmp_path: Path, start: Start) -> None:
-    """Fails if a model is served whose resources or cores the server lacks, or if a good model in the same repository
-    isn't."""
+    """Fails if the server accepts a model that needs missing resources or cores, or refuses a good model in the same
+    repository."""
     configs = {
         "good": "",
         "needs": RESOURCE % (1, 3),
@@ -108,17 +109,18 @@ def test_what_is_refused(tmp_path: Path, start: Start) -> None:
 
 
 def pinned_threads(pid: int, core: int) -> int:
-    """Returns the number of threads of a process that may run on ``core`` only."""
+    """Returns the number of threads of a process that may run only on ``core``."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # the thread has ended
+        with suppress(OSError):  # the thread may have ended
             found += f"Cpus_allowed_list:\t{core}" in (task / "status").read_text().splitlines()
     return found
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: every thread is on it")
 def test_instances_on_their_own_cores(tmp_path: Path, serve: Any) -> None:
-    """Fails if a runtime's threads may leave their cores, or a thread that calls the session stays pinned."""
+    """Fails if a runtime's threads may run on other cores than configured, or if a thread that calls the session stays
+    pinned."""
     core = max(os.sched_getaffinity(0))
     models = tmp_path / "models"
     linear(models / "own" / "1")
@@ -132,18 +134,18 @@ def test_instances_on_their_own_cores(tmp_path: Path, serve: Any) -> None:
         for _ in range(20):
             ask(made, "own")
             ask(made, "free")
-    # ONNX Runtime has two threads of its own for each session besides the calling thread.
+    # ONNX Runtime starts two threads for each session besides the calling thread.
     assert pinned_threads(served.process.pid, core) == 4
     assert served.end() == 0
 
 
 @pytest.mark.parametrize("text", ["own", "own,cpu-cores=", "own,cpu-cores=3-1", "own,numa-node=0", ",cpu-cores=1"])
 def test_policies_that_say_nothing(tmp_path: Path, text: str) -> None:
-    """Fails if a misspelled policy is accepted without an effect."""
+    """Fails if a misspelled host policy is accepted without an effect."""
     with pytest.raises(UsageError, match="--host-policy takes NAME,cpu-cores=0-3,6"):
         ServeOptions(repository=str(tmp_path), host_policies=(text,)).open_repository()
 
 
 def test_ranges_of_cores() -> None:
-    """Fails if a range loses its first or last core."""
+    """Fails if parsing a range of cores loses the first or last core."""
     assert parse_policy("own,cpu-cores=0-2,5") == ("own", (0, 1, 2, 5))

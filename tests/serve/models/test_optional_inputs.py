@@ -1,4 +1,4 @@
-"""Inputs that have a default in the model: ONNX initializers that are also inputs."""
+"""Proves that clients may omit inputs with a default in the model (ONNX initializers that are also inputs)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Asking:
         return found
 
     def inputs(self, name: str) -> tuple[list[str], list[str]]:
-        """Returns the inputs in the metadata, and the inputs that the config calls optional."""
+        """Returns the inputs in the metadata, and the inputs that the config marks as optional."""
         found = self.client.get_model_config(name, **self._options)
         config = found.get("config", found)
         metadata = self.client.get_model_metadata(name, **self._options)
@@ -90,9 +90,9 @@ def asking(request: pytest.FixtureRequest, tmp_path: Path, start: Start) -> Any:
 
 
 def test_the_default_and_what_is_given(asking: Any) -> None:
-    """Fails if a request without the input doesn't get the default, or if a request with the input gets the
-    default. Also fails if one client's value reaches the next request, if clients don't see the input, or if clients
-    may leave out an input without a default."""
+    """Fails if a request without the optional input doesn't get the default, or if a request with the input gets the
+    default. Also fails if a client's value reaches the next request, if clients don't see the input, or if a request
+    without a required input is accepted."""
     assert asking.inputs("named") == (["k", "x"], ["k"])
     for k in (None, 3, None, 1):
         found = asking.infer("named", x=X, **({} if k is None else {"k": np.array([k])}))
@@ -105,7 +105,7 @@ def test_the_default_and_what_is_given(asking: Any) -> None:
 
 
 def test_one_that_the_config_does_not_name(asking: Any) -> None:
-    """Fails if clients see weights as inputs because the exporter lists them as inputs."""
+    """Fails if clients see weights as inputs because the exporter listed the weights as inputs."""
     assert asking.inputs("unnamed") == (["x"], [])
     np.testing.assert_array_equal(asking.infer("unnamed", x=X), np.sort(X)[:, ::-1][:, :2])
     with pytest.raises(InferenceServerException, match="unexpected inference input 'k'"):
@@ -113,7 +113,7 @@ def test_one_that_the_config_does_not_name(asking: Any) -> None:
 
 
 def test_beside_the_batch(asking: Any) -> None:
-    """Fails if requests with and without the input are mixed up, in a batch or in the response cache."""
+    """Fails if requests with and without the optional input are mixed up in a batch or in the response cache."""
     assert asking.inputs("scaled") == (["scale", "x"], ["scale"])
     scale = np.array([[5], [7]], np.float32)
     for _ in range(2):
@@ -123,7 +123,8 @@ def test_beside_the_batch(asking: Any) -> None:
 
 
 def test_many_at_once(tmp_path: Path, start: Start) -> None:
-    """Fails if a request with the input shares a run with a request without it, so that one gets the other's value."""
+    """Fails if a request with the optional input shares a run with a request without this input, and a request gets the
+    wrong value."""
     scaled(tmp_path / "models" / "scaled" / "1")
     (tmp_path / "models" / "scaled" / "config.pbtxt").write_text(
         'max_batch_size: 8 input { name: "scale" optional: true } '
@@ -157,7 +158,7 @@ def test_many_at_once(tmp_path: Path, start: Start) -> None:
     ],
 )
 def test_configs_that_do_not_fit(tmp_path: Path, config: str, ir: int, says: str) -> None:
-    """Fails if a config that contradicts the model is served, or the error doesn't say what to change."""
+    """Fails if a config that contradicts the model is served, or if the error doesn't name the fix."""
     largest(tmp_path / "one" / "1", ir)
     (tmp_path / "one" / "config.pbtxt").write_text(config)
     assert_refused(tmp_path, says)

@@ -1,4 +1,4 @@
-"""Models of other formats than ONNX: OpenVINO models, exported programs and engines."""
+"""Proves that the server serves OpenVINO models, exported programs and engines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exported(folder: Path) -> tuple[nn.Module, Path]:
 
 @pytest.mark.proof
 def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
-    """Fails if an exported program isn't served, its dynamic batch isn't seen, or its outputs differ from the
+    """Fails if an exported program isn't served, if its dynamic batch isn't detected, or if its outputs differ from the
     module's."""
     net, _ = exported(tmp_path / "models" / "net" / "1")
     linear(tmp_path / "models" / "linear" / "1")
@@ -65,7 +65,7 @@ def test_an_exported_program(tmp_path: Path, serve: Any) -> None:
 
 
 def test_an_openvino_model(tmp_path: Path, serve: Any) -> None:
-    """Fails if a model from ``accel export --to openvino`` isn't served over gRPC or HTTP, or a caller gets another
+    """Fails if a model from ``accel export --to openvino`` isn't served over gRPC or HTTP, or if a caller gets another
     caller's row."""
     made_from = linear(tmp_path / "linear")
     accel.export(made_from, to="openvino", out=tmp_path / "models" / "linear" / "1")
@@ -82,7 +82,7 @@ def test_an_openvino_model(tmp_path: Path, serve: Any) -> None:
 
 
 def test_an_exported_program_whose_manifest_does_not_hold(tmp_path: Path, start: Start) -> None:
-    """Fails if a program is served that differs from its manifest."""
+    """Fails if an exported program that differs from its manifest is served."""
     _, path = exported(tmp_path / "models" / "net" / "1")
     signature = Signature(
         (TensorSpec("x", "float32", ("batch", 4)),),
@@ -101,7 +101,7 @@ def test_an_exported_program_whose_manifest_does_not_hold(tmp_path: Path, start:
 
 
 def engine(folder: Path) -> Path:
-    """Writes a file that is no engine, with a manifest that says it is one."""
+    """Writes a file that is no engine, with a manifest for an engine."""
     folder.mkdir(parents=True)
     path = folder / "model.engine"
     path.write_bytes(b"engine")
@@ -112,7 +112,7 @@ def engine(folder: Path) -> Path:
 
 
 def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the error doesn't say that a GPU is missing, or the other models aren't served."""
+    """Fails if the error doesn't say that a GPU is missing, or if the other models aren't served."""
     monkeypatch.setattr(base, "has_nvidia_gpu", lambda: False)
     engine(tmp_path / "models" / "fast" / "1")
     manifest_path(engine(tmp_path / "models" / "bare" / "1")).unlink()
@@ -131,7 +131,8 @@ def test_an_engine_without_a_gpu(tmp_path: Path, start: Start, monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_an_engine(tmp_path: Path, serve: Any) -> None:
-    """Fails if an engine's answers differ from those of its ONNX model, at any batch size of its profile."""
+    """Fails if an engine's answers differ from those of the original ONNX model at a batch size of the engine's
+    profile."""
     from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
     from accel.sources.onnx.file import open_onnx
     from accel.stage import run_stage

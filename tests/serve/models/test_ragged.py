@@ -1,4 +1,4 @@
-"""Requests of different sizes in one batch: the config declares an input ragged."""
+"""Proves that requests of different sizes share a batch if the config declares an input ragged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ dynamic_batching {{ max_queue_delay_microseconds: 300000 }}
 
 
 def squares(folder: Path, *dims: str) -> None:
-    """Writes a model ``y = x * x`` with these dims besides the batch."""
+    """Writes a model ``y = x * x`` with the given dims besides the batch."""
     folder.mkdir(parents=True)
     shape = ["batch", *dims]
     node = build.node("Mul", "x x", "y")
@@ -29,9 +29,9 @@ def squares(folder: Path, *dims: str) -> None:
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_a_ragged_input(tmp_path: Path, start: Start, ragged: bool) -> None:
-    """Fails if requests of different lengths don't run together although the config allows it, or if they do although
-    it doesn't: padding could change the answers of a model without a mask. Also fails if an output isn't cut back to
-    its length."""
+    """Fails if requests of different lengths don't run together although the config allows ragged batches. Also fails
+    if requests of different lengths run together without the setting, because padding could change the answers of a
+    model without a mask. Also fails if an output isn't cut to the length of its input."""
     squares(tmp_path / "square" / "1", "length")
     config = RAGGED.format(dims="[-1]", ragged=str(ragged).lower())
     (tmp_path / "square" / "config.pbtxt").write_text(config)
@@ -58,8 +58,8 @@ def test_a_ragged_input(tmp_path: Path, start: Start, ragged: bool) -> None:
 
 
 def test_which_dim_is_ragged(tmp_path: Path, start: Start) -> None:
-    """Fails if the server guesses one of two dynamic dims, if the error doesn't say what to write, or if following the
-    error doesn't help."""
+    """Fails if the server guesses which of two dynamic dims is ragged, if the error doesn't name the missing parameter,
+    or if adding the parameter doesn't help."""
     squares(tmp_path / "models" / "square" / "1", "height", "width")
     config = tmp_path / "models" / "square" / "config.pbtxt"
     config.write_text(RAGGED.format(dims="[-1, -1]", ragged="true"))

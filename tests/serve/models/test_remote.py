@@ -1,4 +1,4 @@
-"""Remote repositories: in fsspec's memory, and on an HTTP server."""
+"""Proves that remote repositories are served and followed, in fsspec's memory and on an HTTP server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def memory(tmp_path: Path, own_cache: Path) -> Iterator[Any]:
 
 
 def put(files: Any, model: Path, folder: str) -> None:
-    """Writes a model and its manifest."""
+    """Writes a model and its manifest to the remote repository."""
     for path in (model, model.with_name(model.name + ".manifest.json")):
         if path.exists():
             files.pipe_file(f"{folder}/{path.name}", path.read_bytes())
@@ -47,7 +47,7 @@ def asked(process: Any, name: str = "linear", version: str = "") -> np.ndarray:
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch, files: Any) -> list[str]:
-    """Returns a list that records every downloaded address from now on."""
+    """Returns a list that records every address that is downloaded from now on."""
     found: list[str] = []
     fetch = type(files).get_file
 
@@ -60,8 +60,8 @@ def downloads(monkeypatch: pytest.MonkeyPatch, files: Any) -> list[str]:
 
 
 def test_it_is_served_and_followed(memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a remote model isn't served, polling misses a new, changed or removed model, or an unchanged file is
-    downloaded again."""
+    """Fails if a remote model isn't served, if polling misses a new, changed or removed model, or if an unchanged file
+    is downloaded again."""
     process = start("memory://models", mode="poll", poll_seconds=3600.0)
     repository = process.server.repository
     np.testing.assert_allclose(asked(process), 1, rtol=1e-5)
@@ -94,8 +94,8 @@ def test_it_is_served_and_followed(memory: Any, tmp_path: Path, start: Start, mo
 def test_an_outage_takes_no_model_with_it(
     memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a model is unloaded because the store can't be read, looks empty, or breaks off a download, or a broken
-    download isn't repeated later."""
+    """Fails if a model is unloaded because the store can't be read, looks empty, or interrupts a download. Also fails
+    if an interrupted download isn't repeated later."""
     process = start("memory://models", mode="poll", poll_seconds=3600.0)
     repository = process.server.repository
     kept = dict(memory.store)
@@ -129,7 +129,7 @@ def test_an_outage_takes_no_model_with_it(
 def test_a_file_that_changes_under_the_download(
     memory: Any, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the files of a model come from two different states of the store."""
+    """Fails if the downloaded files of a model come from two different states of the store."""
     mirror = Mirror("memory://models")
     fetch = type(memory).get_file
 
@@ -147,7 +147,7 @@ def test_a_file_that_changes_under_the_download(
     "hostile", ["/models/evil/../../../escaped/x", "/models/evil/1/..", "/models/evil/1/a\\..\\b", "/models/evil/./x"]
 )
 def test_hostile_names(memory: Any, own_cache: Path, hostile: str) -> None:
-    """Fails if a remote name is accepted unchecked, writes outside its model's folder, or breaks other models."""
+    """Fails if a remote file name is accepted unchecked, writes outside the model's folder, or breaks other models."""
     memory.store[hostile] = memory.store["/models/linear/1/model.onnx"]
     mirror = Mirror("memory://models")
     failed = mirror.refresh()
@@ -162,8 +162,8 @@ def test_hostile_names(memory: Any, own_cache: Path, hostile: str) -> None:
 def test_explicit_fetches_what_it_is_told(
     memory: Any, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if explicit mode downloads a model that no command names, or if loading a model doesn't download its
-    changes."""
+    """Fails if explicit mode downloads a model that no command names, or if loading a model doesn't download the
+    model's changes."""
     put(memory, linear(tmp_path / "other", scale=4), "/models/other/1")
     fetched = downloads(monkeypatch, memory)
     process = start("memory://models", mode="explicit", models=("linear",))
@@ -180,7 +180,7 @@ def test_explicit_fetches_what_it_is_told(
 
 
 def test_old_states_go(memory: Any, tmp_path: Path, own_cache: Path) -> None:
-    """Fails if old copies of a model stay on the disk forever, or if a copy is removed that may still be in use."""
+    """Fails if old copies of a model stay on the disk forever, or if a copy that may still be in use is removed."""
     mirror = Mirror("memory://models")
     mirror.refresh()
     (old,) = (own_cache / "repositories").glob("*/store/*")
@@ -213,8 +213,8 @@ def web(tmp_path: Path, own_cache: Path) -> Iterator[tuple[Path, str]]:
 
 
 def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served], cli: Any) -> None:
-    """Fails if ``accel serve http://...`` or ``--check`` behaves differently than with a local folder, if a new version
-    isn't noticed, or if an encoded name leads out of the folder."""
+    """Fails if ``accel serve http://...`` or ``--check`` behaves differently than with a local folder. Also fails if a
+    new version isn't noticed, or if an encoded name leads out of the folder."""
     folder, address = web
     ran = cli("serve", address, "--check", "--json")
     assert ran.code == 0, ran.stderr
@@ -222,7 +222,7 @@ def test_from_an_http_server(web: tuple[Path, str], serve: Callable[..., Served]
     served = serve(address, "--mode", "poll", "--poll-seconds", "0.2")
     ports = served.wait_for("serving")["ports"]
     np.testing.assert_allclose(asked(_At(ports)), 1, rtol=1e-5)
-    # Written elsewhere and then moved, because the server looks for changes five times a second.
+    # The file is written to another folder and then moved, because the server looks for changes five times a second.
     evil = linear(folder / "making" / "evil" / "1")
     evil.rename(evil.with_name("..\\..\\escaped"))
     (folder / "making" / "evil").rename(folder / "models" / "evil")
@@ -248,7 +248,7 @@ class _At:
     ],
 )
 def test_what_cannot_be_read(own_cache: Path, cli: Any, address: str, says: str) -> None:
-    """Fails if an unreadable address ends in a traceback, or the server starts without models."""
+    """Fails if an unreadable address ends in a traceback, or if the server starts without models."""
     ran = cli("serve", address, "--grpc-port", "0", "--no-http")
     assert ran.code == 2
     assert says in ran.stderr

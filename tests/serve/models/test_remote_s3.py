@@ -1,4 +1,4 @@
-"""A repository on S3: moto's server, read by the library that also reads Amazon's S3."""
+"""Proves, with moto's server and the client library for Amazon's S3, that a repository on S3 is served."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, bytes], None]]:
-    """Returns ``put(path, body)``, which writes to a store that runs in a process of its own. The environment names the
-    store. ``path`` is ``bucket`` or ``bucket/key``."""
+    """Returns ``put(path, body)``, which writes to an S3 store in a separate process. The environment variables contain
+    the store's address. ``path`` is ``bucket`` or ``bucket/key``."""
     for needed in ("moto", "s3fs"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not in [dev]; run: make remote")
@@ -48,24 +48,24 @@ def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             monkeypatch.setenv(name, value)
 
         def send(path: str, body: bytes) -> None:
-            kind = {"Content-Type": "application/octet-stream"}  # otherwise the server reads the body as a form
+            kind = {"Content-Type": "application/octet-stream"}  # otherwise the server parses the body as a form
             request = urllib.request.Request(f"{address}/{path}", data=body, headers=kind, method="PUT")
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert response.status == 200
 
         yield send
-        store.stdin.close()  # ends the server
+        store.stdin.close()  # this input ends the server
 
 
 def check(address: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``accel serve --check`` in its own process, because s3fs keeps connections for the life of a process."""
+    """Runs ``accel serve --check`` in a separate process, because s3fs keeps connections for the life of a process."""
     words = [sys.executable, "-W", "ignore", "-m", "accel", "serve", address, "--check", "--json"]
     return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_repository_on_s3(put: Callable[[str, bytes], None], tmp_path: Path, serve: Callable[..., Served]) -> None:
-    """Fails if ``accel serve s3://...`` or ``--check`` doesn't find the models of a bucket, a new version isn't
-    noticed, or a missing bucket is served as an empty repository."""
+    """Fails if ``accel serve s3://...`` or ``--check`` doesn't find the models of a bucket. Also fails if a new version
+    isn't noticed, or if a missing bucket is served as an empty repository."""
     put("models", b"")
     put("models/all/linear/1/model.onnx", linear(tmp_path / "one").read_bytes())
     ran = check("s3://models/all")

@@ -1,4 +1,4 @@
-"""Models whose files are replaced while they are served, and weights that several processes map."""
+"""Proves that replacing a served model's files changes no answers, and that processes share mapped weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 1024  # 4 MiB of weights: large enough to be memory-mapped
 
 
 def weighted(folder: Path, kind: str, scale: float) -> Path:
-    """Writes ``y = scale * x`` with a square matrix, and returns the file that holds the matrix."""
+    """Writes ``y = scale * x`` with a square matrix, and returns the file of the matrix."""
     folder.mkdir(parents=True, exist_ok=True)
     made = build.artifact(
         folder / ("model.onnx" if kind == "onnx" else "source.onnx"),
@@ -41,7 +41,7 @@ def weighted(folder: Path, kind: str, scale: float) -> Path:
 
 def scale(made: Any) -> float:
     """Returns the factor between the model's inputs and its outputs."""
-    x = (2.0 ** (np.arange(SIZE) % 8)).astype(np.float32)[None]  # exact in bfloat16 as well
+    x = (2.0 ** (np.arange(SIZE) % 8)).astype(np.float32)[None]  # these powers of two are exact in bfloat16 as well
     found = made.infer("wide", [tensor("x", x, "FP32")]).as_numpy("y") / x
     np.testing.assert_allclose(found, found[0, 0], rtol=1e-5)
     return round(float(found[0, 0]), 3)
@@ -50,8 +50,8 @@ def scale(made: Any) -> float:
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["onnx", "external", "openvino"])
 def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if weights replaced by a rename change an answer before the model is loaded again, or if the server doesn't
-    notice that only the weights changed."""
+    """Fails if weights replaced by a rename change an answer before the model is reloaded, or if a reload misses that
+    only the weights changed."""
     weights = weighted(tmp_path / "models" / "wide" / "1", kind, 1)
     process = start(tmp_path / "models", mode="explicit", models=("*",))
     with client(process.ports["grpc"]) as made:
@@ -66,7 +66,7 @@ def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) 
 
 
 def mapped(pid: int, file: Path) -> tuple[int, int]:
-    """Returns two sizes of ``file`` in the process's memory, in KiB: the total and the process's proportional share."""
+    """Returns the resident and the proportional size of ``file`` in the process's memory, in KiB."""
     found = {"Rss": 0, "Pss": 0}
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -79,7 +79,7 @@ def mapped(pid: int, file: Path) -> tuple[int, int]:
 
 @pytest.mark.proof
 def test_processes_share_weights(tmp_path: Path, serve: Any) -> None:
-    """Fails if two processes that serve an OpenVINO model don't share the pages of its weights."""
+    """Fails if two processes that serve an OpenVINO model don't share the memory pages of the model's weights."""
     weights = weighted(tmp_path / "models" / "wide" / "1", "openvino", 1)
     linear(tmp_path / "models" / "linear" / "1")
     served = serve(str(tmp_path / "models"), "--processes", "2")

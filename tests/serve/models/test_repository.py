@@ -1,4 +1,4 @@
-"""Repositories: configs, versions, manifests, loading, and reloading while requests run."""
+"""Proves that a repository loads, reloads and refuses models by their configs, versions and manifests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_repository(root: Path, **options: Any) -> Repository:
 
 @pytest.fixture
 def opened() -> Any:
-    """Returns a function that opens a repository. Closes all of them after the test."""
+    """Returns a function that opens a repository. Closes all opened repositories after the test."""
     made: list[Repository] = []
 
     def begin(root: Path, **options: Any) -> Repository:
@@ -54,7 +54,7 @@ def reasons(repository: Repository) -> dict[str, str]:
 
 
 def scale(repository: Repository, name: str = "linear", version: str = "") -> float:
-    """Returns the factor by which the served model multiplies now."""
+    """Returns the factor by which the served model currently multiplies its input."""
     from accel.serve.protocol.inference import InferenceRequest, infer
 
     model = repository.get(name, version)
@@ -64,7 +64,8 @@ def scale(repository: Repository, name: str = "linear", version: str = "") -> fl
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
-    """Fails if the config made from the file differs from Triton's: dims without the batch, batching on."""
+    """Fails if the config derived from the file differs from Triton's, which has dims without the batch and batching
+    enabled."""
     linear(tmp_path / "linear" / "1")
     config = opened(tmp_path).get("linear").config
     assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")
@@ -74,7 +75,7 @@ def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
 
 
 def test_a_model_without_a_batch(tmp_path: Path, opened: Any) -> None:
-    """Fails if a fixed first dim is taken for a batch dim."""
+    """Fails if a fixed first dim is treated as a batch dim."""
     (tmp_path / "fixed" / "1").mkdir(parents=True)
     build.artifact(
         tmp_path / "fixed" / "1" / "model.onnx",
@@ -99,7 +100,7 @@ def test_a_model_without_a_batch(tmp_path: Path, opened: Any) -> None:
     ],
 )
 def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, batches: bool) -> None:
-    """Fails if batching is on although the config turns it off, or if text that only looks like a setting turns
+    """Fails if batching is on although the config turns batching off, or if text that only resembles a setting turns
     batching off."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "config.pbtxt").write_text(config)
@@ -112,8 +113,8 @@ def test_a_batch_size_that_is_given(tmp_path: Path, opened: Any, config: str, ba
 
 
 def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
-    """Fails if a plain ONNX file whose batch dim has another name can't be served with max_batch_size 1, or if one row
-    is padded to two, which costs twice as much."""
+    """Fails if a plain ONNX file whose batch dim has another name can't be served with max_batch_size 1. Also fails if
+    a single row is padded to two rows, which costs twice as much."""
     for largest in (1, 4):
         folder = tmp_path / f"neg{largest}"
         (folder / "1").mkdir(parents=True)
@@ -130,7 +131,7 @@ def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
 
 
 def test_a_batch_below_the_declared() -> None:
-    """Fails if a max_batch_size below the smallest batch is refused without naming both numbers."""
+    """Fails if a max_batch_size below the smallest batch is refused without both numbers in the error."""
     spec = TensorSpec("x", "float32", ("batch", 4))
     signature = Signature((spec,), (spec,), {"batch": DimRange(4, 8, 16)})
     config = model_config.parse("max_batch_size: 2", "config.pbtxt")
@@ -156,8 +157,8 @@ def test_a_batch_below_the_declared() -> None:
     ],
 )
 def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config: str, says: str) -> None:
-    """Fails if a config that contradicts its model is served, if a good model in the same repository isn't, or if the
-    index lacks the reason."""
+    """Fails if a config that contradicts its model is served, if a good model in the same repository isn't served, or
+    if the index lacks the reason."""
     linear(tmp_path / "linear" / "1")
     linear(tmp_path / "good" / "1")
     (tmp_path / "linear" / "config.pbtxt").write_text(config)
@@ -171,7 +172,7 @@ def test_a_config_that_contradicts_the_model(tmp_path: Path, opened: Any, config
 
 def test_a_model_by_another_name(tmp_path: Path, opened: Any) -> None:
     """Fails if the error for a file that isn't called model.onnx doesn't name the config field for the file name, or if
-    setting this field doesn't help."""
+    setting this field has no effect."""
     linear(tmp_path / "linear" / "1").rename(tmp_path / "linear" / "1" / "net.onnx")
     assert "it has net.onnx: name it in config.pbtxt as default_model_filename" in reasons(opened(tmp_path))["linear"]
     (tmp_path / "linear" / "config.pbtxt").write_text('default_model_filename: "net.onnx"')
@@ -179,7 +180,7 @@ def test_a_model_by_another_name(tmp_path: Path, opened: Any) -> None:
 
 
 def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
-    """Fails if an option of the config doesn't reach the scheduling."""
+    """Fails if a scheduling option of the config doesn't reach the scheduler."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "config.pbtxt").write_text(
         """
@@ -215,10 +216,10 @@ def test_how_a_config_schedules(tmp_path: Path, opened: Any) -> None:
     ],
 )
 def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: list[str]) -> None:
-    """Fails if other versions are served than the policy says, or if the newest version isn't the highest number."""
+    """Fails if the served versions contradict the version policy, or if the newest version isn't the highest number."""
     for version in (1, 2, 10):
         linear(tmp_path / "linear" / str(version), scale=version)
-    (tmp_path / "linear" / "notes").mkdir()  # not a version
+    (tmp_path / "linear" / "notes").mkdir()  # this folder name is no version
     (tmp_path / "linear" / "config.pbtxt").write_text(policy)
     repository = opened(tmp_path)
     assert [model.version for model in repository.versions("linear")] == versions
@@ -228,7 +229,7 @@ def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: li
 
 
 def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
-    """Fails if a file that differs from its manifest is served without --insecure, or refused with it."""
+    """Fails if a file that differs from its manifest is served without --insecure, or is refused with --insecure."""
     path = linear(tmp_path / "linear" / "1")
     found = build.open_onnx(path, probe=False)
     Manifest(kind="onnx", signature=found.signature, files=found.hashes()).write(manifest_path(path))
@@ -243,7 +244,7 @@ def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
 
 @pytest.mark.parametrize("insecure", [False, True])
 def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> None:
-    """Fails if a file that crashes its parser is opened in this process: with a valid manifest, or with an invalid
+    """Fails if this process opens a file that crashes its parser, either with a valid manifest or with an invalid
     manifest and --insecure."""
     path = linear(tmp_path / "linear" / "1")
     found = build.open_onnx(path, probe=False)
@@ -261,7 +262,7 @@ def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> 
 
 
 def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
-    """Fails if an OpenVINO IR without a manifest isn't served, or if an IR that differs from its manifest is."""
+    """Fails if an OpenVINO IR without a manifest isn't served, or if an IR that differs from its manifest is served."""
     ov = pytest.importorskip("openvino")
     source = linear(tmp_path / "source")
     folder = tmp_path / "models" / "linear" / "1"
@@ -285,7 +286,7 @@ def _scaled(tmp_path: Path, factor: float) -> bytes:
 
 
 class Mark:
-    """Creates a folder when it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -297,8 +298,8 @@ class Mark:
 @pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.parametrize("manifest", [False, True])
 def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, manifest: bool) -> None:
-    """Fails if a file that may hold pickles is opened without --allow-pickle: under its own name, under a name from the
-    config, with --insecure, or with a valid manifest. Unpickling would leave a mark."""
+    """Fails if a file that may contain pickles is opened without --allow-pickle. The file has its usual name or a name
+    from the config, with or without --insecure and a valid manifest. Unpickling would leave a mark."""
     signature = build.open_onnx(linear(tmp_path / "other"), probe=False).signature
     mark = tmp_path / "executed"
     named = {"pt": "model.pt", "pt2": "model.pt2", "pth": "weights.pth", "pkl": "model.pkl", "onnx": "model.onnx"}
@@ -310,7 +311,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
         if manifest:
             kind = "onnx" if model == "onnx" else "torch"
             Manifest(kind=kind, signature=signature, files={name: file_sha256(path)}).write(manifest_path(path))
-        torch.load(path, weights_only=False)  # the pickle does leave a mark when it is opened
+        torch.load(path, weights_only=False)  # opening the pickle leaves the mark
         mark.rmdir()
     loading = Loading(trust=Trust(insecure=insecure))
     found = reasons(opened(tmp_path / "models", loading=loading))
@@ -321,7 +322,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../a", "", ".hidden", "a\0b", "a..b", "x" * 300, "a\nb"])
 def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> None:
-    """Fails if a name that isn't one plain folder name is accepted."""
+    """Fails if a name that isn't a plain folder name is accepted."""
     assert not valid_name(name)
     linear(tmp_path / "models" / "linear" / "1")
     linear(tmp_path / "a" / "1")
@@ -332,7 +333,7 @@ def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> No
 
 
 def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) -> None:
-    """Fails if a failed load removes the version that is served, by command or by polling."""
+    """Fails if a failed load, by command or by polling, removes the served version."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="explicit", startup=["linear"])
     (tmp_path / "linear" / "2").mkdir()
@@ -358,7 +359,7 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
     loading = threading.Thread(target=repository.load, args=("linear",))
 
     class Reasons(dict[str, str]):
-        """A dict that starts a load whenever it is read, and gives the load some time."""
+        """A dict that starts a load at each read, and waits for the load for a moment."""
 
         def values(self) -> Any:
             if loading.ident is None:
@@ -374,12 +375,12 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
 
 
 def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if polling misses new, changed, broken or removed models, or tries a broken model again and again."""
+    """Fails if polling misses new, changed, broken or removed models, or retries a broken model that hasn't changed."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path, mode="poll", poll_seconds=3600)
     first = repository.get("linear")
     repository.poll_once()
-    assert repository.get("linear") is first  # nothing changed
+    assert repository.get("linear") is first  # the model hasn't changed
     linear(tmp_path / "linear" / "1", scale=3.0)
     linear(tmp_path / "new" / "1")
     repository.poll_once()
@@ -391,7 +392,7 @@ def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -
     tried = []
     monkeypatch.setattr(repository, "_load", tried.append)
     repository.poll_once()
-    assert tried == []  # it failed and hasn't changed since
+    assert tried == []  # the failed model hasn't changed since the failure
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "linear")
     repository.poll_once()
@@ -401,7 +402,7 @@ def test_polling(tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_reloading_drops_no_request(tmp_path: Path, start: Start) -> None:
-    """Fails if a request that comes during repeated reloads is refused or answered wrongly."""
+    """Fails if a request during repeated reloads is refused or answered wrongly."""
     linear(tmp_path / "linear" / "1")
     process = start(tmp_path, mode="explicit", models=("linear",))
     stop, failed, seen = threading.Event(), [], set()
@@ -435,7 +436,7 @@ def test_reloading_drops_no_request(tmp_path: Path, start: Start) -> None:
 
 
 def test_only_explicit_mode_takes_commands(tmp_path: Path, opened: Any) -> None:
-    """Fails if a server in another mode loads or unloads by command."""
+    """Fails if a server in another mode than explicit loads or unloads a model by command."""
     linear(tmp_path / "linear" / "1")
     repository = opened(tmp_path)
     for call in (repository.load, repository.unload):

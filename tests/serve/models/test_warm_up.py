@@ -1,4 +1,4 @@
-"""The warm-up: the runs of a model before it is ready."""
+"""Proves that a model runs its warm-up samples before the model is ready."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_it_happens_before_the_model_is_ready(
     tmp_path: Path, start: Start, seen: list[Any], config: str, sizes: list[int]
 ) -> None:
-    """Fails if an instance doesn't run its samples before the server is ready, or runs others. The samples come from
-    the config. If the config has none, they are the smallest and the largest batch."""
+    """Fails if an instance doesn't run exactly its warm-up samples before the server is ready. The samples come from
+    the config, or are the smallest and the largest batch by default."""
     linear(tmp_path / "models" / "linear" / "1")
     (tmp_path / "models" / "linear" / "config.pbtxt").write_text(config)
     start(tmp_path / "models")
@@ -74,7 +74,7 @@ def test_it_happens_before_the_model_is_ready(
 def test_a_sample_that_cannot_be_run(
     tmp_path: Path, start: Start, seen: list[Any], name: str, values: str, says: str
 ) -> None:
-    """Fails if a model is ready although its warm-up failed, or if the index lacks the reason."""
+    """Fails if a model is ready although its warm-up failed, or if the index lacks the reason for the failure."""
     linear(tmp_path / "models" / "linear" / "1")
     linear(tmp_path / "models" / "other" / "1")
     text = SAMPLE.replace("INPUT", name).replace("VALUES", values)

@@ -1,4 +1,4 @@
-"""Sessions that crash their process or never return, in real processes."""
+"""Proves that a session which crashes or hangs its process costs only the requests of that process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RAISES, HANGS, CRASHES, FINE = 1.0, 2.0, 3.0, 4.0
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Makes ``bad``, whose two sessions do what their input says, and ``linear``."""
+    """Makes ``bad``, whose two sessions crash or hang if their input requests a fault, and ``linear``."""
     for name in ("bad", "linear"):
         linear(tmp_path / "models" / name / "1")
     (tmp_path / "models" / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
@@ -55,15 +55,15 @@ def ask_again(port: int, model: str = "linear") -> None:
 
 
 def counts(port: int) -> dict[str, tuple[int, int]]:
-    """Returns the successes and failures by model."""
+    """Returns the numbers of successful and failed requests by model."""
     with client(port) as made:
         rows = made.get_inference_statistics().model_stats
         return {row.name: (row.inference_stats.success.count, row.inference_stats.fail.count) for row in rows}
 
 
 def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
-    """Fails if a crash costs requests of the other process, gives its own requests another code than UNAVAILABLE, or
-    starts no new process. Also fails if the counters lose requests afterwards."""
+    """Fails if a crash costs requests of the other process, returns another code than UNAVAILABLE, or starts no new
+    process. Also fails if the counters lose later requests."""
     served = serve(str(models), "--processes", "2", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["grpc"]
     load = Load(port)
@@ -74,7 +74,7 @@ def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
     load.more(50)
     load.end()
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
-    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a second one if the dying process accepted it
+    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a request that the dying process accepted
     assert len([line for line in served.log if line["message"] == "a process died and is started again"]) == 1
     assert any("Segmentation fault" in line["message"] for line in served.log)
     before = counts(port)
@@ -90,8 +90,8 @@ def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
 
 
 def test_one_process_that_is_started_again(models: Path, serve: Any) -> None:
-    """Fails if ``--restart`` doesn't start a single process again on its port, or gives up on a process that serves
-    between its crashes."""
+    """Fails if ``--restart`` doesn't restart a single process on its port, or gives up on a process that serves
+    requests between its crashes."""
     served = serve(str(models), "--restart", path=FAULTY)
     port = served.wait_for("all processes serve")["ports"]["grpc"]
     for crashes in range(1, 7):
@@ -103,7 +103,8 @@ def test_one_process_that_is_started_again(models: Path, serve: Any) -> None:
 
 
 def test_a_segfault_without_anyone_to_start_it_again(models: Path, serve: Any) -> None:
-    """Fails if callers hang when the only process crashes, or the log doesn't say where it crashed."""
+    """Fails if callers hang when the only process crashes, or if the log doesn't contain the code location of the
+    crash."""
     served = serve(str(models), path=FAULTY)
     port = served.wait_for("serving")["ports"]["grpc"]
     with ThreadPoolExecutor(1) as pool, client(port) as made:
@@ -115,11 +116,11 @@ def test_a_segfault_without_anyone_to_start_it_again(models: Path, serve: Any) -
     served.wait_for("end of log")
     text = "".join(str(line["message"]) for line in served.log)
     assert "Segmentation fault" in text
-    assert "sitecustomize.py" in text  # the line of code that ran
+    assert "sitecustomize.py" in text  # this file contains the line that crashed
 
 
 def test_a_hung_session_and_sigterm(models: Path, serve: Any) -> None:
-    """Fails if a hung session blocks other models, or delays the end of the server beyond its time."""
+    """Fails if a hung session blocks other models, or delays the end of the server beyond the drain time."""
     served = serve(str(models), "--drain", "1", path=FAULTY)
     port = served.wait_for("serving")["ports"]["grpc"]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Faults around a server: sessions that raise or hang, clients that vanish, bytes that are not a request."""
+"""Proves that the server survives failing sessions, vanishing clients and malformed messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def client_of(process: Any) -> Any:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Waits until the condition holds, for at most a minute."""
+    """Waits for at most a minute until the condition holds."""
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
@@ -51,7 +51,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def idle(process: Any) -> bool:
-    """Waits for at most a minute, and tells whether every request is finished."""
+    """Waits for at most a minute, and returns whether every request has finished."""
     deadline = time.monotonic() + 60
     while process.server.under_way and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -59,8 +59,7 @@ def idle(process: Any) -> bool:
 
 
 def test_a_session_that_raises(faulty: Any) -> None:
-    """Fails if a session that raises gives another error code, isn't counted as a failure, or breaks its own or another
-    model."""
+    """Fails if a session that raises gives the wrong error code, isn't counted as a failure, or breaks any model."""
     with client_of(faulty) as client:
         for _ in range(3):
             with pytest.raises(InferenceServerException) as caught:
@@ -75,7 +74,7 @@ def test_a_session_that_raises(faulty: Any) -> None:
 
 
 def test_a_session_that_hangs(faulty: Any) -> None:
-    """Fails if a hung model blocks another model, holds callers beyond their deadline, or lets requests pile up."""
+    """Fails if a hung model blocks another model, delays a refused caller, or lets requests accumulate."""
     with ExitStack() as stack, client_of(faulty) as client:
         hung = [stack.enter_context(client_of(faulty)) for _ in range(14)]
         x = triton.InferInput("x", [1, 4], "FP32")
@@ -95,7 +94,7 @@ def test_a_session_that_hangs(faulty: Any) -> None:
             ask(client, "bad", 3, client_timeout=60)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         assert time.monotonic() - began < 5
-        assert faulty.server.repository.get("bad").statistics().fail.count == 1  # refused requests are counted
+        assert faulty.server.repository.get("bad").statistics().fail.count == 1  # the statistics count refused requests
         faulty.released.set()
         assert [answers.get(timeout=30)[1] for _ in hung] == [None] * 14
         assert idle(faulty)
@@ -103,7 +102,7 @@ def test_a_session_that_hangs(faulty: Any) -> None:
 
 
 def test_shared_memory_that_goes_while_its_request_waits(faulty: Any) -> None:
-    """Fails if the server touches memory that a client has truncated, which would end the server's process."""
+    """Fails if the server accesses shared memory that a client has truncated, which would end the server's process."""
     key = f"/accel-test-{uuid.uuid4().hex[:8]}"
     handle = shm.create_shared_memory_region(key[1:], key, 4096)
     x = np.full((1, 4), 3, dtype=np.float32)
@@ -130,7 +129,7 @@ def test_shared_memory_that_goes_while_its_request_waits(faulty: Any) -> None:
 
 
 def test_a_deadline_that_passes(faulty: Any) -> None:
-    """Fails if a caller waits beyond its deadline, or its request stays pending."""
+    """Fails if a caller waits beyond its deadline, or if the caller's request stays pending."""
     with client_of(faulty) as client:
         with pytest.raises(InferenceServerException) as caught:
             ask(client, "bad", 2, client_timeout=0.2)
@@ -141,8 +140,7 @@ def test_a_deadline_that_passes(faulty: Any) -> None:
 
 
 def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
-    """Fails if a request runs although its caller gave up while the request waited, or if the caller gets another
-    code."""
+    """Fails if a request whose caller gave up during the wait still runs, or if the caller gets the wrong code."""
     with client_of(faulty) as client, client_of_its_own(faulty) as other, ThreadPoolExecutor(2) as pool:
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -155,7 +153,7 @@ def test_a_deadline_shorter_than_the_queue(faulty: Any) -> None:
         faulty.released.set()
         first.result(60)
         assert idle(faulty)
-        assert faulty.sessions[-1].sizes == ran  # the run of the first request, which had already begun
+        assert faulty.sessions[-1].sizes == ran  # only the first request, which had already begun, has run
         ask(client, "bad", 3)
 
 
@@ -164,8 +162,8 @@ LEVELS = """{"max_batch_size": 1, "dynamic_batching": {"priority_levels": 2, "de
 
 
 def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
-    """Fails if the ``timeout`` of a request (gRPC or HTTP) behind a hung session doesn't end its wait, isn't read as
-    microseconds, or applies to a model that doesn't allow timeouts."""
+    """Fails if the ``timeout`` of a request (gRPC or HTTP) behind a hung session doesn't end the wait, isn't read as
+    microseconds, or is applied although the model's config forbids timeouts."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [3] * 4}
     body = json.dumps({"parameters": {"timeout": 200_000}, "inputs": [x]}).encode()
     with (
@@ -174,7 +172,7 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         ThreadPoolExecutor(3) as pool,
         ExitStack() as stack,
     ):
-        stack.callback(faulty.released.set)  # also if an assertion fails, because the pool waits for the hung session
+        stack.callback(faulty.released.set)  # releases the session even if an assertion fails, because the pool waits
         client.load_model("bad", config=LEVELS % "true")
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -198,12 +196,12 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         late = pool.submit(ask, other, "bad", 3, timeout=1, client_timeout=60)
         until(lambda: late.done() or faulty.server.repository.get("bad").statistics().queue_depth == 1)
         faulty.released.set()
-        late.result(60)  # the request waited for longer and is answered
+        late.result(60)  # the request gets an answer despite its expired timeout
 
 
 def test_a_priority_that_a_request_brings(faulty: Any) -> None:
-    """Fails if a request of the first level, over gRPC or HTTP, runs after earlier requests of the second level, or if
-    a request without a priority overtakes others of the default level."""
+    """Fails if a first-level request, over gRPC or HTTP, runs after earlier second-level requests. Also fails if a
+    request without a priority overtakes others of the default level."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [7] * 4}
     body = json.dumps({"parameters": {"priority": 1}, "inputs": [x]}).encode()
     model = faulty.server.repository
@@ -239,8 +237,9 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
 
 @pytest.mark.parametrize("mark", ["2", "3"])
 def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
-    """Fails if a request stays pending, or a waiting request (3) still runs, after its client was killed. Also fails if
-    the kill affects the server or another caller. The request of the killed client runs (2) or waits (3)."""
+    """Fails if a request of a killed client stays pending, or still runs although the request was waiting. Also fails
+    if the kill affects the server or another caller. Mark 2 kills the client of a running request, and mark 3 the
+    client of a waiting request."""
     address = f"127.0.0.1:{faulty.ports['grpc']}"
     model = faulty.server.repository.get("bad")
     with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:
@@ -269,7 +268,7 @@ def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
 
 
 def test_a_client_that_vanishes(faulty: Any) -> None:
-    """Fails if a request whose client is gone stays pending, or if the end of such a request crashes the server."""
+    """Fails if a request whose client has disconnected stays pending, or crashes the server when the request ends."""
     request = proto.message("ModelInferRequest")(model_name="bad")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
     request.raw_input_contents.append(np.full((1, 4), 2, dtype=np.float32).tobytes())
@@ -294,7 +293,7 @@ def test_a_client_that_vanishes(faulty: Any) -> None:
     ],
 )
 def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCode, caplog: Any) -> None:
-    """Fails if a malformed or oversize message gets another code, or affects more than this call."""
+    """Fails if a malformed or oversize message gets the wrong code, or affects another call."""
     with grpc.insecure_channel(f"127.0.0.1:{faulty.ports['grpc']}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(f"/{proto.SERVICE}/ModelInfer")(body)
@@ -312,9 +311,8 @@ def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCo
     ],
 )
 def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: grpc.StatusCode) -> None:
-    """Fails if a malformed or oversize message in a stream, first or after a good message, gets another code or doesn't
-    end the stream. Also fails if it affects more than this stream: keeps its place among the streams, disturbs another
-    caller, or prevents a clean end."""
+    """Fails if a malformed or oversize message in a stream, first or later, gets the wrong code or doesn't end the
+    stream. Also fails if a malformed message blocks a stream slot, disturbs another caller, or prevents a clean end."""
     request = proto.message("ModelInferRequest")(model_name="good", id="7")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
     request.raw_input_contents.append(np.ones((1, 4), np.float32).tobytes())
@@ -342,7 +340,7 @@ def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: g
 
 
 def test_connections_that_are_left_open(faulty: Any) -> None:
-    """Fails if clients that connect and send nothing, or half a request, prevent others from connecting."""
+    """Fails if clients that connect and send nothing, or half a request, block new connections."""
     with ExitStack() as stack:
         for i in range(300):
             left = stack.enter_context(socket.create_connection(("127.0.0.1", faulty.ports["grpc"])))
@@ -353,7 +351,7 @@ def test_connections_that_are_left_open(faulty: Any) -> None:
 
 
 def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
-    """Fails if a loaded model needs its file, or a reload without the file unloads the model."""
+    """Fails if a loaded model needs its file, or if a reload without the file unloads the model."""
     shutil.rmtree(tmp_path / "models" / "good" / "1")
     with client_of(faulty) as client:
         ask(client, "good")
@@ -364,9 +362,8 @@ def test_a_model_whose_file_is_gone(faulty: Any, tmp_path: Path) -> None:
 
 
 def test_a_stream_of_many_requests(faulty: Any) -> None:
-    """Fails if a stream to a slow model is refused requests beyond the number of threads instead of being slowed down,
-    or takes the threads of unary calls. Also fails if it loses or reorders a response, or never gets its requests into
-    one batch."""
+    """Fails if a long stream to a slow model is refused instead of slowed down, or blocks the threads of unary calls.
+    Also fails if the stream loses or reorders a response, or never shares a batch."""
     count, answers = 600, queue.Queue[Any]()
     with client_of_its_own(faulty) as client, client_of(faulty) as other, ThreadPoolExecutor(1) as pool:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -383,7 +380,7 @@ def test_a_stream_of_many_requests(faulty: Any) -> None:
         unary.result(100)
     assert [error for _, error in found if error is not None] == []
     assert [result.get_response().id for result, _ in found] == [str(number) for number in range(count)]
-    assert max(faulty.sessions[-1].sizes[2:]) == 8  # after the warm-up
+    assert max(faulty.sessions[-1].sizes[2:]) == 8  # the first runs are the warm-up
     assert idle(faulty)
     stats = faulty.server.repository.get("bad").statistics()
     assert (stats.received, stats.success.count, stats.fail.count) == (count + 1, count + 1, 0)
@@ -408,7 +405,7 @@ def test_http_requests_wait_without_a_thread(faulty: Any) -> None:
 
 
 def test_streams_have_a_bound(faulty: Any) -> None:
-    """Fails if open streams can take every thread."""
+    """Fails if open streams can occupy every thread."""
     with ExitStack() as stack:
         refused = 0
         for _ in range(8):
@@ -423,11 +420,11 @@ def test_streams_have_a_bound(faulty: Any) -> None:
             one.start_stream(answer)
             given = triton.InferInput("x", [1, 4], "FP32")
             given.set_data_from_numpy(np.zeros((1, 4), np.float32))
-            with suppress(InferenceServerException):  # already refused
+            with suppress(InferenceServerException):  # the stream may already be refused
                 one.async_stream_infer("good", [given])
             assert arrived.wait(30)
             refused += found[0] is not None
-        assert refused == 4  # a quarter of the sixteen threads is for streams
+        assert refused == 4  # only a quarter of the sixteen threads serves streams
         with client_of(faulty) as client:
             ask(client, "good", client_timeout=60)
 

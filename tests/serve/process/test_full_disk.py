@@ -1,4 +1,4 @@
-"""Logs that can't be written, because of a full disk or a limit on the size of files."""
+"""Proves that the server works while its log can't be written because of a full disk or a file size limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def until_ready(made: Any) -> None:
-    """Waits at most a minute until a server is ready that can't log its ports."""
+    """Waits for at most a minute until a server that can't log its ports is ready."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -58,7 +58,8 @@ def test_a_disk_that_is_full_from_the_start(models: Path, serve: Any, processes:
 
 @pytest.mark.proof
 def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if requests are lost while the log can't grow, or if the log doesn't continue when it can grow again."""
+    """Fails if requests are lost while the log can't grow, or if the log doesn't continue after space is available
+    again."""
     port, log = free_port(), tmp_path / "serve.log"
     served = serve(
         str(models), "--log-file", str(log), "--grpc-port", str(port), "--no-http",
@@ -68,7 +69,7 @@ def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
         until_ready(made)
         soft, hard = resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(served.process.pid, resource.RLIMIT_FSIZE, (log.stat().st_size, hard))
-        size = log.stat().st_size  # another line may have come in between
+        size = log.stat().st_size  # a log line may have been written before the limit
         for _ in range(50):
             reload(models, made)
             ask(made, client_timeout=60)
@@ -83,6 +84,6 @@ def test_a_disk_that_fills_up(models: Path, serve: Any, tmp_path: Path) -> None:
 
 
 def reload(models: Path, made: Any) -> None:
-    """Loads ``linear`` again by touching its file. The server logs the load."""
+    """Reloads ``linear`` by touching its file. The server logs the load."""
     (models / "linear" / "1" / "model.onnx").touch()
     made.load_model("linear")

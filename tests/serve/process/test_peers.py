@@ -1,4 +1,4 @@
-"""The messages between the processes of one server, also if a process doesn't answer."""
+"""Proves that the processes of a server exchange commands, even if a process doesn't answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = b"k" * 32
 
 
 def join(folder: Path, index: int) -> InferenceServer:
-    """Returns the server in process ``index`` of three."""
+    """Returns the server that runs as process ``index`` of three."""
     server = InferenceServer(Repository(folder / "models"))
     joined = peers.Peers(server.local, folder, index, 3, KEY)
     joined.listen()
@@ -50,7 +50,7 @@ def two(tmp_path: Path) -> Iterator[list[InferenceServer]]:
 
 
 def within_a_minute(call: Any) -> Any:
-    """Returns the result of ``call``, or the ServeError that it raises. Fails if the call takes longer than a
+    """Returns the result of ``call``, or the ServeError that ``call`` raises. Fails if the call takes longer than a
     minute."""
     found: list[Any] = []
 
@@ -69,13 +69,13 @@ def within_a_minute(call: Any) -> Any:
 
 @pytest.mark.parametrize("backlog", [0, 8])
 def test_a_process_that_says_nothing(two: Any, tmp_path: Path, monkeypatch: Any, backlog: int) -> None:
-    """Fails if a stopped process blocks commands to all processes, keeps a command from the others, or isn't named in
-    the error."""
+    """Fails if a stopped process blocks commands to all processes, prevents other processes from receiving a command,
+    or isn't named in the error."""
     monkeypatch.setattr(peers, "_PATIENCE", 2.0)
     monkeypatch.setattr(peers, "_SILENT_PATIENCE", 0.1)
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(str(tmp_path / "2.sock"))
-        stopped.listen(backlog)  # accepts connections and never answers
+        stopped.listen(backlog)  # this process accepts connections and never answers
         error = within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 3}))
         assert isinstance(error, ServeError)
         assert "process 2: it doesn't answer" in str(error)
@@ -84,12 +84,12 @@ def test_a_process_that_says_nothing(two: Any, tmp_path: Path, monkeypatch: Any,
         for _ in range(3):
             assert within_a_minute(lambda: two[0].statistics()) == []
     (tmp_path / "2.sock").unlink()
-    within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 4}))  # a process that is gone causes no error
+    within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 4}))  # a process that has ended causes no error
     assert two[1].log_settings({})["log_verbose_level"] == 4
 
 
 def test_commands_of_two_clients(two: Any) -> None:
-    """Fails if two commands sent to two processes at once leave the processes in different states."""
+    """Fails if simultaneous commands to two processes leave the processes in different states."""
     for level in range(1, 200, 2):
         both = threading.Barrier(2)
 
@@ -106,7 +106,7 @@ def test_commands_of_two_clients(two: Any) -> None:
 
 
 def test_a_command_that_does_not_end(two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a process that stopped in the middle of a command blocks the other processes forever."""
+    """Fails if a process that stopped during a command blocks the other processes forever."""
     monkeypatch.setattr(peers, "_TURN_PATIENCE", 0.05)
     with (tmp_path / "turn").open("a") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
@@ -124,7 +124,7 @@ def test_one_that_comes_later_knows_whose_memory_it_is(two: Any, tmp_path: Path)
     try:
         two[0].processes.register_memory("one", "r", key, 2, 4)
         third: Any = join(tmp_path, 2)
-        two.append(third)  # closed together with the others
+        two.append(third)  # the fixture closes this server together with the others
         third.processes.catch_up()
         for server in two:
             assert bytes(server.memory.of("one").read(Slice("r", 4))) == b"3456"
@@ -138,8 +138,8 @@ def test_one_that_comes_later_knows_whose_memory_it_is(two: Any, tmp_path: Path)
 
 
 def test_strangers(two: Any, tmp_path: Path) -> None:
-    """Fails if a connection that never sends the key blocks the processes, or if a connection with another key is
-    served."""
+    """Fails if a connection that never sends the key blocks the processes, or if a process accepts a connection with
+    another key."""
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(tmp_path / "1.sock"))
         found = within_a_minute(lambda: two[0].log_settings({"log_verbose_level": 5}))
@@ -151,7 +151,7 @@ def test_strangers(two: Any, tmp_path: Path) -> None:
 
 
 def test_commands_are_the_methods_of_control(two: Any) -> None:
-    """Fails if a process runs a method that isn't a command because another process asks for it."""
+    """Fails if a process executes a method that isn't a command at the request of another process."""
     assert {"load", "unload", "register_memory", "change_log_settings"} <= COMMANDS
     assert all(callable(getattr(two[0].processes, name)) for name in COMMANDS)
     for name in ("statistics", "commands", "__init__", "nothing"):

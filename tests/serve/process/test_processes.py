@@ -1,4 +1,4 @@
-"""``accel serve`` as a command: its processes, signals, crashes, and ``--check``."""
+"""Proves that the command ``accel serve`` handles processes, signals, crashes and ``--check`` correctly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.serving import FAULTY, WEIGHTS, Load, ask, client, linear, pi
 
 
 def test_sigterm_under_load(repository: Path, serve: Any) -> None:
-    """Fails if a server under constant load doesn't end cleanly, or if a client gets any other error than that the
+    """Fails if a server under constant load doesn't end cleanly, or if a client gets an error other than that the
     server is ending."""
     served = serve(str(repository), "--drain", "20")
     load = Load(served.wait_for("serving")["ports"]["grpc"])
@@ -36,7 +36,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
     load.end()
     stopped = [line["message"] for line in served.log]
     assert "stopped before every request was answered" not in stopped
-    # Later requests were refused with UNAVAILABLE, or found no server, which gives the same status.
+    # The server refused later requests with UNAVAILABLE, or no server was found, which gives the same status.
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert all(
         "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
@@ -46,7 +46,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_sigterm_while_requests_run(tmp_path: Path, serve: Any, processes: str) -> None:
-    """Fails if a request that the server accepted before SIGTERM is lost or gets anything but its answer."""
+    """Fails if a request that the server accepted before SIGTERM is lost or gets an error."""
     count = 4
     linear(tmp_path / "bad" / "1")
     (tmp_path / "bad" / "config.pbtxt").write_text(f"instance_group [{{ count: {count} }}]")
@@ -78,13 +78,14 @@ def test_a_killed_process(two: Any) -> None:
     two.wait_for("serving", 3)
     load.more(50)
     load.end()
-    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a second one if the dying process accepted it
+    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a request that the dying process accepted
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert two.process.poll() is None
 
 
 def owner(port: int, among: list[int]) -> int | None:
-    """Returns the process that holds the other end of the connection from ``port``, or None if there is none."""
+    """Returns the process at the other end of the connection from ``port``, or None if no process has this
+    connection."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ends = {f"socket:[{row[9]}]" for row in rows if int(row[2].rpartition(":")[2], 16) == port}
     for pid in among:
@@ -97,7 +98,7 @@ def owner(port: int, among: list[int]) -> int | None:
 
 def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) -> None:
     """Fails if killing a process costs a request of another process. Also fails if a request of the killed process
-    hangs or is answered."""
+    hangs or gets an answer."""
     linear(tmp_path / "bad" / "1")
     (tmp_path / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
     served = serve(str(tmp_path), "--processes", "2", path=FAULTY)
@@ -130,7 +131,7 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
 
 
 def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if a process that can't start again breaks a serving process, or isn't retried until it can start."""
+    """Fails if a process that can't restart breaks another process, or isn't retried until the restart works."""
     tokens = tmp_path / "tokens.toml"
     text = '[[token]]\nname = "a"\ntoken = "secret"\n'
     tokens.write_text(text)
@@ -140,7 +141,7 @@ def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> N
     os.kill(pids(served)[0], signal.SIGKILL)
     died = "a process died and is started again"
     assert served.wait_for(died)["died"] == "signal SIGKILL"
-    for count in (2, 3):  # the server keeps trying
+    for count in (2, 3):  # the server retries until the restart works
         assert "tokens.toml" in served.wait_for(died, count)["reason"]
     for _ in range(4):
         with client(port) as made:
@@ -151,7 +152,7 @@ def test_a_restart_that_fails(repository: Path, serve: Any, tmp_path: Path) -> N
 
 
 def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path) -> None:
-    """Fails if a server whose processes can't start retries forever or doesn't log the reason."""
+    """Fails if a server whose processes can't start retries forever, or doesn't log the reason."""
     (tmp_path / "tokens.toml").write_text("[[token")
     served = serve(str(repository), "--processes", "2", "--tokens", str(tmp_path / "tokens.toml"))
     assert served.process.wait(60) == 2
@@ -160,8 +161,8 @@ def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path
 
 
 def test_commands_reach_every_process(two: Any, repository: Path) -> None:
-    """Fails if a command or a count covers one process only, or misses a process that started later."""
-    clients = [client(two.grpc) for _ in range(8)]  # the kernel spreads the connections over the processes
+    """Fails if a command or a counter covers only a single process, or misses a process that started later."""
+    clients = [client(two.grpc) for _ in range(8)]  # the kernel distributes the connections over the processes
     linear(repository / "later" / "1")
     clients[0].load_model("later")
     clients[1].unload_model("pair")
@@ -184,7 +185,7 @@ def test_commands_reach_every_process(two: Any, repository: Path) -> None:
 
 
 def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
-    """Fails if a second server silently takes a part of the first server's connections."""
+    """Fails if a second server on the same port silently receives some of the first server's connections."""
     for processes in ("1", "2"):
         ran = subprocess.run(
             [
@@ -198,8 +199,8 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
-    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT, which last a minute
-    after another server closed them."""
+    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT, which last for a
+    minute after another server closed the connections."""
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -211,7 +212,7 @@ def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None
 
 
 def test_idle_connections_do_not_hold_up_the_end(repository: Path, start: Any) -> None:
-    """Fails if an ending server waits (5 s) for a client that keeps an idle connection."""
+    """Fails if an ending server waits (5 s) for a client with an idle connection."""
     process = start(repository, http_port=0)
     with closing(HTTPConnection("127.0.0.1", process.ports["http"], timeout=10)) as idle:
         idle.request("GET", "/v2/health/live")
@@ -225,17 +226,17 @@ def cores_of(pid: int) -> set[frozenset[int]]:
     """Returns the cores on which the process's threads may run."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(ProcessLookupError):  # the thread has ended
+        with suppress(ProcessLookupError):  # the thread may have ended
             found.add(frozenset(os.sched_getaffinity(int(task.name))))
     return found
 
 
 def test_each_process_has_its_cores(two: Any) -> None:
-    """Fails if a process, or a thread of its runtime, may run on another process's cores, or a core belongs to no
-    process."""
+    """Fails if a process, or a thread of its runtime, may run on another process's cores, or if no process may run on
+    some core."""
     own = sorted(os.sched_getaffinity(0))
     half = len(own) // 2
-    wanted = [frozenset(own[:half] or own), frozenset(own[half:])]  # with one core the first process isn't pinned
+    wanted = [frozenset(own[:half] or own), frozenset(own[half:])]  # with one core, the first process isn't pinned
     with client(two.grpc) as made:
         ask(made)
     assert [cores_of(pid) for pid in two.ready["processes"]] == [{cores} for cores in wanted]
@@ -270,8 +271,8 @@ process.stop()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
-    """Fails if a serving process maps memory for each large tensor. The process maps 31 MiB before it starts, and large
-    tensors then come from the heap."""
+    """Fails if a serving process maps memory for each large tensor. Before the start, malloc maps a block of 31 MiB
+    separately, and after the start, the block comes from the heap."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],
@@ -281,7 +282,7 @@ def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
 
 
 def test_default_ports() -> None:
-    """Fails if a client with Triton's default ports, or ``accel infer`` with its own default, doesn't find the
+    """Fails if a client with Triton's default ports, or ``accel infer`` with its default port, can't reach the
     server."""
     serve_ports = {option.name: option.default for option in serve_command.params if option.name.endswith("_port")}
     options = ServeOptions(repository="models")
@@ -293,7 +294,7 @@ def test_default_ports() -> None:
 
 
 def test_check(repository: Path, cli: Any) -> None:
-    """Fails if --check accepts a repository with a broken model, or refuses a good one."""
+    """Fails if --check accepts a repository with a broken model, or rejects a good repository."""
     ran = cli("serve", repository, "--check", "--json")
     assert ran.code == 0, ran.stderr
     assert {m["name"]: m["state"] for m in json.loads(ran.stdout)["models"]} == {"linear": "READY", "pair": "READY"}
@@ -321,15 +322,15 @@ def test_check(repository: Path, cli: Any) -> None:
     ],
 )
 def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
-    """Fails if an option of Triton's gets no hint at accel's name for it, or if naming models to load loads all
-    models."""
+    """Fails if the error for an option of Triton's doesn't name accel's option, or if naming the models to load loads
+    all models."""
     ran = cli("serve", *words)
     assert ran.code == 2
     assert says in ran.stderr
 
 
 def test_every_line_of_the_log_is_json(repository: Path, serve: Any) -> None:
-    """Fails if a client that doesn't speak HTTP causes a bare traceback between the log's JSON lines."""
+    """Fails if a client that doesn't speak HTTP causes a bare traceback between the JSON lines of the log."""
     served = serve(str(repository))
     ports = served.wait_for("serving")["ports"]
     with socket.create_connection(("127.0.0.1", ports["http"]), timeout=10) as other:
@@ -342,8 +343,8 @@ def test_every_line_of_the_log_is_json(repository: Path, serve: Any) -> None:
 
 
 def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if ``accel infer`` refuses the 1 of a JSON file for an input of floats, or accepts a number that no float
-    can represent."""
+    """Fails if ``accel infer`` rejects the integer 1 in a JSON file for a float input, or accepts a number that no
+    float can represent."""
     url = f"127.0.0.1:{start(repository).ports['grpc']}"
     for last, code in ((4, 0), ((1 << 53) + 1, 2)):
         (tmp_path / "x.json").write_text(json.dumps({"x": [[1, 2, 3, last]]}))
@@ -358,10 +359,10 @@ def test_whole_numbers_in_json(repository: Path, start: Any, cli: Any, tmp_path:
 
 
 def test_infer_command(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if ``accel infer`` shows other numbers than the model gives, or shows an error as a traceback."""
+    """Fails if ``accel infer`` prints other numbers than the model's outputs, or prints an error as a traceback."""
     process = start(repository)
     url = f"127.0.0.1:{process.ports['grpc']}"
-    x = np.random.default_rng(0).standard_normal((20, 4))  # float64 inputs that need more than one batch
+    x = np.random.default_rng(0).standard_normal((20, 4))  # these float64 inputs need more than one batch
     np.savez(tmp_path / "inputs.npz", x=x)
     ran = cli(
         "infer", "linear", "--url", url, "--input", tmp_path / "inputs.npz", "--json", "-o", tmp_path / "y.npz", "-q"

@@ -1,4 +1,4 @@
-"""Tokens, certificates and configs that are replaced while the server runs."""
+"""Proves that the running server adopts replaced tokens, certificates and configs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens(path: Path, secret: str) -> None:
 
 
 def test_tokens(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if a removed token still works, a new one doesn't, or a broken file changes anything."""
+    """Fails if a removed token still works, a new token doesn't work, or a broken token file changes anything."""
     path = tmp_path / "tokens.toml"
     tokens(path, "first")
     process = start(repository, tokens=str(path))
@@ -80,7 +80,7 @@ def certificate(path: Path, name: str) -> bytes:
 
 
 def trusted(ports: Any, root: bytes) -> tuple[bool, bool]:
-    """Tells for gRPC and for HTTP whether a new connection shows the certificate ``root``."""
+    """Returns for gRPC and for HTTP whether a new connection shows the certificate ``root``."""
     with grpc.secure_channel(f"127.0.0.1:{ports['grpc']}", grpc.ssl_channel_credentials(root)) as channel:
         try:
             channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=60)
@@ -101,7 +101,7 @@ def trusted(ports: Any, root: bytes) -> tuple[bool, bool]:
 
 
 def test_certificates(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if new connections don't show a new certificate, or if an unusable certificate turns TLS off."""
+    """Fails if new connections don't show the new certificate, or if an unusable certificate turns TLS off."""
     first = certificate(tmp_path, "first")
     tls = {"tls_certificate": str(tmp_path / "server.pem"), "tls_key": str(tmp_path / "server.key")}
     process = start(repository, http_port=0, **tls)
@@ -110,7 +110,7 @@ def test_certificates(repository: Path, start: Start, tmp_path: Path) -> None:
     process.renewal.look()
     assert trusted(process.ports, second) == (True, True)
     assert trusted(process.ports, first) == (False, False)
-    (tmp_path / "server.pem").write_bytes(first)  # the key of the second certificate
+    (tmp_path / "server.pem").write_bytes(first)  # this key belongs to the second certificate
     process.renewal.look()
     assert trusted(process.ports, second) == (True, True)
     (tmp_path / "server.key").unlink()

@@ -1,5 +1,8 @@
-"""Ten minutes of mixed load on one process, and five minutes on two: gRPC, streams, HTTP, shared memory, sequences,
-texts of many lengths, failures and reloads. Memory must stay flat and the counters must add up."""
+"""Proves that memory stays flat and counters add up under ten minutes of mixed load.
+
+One process gets ten minutes of load, and two processes get five minutes. The load is gRPC, streams, HTTP, shared
+memory, sequences, texts of many lengths, failures and reloads.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ SECONDS = float(os.environ.get("ACCEL_SOAK_SECONDS", "600"))
 
 
 def resident(pid: int) -> int:
-    """Returns the bytes of memory that a process holds."""
+    """Returns the resident memory of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) << 10
@@ -41,9 +44,9 @@ def files_and_threads(pid: int) -> tuple[int, int]:
 
 
 class Clients:
-    """Runs each of ``kinds`` again and again on its own thread until ``end``. A kind is a function that gets a gRPC
-    client, the HTTP port and a number. The function returns a model, an outcome and, if not 1, the number of requests.
-    ``counts``: requests by model and outcome."""
+    """Runs each function in ``kinds`` repeatedly on a separate thread until ``end``. A function gets a gRPC client, the
+    HTTP port and a number, and returns a model, an outcome and, if not 1, the number of requests. ``counts`` contains
+    the number of requests by model and outcome."""
 
     def __init__(self, ports: dict[str, int], kinds: list[Any]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -58,7 +61,7 @@ class Clients:
         number = 0
         try:
             while not self._stop.is_set():
-                with client(self._ports["grpc"]) as made:  # sometimes a new connection
+                with client(self._ports["grpc"]) as made:  # the client sometimes opens a new connection
                     for _ in range(200):
                         number += 1
                         if self._stop.is_set():
@@ -123,7 +126,7 @@ def reloading(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def streaming(made: Any, http: int, number: int) -> tuple[str, str, int]:
-    """Sends twenty requests over one stream, and checks that each is answered once and in order."""
+    """Sends twenty requests over a stream, and checks that each request is answered once and in order."""
     answers: queue.Queue[Any] = queue.Queue()
     made.start_stream(lambda result, error: answers.put((result, error)))
     for mark in range(20):
@@ -151,7 +154,7 @@ def over_http(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
-    """Uses a new shared memory region each time. The server must keep nothing of a region after it is dropped."""
+    """Uses a new shared memory region each time. The server must keep nothing of an unregistered region."""
     key = f"/accel-soak-{uuid.uuid4().hex[:12]}"
     x = np.full((1, 4), number % 97, np.float32)
     handle = shm.create_shared_memory_region(key[1:], key, 128)
@@ -170,7 +173,7 @@ def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def sequences(made: Any, http: int, number: int) -> tuple[str, str, int]:
-    """Sends a sequence of three requests. Every other sequence is left open."""
+    """Sends a sequence of three requests. Leaves every other sequence open."""
     totals = []
     for step in (1, 2, 3):
         x = triton.InferInput("x", [1, 1], "FP32")
@@ -195,7 +198,7 @@ KINDS = [
 
 
 def repository(models: Path) -> Path:
-    """Makes a repository with a model for each of the kinds."""
+    """Makes a repository with the models for all kinds of load."""
     for name in ("linear", "bad", "again"):
         linear(models / name / "1")
     identity(models / "same" / "1", FLOAT)
@@ -232,7 +235,7 @@ def held(served: Any) -> tuple[int, int, int]:
 
 
 def record(folder: Path, processes: int, seconds: float, requests: int, rows: list[tuple[str, int, int]]) -> None:
-    """Writes ``soak_PROCESSES.md``: the resources before and after, and the machine."""
+    """Writes ``soak_PROCESSES.md`` with the resources before and after the load, and the machine."""
     found = environment(os.cpu_count() or 1)
     lines = [
         f"# A server under mixed load: {processes} process{'es' if processes > 1 else ''}",
@@ -254,8 +257,8 @@ def record(folder: Path, processes: int, seconds: float, requests: int, rows: li
 @pytest.mark.parametrize("processes", [1, 2])
 def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
     """Fails if an answer is wrong or lost, if a counter differs from the clients' counts, or if memory, threads or open
-    files grow between the second and the last quarter of the time. Two processes get half the time. ACCEL_SOAK_SECONDS
-    shortens both. ACCEL_SOAK_RESULTS names a folder for the results."""
+    files grow between the second and the last quarter of the time. The test with two processes takes half the time.
+    ACCEL_SOAK_SECONDS shortens the load. ACCEL_SOAK_RESULTS names a folder for the results."""
     seconds = SECONDS / processes
     words = ["--mode", "explicit", "--load-model", "*", "--processes", str(processes)]
     served = serve(str(repository(tmp_path / "models")), *words, path=FAULTY)
@@ -291,7 +294,7 @@ def test_soak(tmp_path: Path, serve: Any, processes: int) -> None:
         print(f"{what}: {before} -> {after}")
         growth.append((f"{what} (bytes)" if what == "memory" else what, int(before), int(after)))
         assert after <= before + slack, (what, before, after)
-    assert len(pids(served)) == processes  # no process was started again
+    assert len(pids(served)) == processes  # the server restarted no process
     assert served.end() == 0
     if folder := os.environ.get("ACCEL_SOAK_RESULTS"):
         record(Path(folder), processes, seconds, sum(clients.counts.values()), growth)

@@ -1,4 +1,4 @@
-"""The request to stop, made by a signal handler while the main thread waits for it."""
+"""Proves that a signal handler can request a stop while the main thread waits for the request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_signal_at_any_moment() -> None:
 
 
 def test_it_is_remembered() -> None:
-    """Fails if a request that is made before the wait is lost, or if ``wait`` reports a request that nobody made."""
+    """Fails if a stop request before the wait is lost, or if ``wait`` reports a request that nobody made."""
     stop = StopRequest()
     assert not stop.wait(0)
     stop.make()

@@ -1,4 +1,4 @@
-"""The ``.proto`` files describe the protocol that the server speaks."""
+"""Proves that the ``.proto`` files describe the protocol of the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_a_text_is_that_of_the_descriptors(name: str) -> None:
 
 
 def without_json_names(message: Any) -> Any:
-    """Removes the fields' JSON names, which protoc writes into a descriptor set and generated code leaves out."""
+    """Removes the fields' JSON names, because protoc writes JSON names into a descriptor set but not into generated
+    code."""
     for field in message.field:
         field.ClearField("json_name")
     for nested in message.nested_type:
@@ -36,7 +37,7 @@ def without_json_names(message: Any) -> Any:
 
 
 def test_protoc_reads_them(tmp_path: Path) -> None:
-    """Fails if protoc makes other descriptors from the files than the server loads."""
+    """Fails if protoc compiles the files to other descriptors than the server loads."""
     found = tmp_path / "found.binpb"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{FOLDER}", f"--descriptor_set_out={found}", *FILES]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -50,7 +51,7 @@ def test_protoc_reads_them(tmp_path: Path) -> None:
 
 
 def test_the_texts_are_whole() -> None:
-    """Fails if the files lack a method of the service or a message."""
+    """Fails if the files lack a message or a method of the service."""
     text = (FOLDER / "grpc_service.proto").read_text(encoding="utf-8")
     assert set(re.findall(r"rpc (\w+)\(", text)) == set(proto.methods())
     assert "stream ModelInferRequest" in text
@@ -58,7 +59,7 @@ def test_the_texts_are_whole() -> None:
 
 
 def test_what_it_cannot_say_is_refused() -> None:
-    """Fails if a descriptor is written without one of its features because the files can't express the feature."""
+    """Fails if a descriptor with a feature that the files can't express is written without this feature."""
     file = descriptor_pb2.FileDescriptorProto(name="x.proto", syntax="proto3", package="p")
     field = file.message_type.add(name="M").field.add(name="f", number=1, type="TYPE_INT32", label="LABEL_OPTIONAL")
     assert "int32 f = 1;" in proto_text(file)

@@ -1,4 +1,4 @@
-"""Tensors between numpy and the wire, for every datatype."""
+"""Proves that tensors of every datatype survive the conversion from numpy to the wire and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 @given(st.data())
 def test_raw_round_trip(data: st.DataObject) -> None:
-    """Fails if a bit, a shape or a dtype is lost in a round trip, also of NaNs and empty tensors."""
+    """Fails if a round trip changes a bit, a shape or a dtype, including those of NaNs and empty tensors."""
     kind = data.draw(st.sampled_from(FIXED))
     array = data.draw(hnp.arrays(kind.numpy, shapes))
     back = decode_raw("x", kind.name, array.shape, bytes(encode(array, kind.name)), "m")
@@ -40,7 +40,8 @@ def test_bfloat16_round_trip(values: np.ndarray) -> None:
 
 @given(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4), st.data())
 def test_strings_are_read_and_written_as_triton_does(shape: tuple[int, ...], data: st.DataObject) -> None:
-    """Fails if a byte of a string (zero, empty, not UTF-8) changes, or Triton's client would read another array."""
+    """Fails if a byte of a string (zero, empty, not UTF-8) changes, or if Triton's client would decode another
+    array."""
     array = np.empty(shape, dtype=object)
     for index in np.ndindex(shape):
         array[index] = data.draw(st.binary(max_size=9))
@@ -54,7 +55,7 @@ def test_strings_are_read_and_written_as_triton_does(shape: tuple[int, ...], dat
 
 @given(st.data())
 def test_typed_contents_round_trip(data: st.DataObject) -> None:
-    """Fails if reading typed contents gives another array than the one that was written."""
+    """Fails if reading typed contents gives another array than the written array."""
     kind = data.draw(st.sampled_from([d for d in FIXED if d.contents]))
     array = data.draw(hnp.arrays(kind.numpy, shapes))
     back = decode_typed("x", kind.name, array.shape, array.ravel().tolist(), "m")
@@ -72,7 +73,7 @@ def test_a_fixed_tensor_is_a_view() -> None:
 
 @given(st.binary(max_size=64), st.lists(st.integers(-2, 1 << 62), max_size=4), st.sampled_from(sorted(DATATYPES)))
 def test_hostile_bytes_are_refused_or_read(body: bytes, shape: list[int], kind: str) -> None:
-    """Fails if wrong sizes have any other effect than INVALID_ARGUMENT, such as a crash, much memory or another
+    """Fails if wrong sizes cause anything but INVALID_ARGUMENT, such as a crash, a large allocation or another
     exception."""
     found: list[int] | Code
     try:
@@ -95,7 +96,7 @@ def test_hostile_bytes_are_refused_or_read(body: bytes, shape: list[int], kind: 
     ],
 )
 def test_what_is_said_of_wrong_bytes(kind: str, shape: tuple[int, ...], body: bytes, says: str) -> None:
-    """Fails if a wrong size is accepted, or if the error doesn't say which size is wrong."""
+    """Fails if a wrong size is accepted, or if the error doesn't name the wrong size."""
     with pytest.raises(ServeError, match=says.replace("[", r"\[").replace(".", r"\.")):
         decode_raw("x", kind, shape, body, "m")
 
@@ -104,7 +105,7 @@ def test_what_is_said_of_wrong_bytes(kind: str, shape: tuple[int, ...], body: by
     ("kind", "values"), [("INT8", [300]), ("UINT8", [-1]), ("INT32", [1.5]), ("FP32", ["a"]), ("INT64", [[1]])]
 )
 def test_values_that_do_not_fit_are_refused(kind: str, values: list[object]) -> None:
-    """Fails if a number is wrapped around, cut or read as another number."""
+    """Fails if a number wraps around, is truncated or is read as another number."""
     with pytest.raises(ServeError) as caught:
         decode_typed("x", kind, (1,), values, "m")
     assert caught.value.code is Code.INVALID_ARGUMENT

@@ -1,4 +1,4 @@
-"""Dynamic batching, its bounds and its priorities. The tests set the clock by hand."""
+"""Proves the rules, bounds and priorities of dynamic batching. The tests set the clock by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_idle_instance_runs_at_once() -> None:
 
 
 def test_requests_gather_while_the_instance_is_busy() -> None:
-    """Fails if requests that come during a run are run one by one afterwards, or inside that run."""
+    """Fails if requests that arrive during a run are run one by one after the run, or inside the run."""
     executor, session, clock = by_hand(waiting(eager=True))
     callers: list[Caller] = []
 
@@ -34,7 +34,7 @@ def test_requests_gather_while_the_instance_is_busy() -> None:
 
     session.during = during
     Caller(executor, request(1)).check_rows()
-    callers.append(Caller(executor, request(7)))  # the instance is idle, but others wait: no overtaking
+    callers.append(Caller(executor, request(7)))  # this request must not overtake the waiting requests
     assert not executor.poll()
     clock.now += 0.001
     run_all(executor)
@@ -44,8 +44,8 @@ def test_requests_gather_while_the_instance_is_busy() -> None:
 
 
 def test_the_delay_is_that_of_the_oldest() -> None:
-    """Fails if a batch runs before the oldest request has waited its time, if later requests prolong the wait, or if a
-    full batch waits."""
+    """Fails if a batch runs before the oldest request has waited for the delay, if later requests extend the delay, or
+    if a full batch waits."""
     executor, session, clock = by_hand(waiting())
     first = Caller(executor, request(1))
     clock.now += 0.0009
@@ -63,7 +63,8 @@ def test_the_delay_is_that_of_the_oldest() -> None:
 
 
 def test_a_limit_of_its_own_is_not_waited_away() -> None:
-    """Fails if a request whose queue timeout is shorter than the delay times out because it waits for others."""
+    """Fails if a request whose queue timeout is shorter than the delay times out because the request waits for
+    others."""
     executor, _, clock = by_hand(waiting(max_delay_us=10_000, default_policy=QueuePolicy(timeout_us=2000)))
     caller = Caller(executor, request(1))
     clock.now += 0.0011
@@ -72,7 +73,7 @@ def test_a_limit_of_its_own_is_not_waited_away() -> None:
 
 
 def test_preferred_sizes() -> None:
-    """Fails if a batch of a preferred size waits, or a larger batch of another size runs instead."""
+    """Fails if a batch of a preferred size waits, or if a larger batch of another size runs instead."""
     executor, session, clock = by_hand(waiting(preferred=(2, 4)))
     for i in range(7):
         Caller(executor, request(i))
@@ -87,7 +88,7 @@ def test_preferred_sizes() -> None:
     ("allowed", "rows", "sizes"),
     [
         ((1, 4, 8), [1] * 5, [4, 1]),
-        ((1, 8), [1] * 5, [8]),  # one padded run is better than five runs
+        ((1, 8), [1] * 5, [8]),  # one padded run costs less than five runs
         ((4, 8), [3, 3], [8]),
         ((2, 8), [1] * 3, [2, 2]),
         ((4,), [1], [4]),
@@ -95,7 +96,7 @@ def test_preferred_sizes() -> None:
     ],
 )
 def test_allowed_sizes(allowed: tuple[int, ...], rows: list[int], sizes: list[int]) -> None:
-    """Fails if the session gets a batch size that its engine has no profile for, or a caller gets padding."""
+    """Fails if the session gets a batch size without an engine profile, or if a caller gets padding."""
     executor, session, clock = by_hand(waiting(allowed=allowed))
     callers = [Caller(executor, request(10 * i, rows=n)) for i, n in enumerate(rows)]
     clock.now += 1
@@ -140,7 +141,7 @@ def test_different_shapes_and_dtypes_are_not_mixed() -> None:
     ],
 )
 def test_refused_at_once(inputs: dict[str, np.ndarray], outputs: tuple[str, ...] | None, text: str) -> None:
-    """Fails if a request that can't be batched joins a batch, or isn't counted."""
+    """Fails if a request that can't be batched joins a batch, or isn't counted in the statistics."""
     executor, session, _ = by_hand(waiting())
     caller = Caller(executor, InferenceRequest(model="m", inputs=inputs, outputs=outputs))
     assert caller.code == "INVALID_ARGUMENT"
@@ -151,14 +152,15 @@ def test_refused_at_once(inputs: dict[str, np.ndarray], outputs: tuple[str, ...]
 
 
 def test_only_the_outputs_asked_for_in_their_order() -> None:
-    """Fails if an output that wasn't requested is returned, or the outputs come in the model's order."""
+    """Fails if an output that wasn't requested is returned, or if the outputs come in the model's order instead of the
+    requested order."""
     executor, _, _ = by_hand(Scheduling(max_batch_size=8))
     assert list(infer(executor, request(1, outputs=("z", "y"))).outputs) == ["z", "y"]
     assert list(infer(executor, request(1, outputs=("z",))).outputs) == ["z"]
 
 
 def test_outputs_that_cannot_be_told_apart() -> None:
-    """Fails if a caller gets all rows, or another caller's rows, from a model that gives one row for the whole
+    """Fails if a caller gets all rows, or another caller's rows, from a model that returns a single row for the whole
     batch."""
 
     class Summing(FakeSession):
@@ -177,7 +179,8 @@ def test_outputs_that_cannot_be_told_apart() -> None:
 
 
 def test_priorities_and_their_bounds() -> None:
-    """Fails if an urgent request waits behind others, or a request beyond the bound isn't refused at once."""
+    """Fails if an urgent request waits behind others, or if a request above the queue's size limit isn't refused
+    immediately."""
     executor, session, _ = by_hand(
         Scheduling(
             max_batch_size=1,
@@ -225,8 +228,8 @@ def test_statistics_of_a_batch() -> None:
 
 
 def test_answers_in_order() -> None:
-    """Fails if a later answer comes first in spite of ``preserve_ordering``. Of two instances, the first request's
-    takes longer."""
+    """Fails if a later answer is sent first despite ``preserve_ordering``. The first request runs longer than the
+    second, on another instance."""
     order: list[str] = []
     executor, session, _ = by_hand(Scheduling(max_batch_size=1, instances=2, preserve_ordering=True, eager=False))
     for i in range(3):
@@ -234,7 +237,7 @@ def test_answers_in_order() -> None:
 
     def during() -> None:
         session.during = None
-        assert executor.poll()  # the second request runs and ends while the first still runs
+        assert executor.poll()  # the second request runs and ends during the first run
         assert order == []
 
     session.during = during
@@ -243,7 +246,7 @@ def test_answers_in_order() -> None:
 
 
 def test_answers_in_order_wait_for_the_one_before() -> None:
-    """Fails if the second answer is given while the first caller is still taking its own."""
+    """Fails if the second answer is sent while the callback of the first answer is still running."""
     executor, _, _ = by_hand(Scheduling(max_batch_size=1, preserve_ordering=True, eager=False))
     seen: list[str] = []
 
@@ -275,6 +278,6 @@ def test_answers_in_order_wait_for_the_one_before() -> None:
     ],
 )
 def test_options_that_contradict(options: dict[str, Any], text: str) -> None:
-    """Fails if contradictory options are accepted, or a session is opened for them."""
+    """Fails if contradictory options are accepted, or if a session is opened for such options."""
     with pytest.raises(BadConfig, match=text):
         make_executor(SIGNATURE, Scheduling(**options), lambda: pytest.fail("opened"), name="m", version="1")

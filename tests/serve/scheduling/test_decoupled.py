@@ -1,4 +1,4 @@
-"""Decoupled models: each part is sent as soon as it is computed, and there is one final response."""
+"""Proves that a decoupled model sends each response as soon as the response is computed, and one final response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.fake_sessions import POISON, SIGNATURE, FakeSession, request
 
 
 class Streaming(FakeSession):
-    """A session that yields as many parts as the first value says. A poisonous row raises after the second part."""
+    """A session that yields as many responses as the input's second value says. A poisonous row raises after the second
+    response."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class Streaming(FakeSession):
         self.freed = 0
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        self.held = self._parts(feeds)  # a session may keep its stream; the stream's buffers must be freed all the same
+        self.held = self._parts(feeds)  # a session may keep its stream, and the buffers must still be freed
         return self.held
 
     def _parts(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
@@ -61,7 +62,8 @@ def ask(executor: DecoupledExecutor, asked: InferenceRequest) -> list[InferenceR
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_parts_then_the_end(parts: int) -> None:
-    """Fails if a part is lost or held back until the next part, or if the final response is missing or repeated."""
+    """Fails if a response is lost or delayed until the next response, or if the final response is missing or
+    repeated."""
     executor, session = decoupled(dynamic=True, allowed=(2, 4))
     answers = ask(executor, request(parts))
     assert not answers, "streams run on the instance's thread, not on the caller's"
@@ -82,7 +84,7 @@ def test_parts_then_the_end(parts: int) -> None:
 
 
 def test_requests_are_not_mixed() -> None:
-    """Fails if two callers get parts of one stream."""
+    """Fails if two callers get responses of the same stream."""
     executor, session = decoupled(dynamic=True)
     both = [ask(executor, request(n)) for n in (1, 2)]
     while executor.poll():
@@ -92,7 +94,7 @@ def test_requests_are_not_mixed() -> None:
 
 
 def test_a_stream_that_breaks() -> None:
-    """Fails if an error after some parts is swallowed, or a final response follows the error."""
+    """Fails if an error after some responses is swallowed, or if a final response follows the error."""
     executor, _ = decoupled()
     answers = ask(executor, request(POISON))
     executor.poll()
@@ -133,7 +135,7 @@ def test_cancelling_a_stream() -> None:
 @pytest.mark.parametrize("times", [[0.0, 1.0], [0.0, 0.9, 1.1]])
 def test_an_expired_stream_never_runs(times: list[float]) -> None:
     """Fails if a stream begins after its deadline, even if the deadline passes between the choice of the request and
-    its run."""
+    the run."""
     session = Streaming()
     executor = make_executor(
         SIGNATURE, Scheduling(max_batch_size=4, decoupled=True), lambda: session, name="m", version="1",
@@ -147,7 +149,7 @@ def test_an_expired_stream_never_runs(times: list[float]) -> None:
 
 
 def test_a_session_that_cannot_stream() -> None:
-    """Fails if a session that can't stream is accepted until the first request, or stays open."""
+    """Fails if a session that can't stream is rejected only at the first request, or stays open."""
     session = FakeSession()
     with pytest.raises(BadConfig, match="no stream"):
         make_executor(SIGNATURE, Scheduling(decoupled=True), lambda: session, name="m", version="1")

@@ -1,4 +1,4 @@
-"""Requests that expire, are canceled or fail, and executors that are closed. The tests set the clock by hand."""
+"""Proves that requests expire, cancel and fail correctly, and that executors close cleanly. The clock is manual."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_expired_request_never_runs() -> None:
 
 
 def test_a_deadline_that_passes_while_the_batch_is_bisected() -> None:
-    """Fails if a half of a bisected batch runs without a new check of the deadlines."""
+    """Fails if half of a bisected batch runs without another check of the deadlines."""
     executor, session, clock = by_hand(waiting())
 
     def during() -> None:
@@ -69,13 +69,13 @@ def test_cancelling_the_kth_of_n_runs_the_others(k: int) -> None:
     for i, caller in enumerate(callers):
         if i != k:
             caller.check_rows()
-        caller.ticket.cancel()  # after the answer: nothing happens
+        caller.ticket.cancel()  # a cancel after the answer has no effect
     found = executor.statistics()
     assert (found.received, found.success.count, found.fail.count, found.cancel.count) == (5, 4, 1, 1)
 
 
 def test_cancelling_during_the_batch() -> None:
-    """Fails if a request canceled during its run is answered twice, or only after the run."""
+    """Fails if a request that is canceled during its run is answered twice, or only after the run."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(3)]
     seen = []
@@ -95,7 +95,7 @@ def test_cancelling_during_the_batch() -> None:
 
 @pytest.mark.parametrize("k", range(7))
 def test_one_poisonous_row_fails_alone(k: int) -> None:
-    """Fails if one caller's bad row makes another caller's request fail, or if the search for this row needs a run for
+    """Fails if a caller's bad row makes another caller's request fail, or if the search for this row needs a run for
     each request."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(POISON if i == k else i)) for i in range(7)]
@@ -114,7 +114,7 @@ def test_one_poisonous_row_fails_alone(k: int) -> None:
 
 
 def test_cancelling_in_a_batch_that_fails() -> None:
-    """Fails if a request that was canceled during the run of its batch runs again with its half of the batch."""
+    """Fails if a request that was canceled during the run of its batch runs again with half of the batch."""
     executor, session, clock = by_hand(waiting())
     callers = [Caller(executor, request(value)) for value in (POISON, 1, 2, 3)]
 
@@ -129,8 +129,8 @@ def test_cancelling_in_a_batch_that_fails() -> None:
 
 
 def test_close_answers_what_was_taken() -> None:
-    """Fails if closing drops requests although there is time, waits for the delay first, accepts new requests, or
-    leaves a session open."""
+    """Fails if closing drops requests although there is time, waits for the batching delay first, accepts new requests,
+    or leaves a session open."""
     executor, session, _ = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(3)]
     executor.close(0.0)
@@ -145,7 +145,7 @@ def test_close_answers_what_was_taken() -> None:
 
 
 def test_an_answer_that_raises_hurts_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if an answer callback that raises breaks the other requests of the batch or the instance."""
+    """Fails if an answer callback that raises breaks the instance or the other requests of the batch."""
     executor, _, clock = by_hand(waiting())
 
     def broken(answer: object) -> None:

@@ -1,5 +1,4 @@
-"""Batching by length: where a batch is cut, the cost table, padding, and cutting outputs back. No result depends on the
-batch."""
+"""Proves that batching by length chooses cheap batches and that padding changes no result."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ COSTS = CostTable.proportional(4)
 
 
 class TextSession(FakeSession):
-    """A session that returns the sum of the ids under the mask, and twice each id. Unmasked padding would change the
+    """A session that returns the sum of the unmasked ids, and twice each id. Padding without a mask would change the
     sum."""
 
     def __init__(self) -> None:
@@ -103,7 +102,7 @@ def all_cuts(count: int) -> list[list[tuple[int, int]]]:
     st.integers(0, 200),
 )
 def test_no_cut_is_cheaper(requests: list[tuple[int, int]], limit: int, overhead: int) -> None:
-    """Fails if the dynamic programming misses the cheapest of all possible cuts, or makes a batch too large."""
+    """Fails if the dynamic programming misses the cheapest split into batches, or makes a batch too large."""
     requests.sort()
     lengths, rows = [r[0] for r in requests], [r[1] for r in requests]
     table = CostTable.proportional(overhead)
@@ -118,7 +117,7 @@ def test_no_cut_is_cheaper(requests: list[tuple[int, int]], limit: int, overhead
 
 
 def test_short_ones_are_not_padded_to_a_long_one() -> None:
-    """Fails if short requests are padded to the length of a long one, if the request that waited longest isn't in the
+    """Fails if short requests are padded to the length of a long request, if the longest-waiting request isn't in the
     first batch, or if a result changes."""
     executor, session, _ = by_length()
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((50, 3, 4, 49, 3, 2))]
@@ -147,7 +146,7 @@ def test_a_dear_run_is_shared() -> None:
 
 
 class TimedSession(TextSession):
-    """A ``TextSession`` whose runs take the time that ``costs`` says."""
+    """A ``TextSession`` whose runs take the time in the cost table ``costs``."""
 
     def __init__(self, costs: CostTable, clock: FakeClock) -> None:
         super().__init__()
@@ -171,9 +170,9 @@ def timed(clock: FakeClock, costs: CostTable, *, eager: bool = True) -> tuple[Qu
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
-    """Fails if the scheduler looks at a request only after the delay, so that the request also waits for the run of
-    another batch. Also fails if an idle instance waits without need, or if waiting for others forms no larger batches.
-    The test simulates a stream of texts at half of the model's throughput."""
+    """Fails if the scheduler considers a request only after the delay, so that the request also waits for the run of
+    another batch. Also fails if an idle instance waits without need, or if waiting for others doesn't make batches
+    larger. The test simulates a stream of texts at half of the model's throughput."""
     clock = FakeClock()
     costs = CostTable((1, 8), (1, 64), ((0.004, 0.02), (0.008, 0.12)))
     executor, session = timed(clock, costs, eager=eager)
@@ -188,7 +187,7 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
             tickets.append(executor.submit(request, lambda _: None, arrived=arrived))
         if not executor.poll():
             clock.now += 0.0005
-    assert 0.4 < alone / (clock.now - began) < 0.7  # the simulated load is the intended one
+    assert 0.4 < alone / (clock.now - began) < 0.7  # checks that the simulated load is about half
     waits = [ticket.durations.queue / 1e9 for ticket in tickets]
     assert np.quantile(waits, 0.99) <= 0.1
     if eager:
@@ -197,7 +196,7 @@ def test_requests_are_run_within_the_delay_bound(eager: bool) -> None:
         assert len(session.feeds) < 0.5 * len(tickets)
 
 
-# The cost grows with the positions: 10 ms for 8, 80 ms for 64.
+# The cost grows in proportion to the length. A row of 8 positions takes 10 ms, and a row of 64 positions takes 80 ms.
 STEEP = CostTable((1, 8), (1, 64), ((0.00125, 0.08), (0.01, 0.64)))
 
 
@@ -215,8 +214,7 @@ def test_a_long_text_gives_way_where_it_would_make_others_late() -> None:
 
 @pytest.mark.parametrize(("deadline", "waited"), [(None, 0.3), (0.2, 0.15)])
 def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: float) -> None:
-    """Fails if a late request is postponed without end, or if a late request with a deadline of its own is postponed at
-    all."""
+    """Fails if a late request is postponed forever, or if a late request with a deadline is postponed at all."""
     clock = FakeClock()
     executor, session = timed(clock, STEEP)
     request = replace(text(0, 64), inline=False)
@@ -230,8 +228,8 @@ def test_a_late_text_is_not_put_off_for_ever(deadline: float | None, waited: flo
 
 
 def test_the_delay_bound() -> None:
-    """Fails if a long request waits for others beyond its time, or if a batch starts although each of its requests
-    could still wait."""
+    """Fails if a long request waits for others longer than the delay, or if a batch starts although each of its
+    requests could still wait."""
     executor, session, clock = by_length(max_delay_us=1000)
     Caller(executor, text(0, 60))
     for i in range(1, 6):
@@ -256,7 +254,7 @@ def test_enough_company_is_not_waited_for() -> None:
 
 
 def test_a_mask_is_made_and_a_sent_one_kept() -> None:
-    """Fails if a caller's own mask is replaced, if a missing mask isn't made, or if padding is not masked."""
+    """Fails if a caller's mask is replaced, if a missing mask isn't generated, or if padding is not masked."""
     executor, session, _ = by_length()
     sent = ((5, True), (4, False), (3, True))
     callers = [Caller(executor, text(i, n, mask=mask)) for i, (n, mask) in enumerate(sent)]
@@ -276,8 +274,8 @@ def test_a_mask_is_made_and_a_sent_one_kept() -> None:
 
 
 def test_sizes_are_part_of_the_cost() -> None:
-    """Fails if the cut counts two runs of eight rows as cheap as two small runs, or if the padding rows aren't copies
-    of a valid row. Every run has eight rows."""
+    """Fails if the cost of a split ignores that every run has eight rows, or if the padding rows aren't copies of a
+    valid row."""
     executor, session, _ = by_length(allowed=(8,))
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((3, 50, 3))]
     run_all(executor)
@@ -294,7 +292,7 @@ def test_sizes_are_part_of_the_cost() -> None:
     st.sampled_from([None, (2, 4), (3, 8), (8,)]),
 )
 def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tuple[int, ...] | None) -> None:
-    """Fails if a caller's result contains padding or lacks a part, or if a batch has a size that isn't allowed."""
+    """Fails if a caller's result contains padding or lacks values, or if a batch has a size that isn't allowed."""
     executor, session, _ = by_length(allowed=allowed)
     callers = [Caller(executor, text(i, n, rows, mask=mask)) for i, (n, rows, mask) in enumerate(requests)]
     run_all(executor)
@@ -307,8 +305,8 @@ def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tup
 
 
 def test_an_output_that_does_not_keep_the_length() -> None:
-    """Fails if a caller gets another caller's rows from a model that halves the sequence, whose output can't be cut
-    back."""
+    """Fails if a caller gets another caller's rows from a model that halves the sequence, because such an output can't
+    be cut to the request's length."""
 
     class Halving(TextSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -354,7 +352,7 @@ def test_options_that_cannot_be(lengths: LengthBatching, dynamic: bool, text: st
 
 
 class SlowText(TextSession):
-    """A ``TextSession`` that takes as much time on the clock as a small transformer would."""
+    """A ``TextSession`` that advances the clock by the time of a small transformer."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
@@ -368,8 +366,8 @@ class SlowText(TextSession):
 
 @pytest.mark.parametrize("budget", [1e9, 0.1])
 def test_costs_are_measured(budget: float) -> None:
-    """Fails if the table differs from the session's times, or if a cell beyond the budget is measured or badly
-    estimated."""
+    """Fails if the cost table differs from the session's times, or if a cell beyond the time budget is measured or
+    badly estimated."""
     clock = FakeClock()
     session = SlowText(clock)
     before = clock.now
@@ -387,7 +385,7 @@ def test_costs_are_measured(budget: float) -> None:
 
 
 def test_a_model_that_refuses_random_inputs(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a model can't be loaded because its run costs can't be measured."""
+    """Fails if a model whose run costs can't be measured can't be loaded."""
 
     class Picky(TextSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -405,7 +403,7 @@ def test_a_model_that_refuses_random_inputs(caplog: pytest.LogCaptureFixture) ->
 
 
 def texts_of_many_lengths(count: int) -> list[np.ndarray]:
-    """Returns the token ids of documents and word pairs, each with its own length, in a mixed order."""
+    """Returns the token ids of documents and word pairs with many different lengths, in a mixed order."""
     from accel.examples import minilm
 
     found = []
@@ -436,8 +434,8 @@ def test_in_the_order_of_arrival() -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_minilm(minilm: Artifact) -> None:
-    """Fails if batching by length changes an embedding by more than rounding, or doesn't at least halve the padding
-    compared with the order of arrival. Uses a real model and real texts."""
+    """Fails if batching by length changes an embedding of a real model by more than rounding. Also fails if batching by
+    length doesn't halve the padding of real texts compared with batching in the order of arrival."""
     texts = texts_of_many_lengths(64)
     session = get_runtime("onnxruntime").open(minilm, SessionOptions(threads=1))
     lengths = LengthBatching(dim="sequence", mask="attention_mask")

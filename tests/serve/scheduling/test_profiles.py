@@ -1,4 +1,4 @@
-"""Engines with several optimization profiles: each batch fits one of them."""
+"""Proves that each batch of an engine with several optimization profiles fits one of the profiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel.serve.scheduling.profiles import Profile, read_profiles, rows_of
 from accel.signature import DimRange, Feeds, Signature, TensorSpec
 from tests.support.fake_sessions import Caller, FakeClock, FakeSession, run_all
 
-# One profile for many short rows, one for few long rows. No profile takes 3 rows.
+# One profile allows many short rows, and the other allows few long rows. No profile allows 3 rows.
 PROPERTIES = {"profiles": [{"x": [[4, 2], [8, 4], [16, 8]]}, {"x": [[1, 4], [2, 32], [2, 64]]}]}
 PROFILES = read_profiles(PROPERTIES)
 SIGNATURE = Signature(
@@ -29,7 +29,7 @@ SIGNATURE = Signature(
 
 
 class Engine(FakeSession):
-    """A session that computes y = 2x, but only for shapes inside a profile."""
+    """A session that computes y = 2x and raises for shapes outside all profiles."""
 
     def __init__(self, profiles: tuple[Profile, ...] = PROFILES) -> None:
         super().__init__(SIGNATURE)
@@ -92,7 +92,7 @@ def test_the_rows_of_profiles() -> None:
     st.sampled_from(["rows", "grouped", "as they came"]),
 )
 def test_no_batch_is_off_the_profiles(given_shapes: list[tuple[int, int]], how: str) -> None:
-    """Fails if the engine gets a batch that no profile takes, if a fitting request is refused, if an unfitting request
+    """Fails if the engine gets a batch outside all profiles, if a fitting request is refused, if an unfitting request
     is accepted, or if a caller gets another caller's rows."""
     lengths = None if how == "rows" else LengthBatching(dim="length", outputs={"y": 1}, grouped=how == "grouped")
     executor, session = make(lengths)
@@ -107,7 +107,7 @@ def test_no_batch_is_off_the_profiles(given_shapes: list[tuple[int, int]], how: 
 
 
 def test_short_ones_are_run_together() -> None:
-    """Fails if a batch that fits one profile is cut to the size of another profile."""
+    """Fails if a batch that fits a profile is cut to the batch size of another profile."""
     executor, session = make()
     for i in range(16):
         Caller(executor, request(i, 1, 8))
@@ -124,7 +124,7 @@ def test_short_ones_are_run_together() -> None:
     ("rows", "length", "said"), [(1, 65, "off the optimization profiles"), (3, 32, "must be <= 2")]
 )
 def test_what_no_profile_takes(rows: int, length: int, said: str) -> None:
-    """Fails if a request that the engine can't run reaches the engine, or if the error lacks the reason."""
+    """Fails if a request outside all profiles reaches the engine, or if the error lacks the reason."""
     executor, session = make()
     caller = Caller(executor, request(0, rows, length))
     assert caller.refused is not None
@@ -133,7 +133,7 @@ def test_what_no_profile_takes(rows: int, length: int, said: str) -> None:
 
 
 def test_costs_are_measured_where_it_runs() -> None:
-    """Fails if shapes outside the profiles prevent the measurement of shapes inside them."""
+    """Fails if shapes outside the profiles prevent the cost measurement of shapes inside the profiles."""
     session = Engine()
     table = measure_costs(session, dim="length", batch="batch", sizes=[1, 2, 4, 8, 16], lengths=[2, 8, 64])
     assert session.refused

@@ -1,4 +1,4 @@
-"""Random interleavings of arrivals, cancels, failures and time, with checks of the properties that always hold."""
+"""Proves that random interleavings of arrivals, cancels, failures and time keep the scheduler's invariants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Poll:
 
 @dataclass(frozen=True)
 class Inside:
-    """An event that happens inside the next run."""
+    """An event that happens during the next run."""
 
     step: Any
 
@@ -84,13 +84,13 @@ SCRIPTS = st.lists(st.one_of(STEPS, STEPS, st.builds(Inside, STEPS)), max_size=4
 @settings(max_examples=400, deadline=None)
 @given(SCHEDULINGS, SCRIPTS)
 def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
-    """Fails if a caller doesn't get exactly one answer with its own rows, or if a poisonous request makes another one
-    fail. Also fails if a request runs after it was canceled, expired or refused, if a batch has a size that isn't
-    allowed or is over the limit, or if the counters don't add up."""
+    """Fails if a caller doesn't get exactly one answer with the caller's rows, or if a poisonous request makes another
+    request fail. Also fails if a request runs after it was canceled, expired or refused, if a batch has a size that
+    isn't allowed or is over the limit, or if the counters don't add up."""
     session = FakeSession()
     executor, _, clock = by_hand(scheduling, session)
     callers: list[Caller] = []
-    cancelled_before: dict[float, int] = {}  # value -> number of runs that had started when its request was answered
+    cancelled_before: dict[float, int] = {}  # maps a canceled request's value to the number of runs until then
     inside: list[Any] = []
     started: list[tuple[float, set[float]]] = []
 
@@ -101,7 +101,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
             asked = request(value, step.rows, priority=step.priority, timeout_us=step.timeout_us, deadline=deadline)
             if step.poison:
                 asked.inputs["x"][step.rows // 2, 0] = POISON
-            callers.append(caller := Caller.__new__(Caller))  # set before an inline run looks it up
+            callers.append(caller := Caller.__new__(Caller))  # an inline run finds this caller in the list
             caller.__init__(executor, asked)  # type: ignore[misc]
         elif isinstance(step, Cancel) and callers:
             caller = callers[step.which % len(callers)]
@@ -169,7 +169,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 9))
 def test_who_fails_does_not_depend_on_company(rows: list[int], bad: set[int], limit: int) -> None:
-    """Fails if other requests fail in a batch than alone, because bisecting ends early or blames a neighbor."""
+    """Fails if other requests fail in a batch than alone, because the bisection ends early or blames a neighbor."""
     executor, _, _ = by_hand(Scheduling(max_batch_size=max(limit, 4), dynamic=True, eager=False))
     callers = []
     for i, n in enumerate(rows):
@@ -182,5 +182,5 @@ def test_who_fails_does_not_depend_on_company(rows: list[int], bad: set[int], li
 
 
 def test_rows_are_compared_by_value() -> None:
-    """Fails if two callers get equal rows, because the other tests would not notice mixed-up rows that are equal."""
+    """Fails if two callers get equal rows, because the other tests detect mixed-up rows by their values."""
     assert not np.intersect1d(request(1, 5).inputs["x"], request(2, 5).inputs["x"]).size

@@ -1,4 +1,5 @@
-"""The queue alone: order of service, bounds, timeouts. The queue has no thread, and the tests pass it the time."""
+"""Proves the queue's order of service, bounds and timeouts. The tests pass the time to the queue, which has no
+thread."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ def ids(queue: RequestQueue) -> list[str]:
 
 
 def test_levels_then_arrival() -> None:
-    """Fails if a less urgent level is served first, or two requests of one level change places."""
+    """Fails if a less urgent level is served first, or if two requests of the same level change places."""
     queue = RequestQueue(Scheduling(priority_levels=3, default_priority=2))
     for value, priority in ((1, 3), (2, 0), (3, 1), (4, 2), (5, 1), (6, 99)):
         queue.put(entry(value, priority=priority))
-    # Priorities 0 and 99 are not levels of the model. As in Triton they get the default level.
+    # As in Triton, requests with priority 0 or 99 get the default level, because the model has no such levels.
     assert ids(queue) == ["3", "5", "2", "4", "6", "1"]
 
 
 def test_priority_means_nothing_without_levels() -> None:
-    """Fails if a client can overtake others with a priority on a model without levels."""
+    """Fails if a client can overtake others by a priority although the model has no priority levels."""
     queue = RequestQueue(Scheduling())
     for value, priority in ((1, 0), (2, 1), (3, 7)):
         queue.put(entry(value, priority=priority))
@@ -48,7 +49,8 @@ def test_priority_means_nothing_without_levels() -> None:
     ],
 )
 def test_bounds(scheduling: Scheduling, fits: int) -> None:
-    """Fails if a bound is off by one or ignored, or if removing a request doesn't free its share."""
+    """Fails if a size limit is off by one or ignored, or if removing a request doesn't free the request's share of the
+    limit."""
     queue = RequestQueue(scheduling)
     taken = [entry(i, rows=2) for i in range(fits)]
     for one in taken:
@@ -63,7 +65,7 @@ def test_bounds(scheduling: Scheduling, fits: int) -> None:
 
 
 def test_strings_count_by_their_length() -> None:
-    """Fails if a megabyte of text counts for the eight bytes of its pointer."""
+    """Fails if a megabyte of text counts as the eight bytes of a pointer."""
     queue = RequestQueue(Scheduling(queue_bytes=1000))
     text = InferenceRequest(model="m", inputs={"t": np.array([b"a" * 2000], dtype=object)})
     with pytest.raises(ServeError, match="Exceeds maximum"):
@@ -80,8 +82,8 @@ def test_a_bound_for_each_level() -> None:
 
 
 def test_timeout_rejects_or_delays() -> None:
-    """Fails if ``delay`` drops a request or runs it before the requests that are in time, or if ``reject`` keeps a
-    request."""
+    """Fails if ``delay`` drops a timed-out request or runs it before requests in time, or if ``reject`` keeps a
+    timed-out request."""
     policies = {
         1: QueuePolicy(timeout_us=1000, timeout_action="delay"),
         2: QueuePolicy(timeout_us=1000, timeout_action="reject"),
@@ -101,7 +103,8 @@ def test_timeout_rejects_or_delays() -> None:
 
 
 def test_only_a_shorter_timeout_may_be_asked_for() -> None:
-    """Fails if a client can lengthen the timeout, or can set a timeout although the policy forbids it."""
+    """Fails if a client can lengthen the timeout, or can set a timeout although the queue policy forbids request
+    timeouts."""
     for override, asked, expires in ((True, 500, 0.0005), (True, 5000, 0.001), (False, 500, 0.001), (True, 0, 0.001)):
         policy = QueuePolicy(timeout_us=1000, allow_override=override)
         queue = RequestQueue(Scheduling(default_policy=policy))
@@ -120,7 +123,7 @@ def test_deadline_of_a_delayed_request() -> None:
 
 
 def test_instants_of_those_that_left_are_forgotten() -> None:
-    """Fails if a request that ran long before its deadline stays in memory until then."""
+    """Fails if a request that ran long before its deadline stays in memory until the deadline."""
     queue = RequestQueue(Scheduling())
     for i in range(5000):
         one = entry(i, deadline=60.0)
@@ -132,8 +135,8 @@ def test_instants_of_those_that_left_are_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.floats(0, 1), st.sampled_from("pret"))))
 def test_rows_and_bytes_add_up(steps: list[tuple[int, int, float, str]]) -> None:
-    """Fails if the sums of rows and bytes differ from those of the waiting requests, however requests left the
-    queue."""
+    """Fails if the sums of rows and bytes differ from those of the waiting requests after requests left the queue in
+    any way."""
     queue = RequestQueue(
         Scheduling(
             priority_levels=3,

@@ -1,5 +1,4 @@
-"""Resources that models share: runs never take more than there is, models take fair turns, and no model waits
-forever."""
+"""Proves that models share resources within their limits, take fair turns and never wait forever."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def gates(limiter: RateLimiter, *needs: tuple[int, int]) -> list[Gate]:
 
 
 def test_one_runs_while_the_other_waits() -> None:
-    """Fails if two models run at once although the resource is enough for one only, or if the second model never
+    """Fails if two models run at once although the resource is enough for only one model, or if the second model never
     runs."""
     limiter, clock = RateLimiter(), FakeClock()
     first, second = FakeSession(), FakeSession()
@@ -55,13 +54,14 @@ def test_one_runs_while_the_other_waits() -> None:
     assert callers[0].code is None
     run_all(two)
     callers[0].check_rows()
-    assert two.statistics().queue.ns == 10**9  # a request that waits for the resource is pending
+    assert two.statistics().queue.ns == 10**9  # a request that waits for the resource counts as pending
     one.close(0.0)
     two.close(0.0)
 
 
 def test_turns_by_priority() -> None:
-    """Fails if a model of priority 2 doesn't get half as many runs as one of priority 1. Both always have work."""
+    """Fails if a model of priority 2 doesn't get half as many runs as a model of priority 1. Both models always have
+    waiting requests."""
     limiter = RateLimiter()
     both = gates(limiter, (1, 1), (1, 2))
     runs: Counter[int] = Counter()
@@ -76,7 +76,7 @@ def test_turns_by_priority() -> None:
 
 
 def test_a_large_need_is_not_starved_by_small_ones() -> None:
-    """Fails if a model that needs all of a resource waits for as long as other models take turns with small amounts."""
+    """Fails if a model that needs all of a resource waits for as long as other models use small amounts in turn."""
     limiter = RateLimiter({"R": 2})
     large, left, right = gates(limiter, (2, 1), (1, 1), (1, 1))
     assert left.enter()
@@ -92,7 +92,7 @@ def test_a_large_need_is_not_starved_by_small_ones() -> None:
 
 
 def test_other_resources_are_not_waited_for() -> None:
-    """Fails if a model waits for another model that waits for a different resource."""
+    """Fails if a model waits for another model that itself waits for a different resource."""
     limiter = RateLimiter()
     one = limiter.gate({"R": 1}, 1, lambda: None, name="one")
     two = limiter.gate({"R": 1}, 1, lambda: None, name="two")
@@ -104,7 +104,7 @@ def test_other_resources_are_not_waited_for() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["enter", "leave", "withdraw"])), max_size=80))
 def test_never_more_than_there_is(steps: list[tuple[int, str]]) -> None:
-    """Fails if runs take more of a resource than there is, or if the only waiting model doesn't get a free resource."""
+    """Fails if runs use more of a resource than the limit, or if the only waiting model doesn't get a free resource."""
     limiter = RateLimiter({"R": 4})
     made = gates(limiter, (1, 1), (2, 1), (3, 5), (4, 2))
     inside: Counter[int] = Counter()
@@ -127,8 +127,8 @@ def test_never_more_than_there_is(steps: list[tuple[int, str]]) -> None:
 
 
 def test_many_threads() -> None:
-    """Fails if runs take more than the 2 units of the resource at once, or if a model hangs. Three models of two
-    instances each need 1, 1 and 2 units."""
+    """Fails if runs use more than the 2 units of the resource at once, or if a model hangs. The three models have two
+    instances each and need 1, 1 and 2 units."""
     limiter = RateLimiter({"R": 2})
     state, used, most = threading.Lock(), [0], [0]
 
@@ -166,7 +166,7 @@ def test_many_threads() -> None:
 
 
 def test_who_gave_up_waiting_keeps_nothing() -> None:
-    """Fails if other models still wait behind a model whose request expired while it waited for the resource."""
+    """Fails if a model whose request expired while waiting for the resource still blocks other models."""
     limiter = RateLimiter()
     running, released = threading.Semaphore(0), threading.Event()
     holder = FakeSession()
@@ -197,8 +197,8 @@ def test_who_gave_up_waiting_keeps_nothing() -> None:
 
 
 def test_more_than_there_is() -> None:
-    """Fails if a model that could never run is accepted, if its session stays open, or if a removed model still
-    counts."""
+    """Fails if a model that needs more than the limit is accepted, if this model's session stays open, or if a removed
+    model still counts."""
     limiter, session = RateLimiter({"R": 2}), FakeSession()
     with pytest.raises(BadConfig, match=r"needs 3 of the resource 'R' and there is 2.*--rate-limit-resource R:3"):
         limited(limiter, session, need=3)

@@ -1,4 +1,4 @@
-"""The response cache: which requests count as equal, its size limit, and its statistics."""
+"""Proves which requests the response cache treats as equal, its size limit and its statistics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cached(cache: ResponseCache | None = None, version: str = "1") -> tuple[Cach
 
 
 def test_an_equal_request_is_not_run() -> None:
-    """Fails if an equal request runs, is answered with another request's id, or counts as an inference."""
+    """Fails if an equal request is run again, is answered with another request's id, or counts as an inference."""
     executor, session = cached()
     Caller(executor, request(1, rows=2)).check_rows()
     again = Caller(executor, InferenceRequest(model="m", id="1", inputs=dict(request(1, rows=2).inputs)))
@@ -57,7 +57,7 @@ def test_an_equal_request_is_not_run() -> None:
     ],
 )
 def test_what_differs(other: dict[str, Any]) -> None:
-    """Fails if a request gets the answer of a request with other values, dtype, shape, names or outputs."""
+    """Fails if a request gets the cached answer of a request with other values, dtype, shape, names or outputs."""
     first = InferenceRequest(model="m", inputs={"x": np.array([[1.0, 2.0]], np.float32)})
     digests = {request_digest(one, name="m", version="1") for one in (first, InferenceRequest(model="m", **other))}
     assert len(digests) == 2
@@ -66,7 +66,7 @@ def test_what_differs(other: dict[str, Any]) -> None:
 
 @given(st.lists(st.binary(max_size=4), max_size=4), st.lists(st.binary(max_size=4), max_size=4))
 def test_strings_are_told_apart(left: list[bytes], right: list[bytes]) -> None:
-    """Fails if ("ab", "c") and ("a", "bc") count as equal."""
+    """Fails if the strings ("ab", "c") and ("a", "bc") count as equal."""
 
     def digest(items: list[bytes]) -> bytes:
         values = np.empty(len(items), object)
@@ -77,7 +77,7 @@ def test_strings_are_told_apart(left: list[bytes], right: list[bytes]) -> None:
 
 
 def test_memory_order_does_not_matter() -> None:
-    """Fails if the hash of a view depends on the surrounding memory."""
+    """Fails if the hash of an array view depends on the memory around the view."""
     wide = np.arange(8, dtype=np.float32).reshape(2, 4)
     plain = InferenceRequest(model="m", inputs={"x": np.ascontiguousarray(wide[:, ::2])})
     view = InferenceRequest(model="m", inputs={"x": wide[:, ::2]})
@@ -85,7 +85,7 @@ def test_memory_order_does_not_matter() -> None:
 
 
 def test_a_failure_is_not_kept() -> None:
-    """Fails if a request that failed once fails forever."""
+    """Fails if a failed request is cached and fails forever."""
     executor, session = cached()
     assert Caller(executor, request(POISON)).code == "INTERNAL"
     assert Caller(executor, request(POISON)).code == "INTERNAL"
@@ -95,7 +95,7 @@ def test_a_failure_is_not_kept() -> None:
 
 
 def test_what_is_kept_cannot_be_changed() -> None:
-    """Fails if a caller's change of its answer, or a session that reuses its buffers, changes the next caller's
+    """Fails if a caller that changes its answer, or a session that reuses its buffers, changes the next caller's
     answer."""
 
     class Reusing(FakeSession):
@@ -118,7 +118,7 @@ def test_what_is_kept_cannot_be_changed() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40)), max_size=60))
 def test_never_more_than_its_size(steps: list[tuple[int, int]]) -> None:
-    """Fails if the sizes don't add up, or the most recently used entry is dropped first."""
+    """Fails if the entry sizes don't add up, or if the most recently used entry is dropped first."""
     cache = ResponseCache(3000)
     for number, length in steps:
         key = (0, bytes([number]))
@@ -133,7 +133,7 @@ def test_never_more_than_its_size(steps: list[tuple[int, int]]) -> None:
 
 
 def test_the_least_recently_used_goes() -> None:
-    """Fails if a hit doesn't count as use."""
+    """Fails if a cache hit doesn't count as a use of the entry."""
     cache = ResponseCache(2 * (512 + 8))
     for key in (b"a", b"b"):
         cache.put((0, key), {"y": np.zeros(1)})
@@ -144,7 +144,7 @@ def test_the_least_recently_used_goes() -> None:
 
 def test_a_reloaded_version_starts_empty() -> None:
     """Fails if a reloaded version answers with the outputs of the old weights, or if entries of an unloaded version
-    stay in memory. Two loads share the cache."""
+    stay in memory. Both versions use the same cache."""
     cache = ResponseCache(1 << 20)
     old, _ = cached(cache)
     infer(old, request(1), timeout=0)
@@ -159,14 +159,14 @@ def test_a_reloaded_version_starts_empty() -> None:
 
 
 def test_an_expired_request_is_not_answered_from_the_cache() -> None:
-    """Fails if an expired request gets a hit instead of its error."""
+    """Fails if an expired request gets a cached answer instead of its error."""
     executor, _ = cached()
     infer(executor, request(1), timeout=0)
     assert Caller(executor, request(1, deadline=0.0)).code == "DEADLINE_EXCEEDED"
 
 
 def test_many_threads() -> None:
-    """Fails if the counters or the sizes break when many callers hit and miss at once."""
+    """Fails if simultaneous hits and misses of many callers break the counters or the sizes."""
     session = FakeSession()
     cache = ResponseCache(8000)
     scheduling = Scheduling(max_batch_size=8, dynamic=True, response_cache=True)
@@ -189,7 +189,7 @@ def test_many_threads() -> None:
 
 @pytest.mark.parametrize("other", [{"sequence": SequenceBatching()}, {"decoupled": True}])
 def test_not_where_answers_differ(other: dict[str, Any]) -> None:
-    """Fails if a stateful model may use a response cache."""
+    """Fails if a stateful model may use the response cache."""
     with pytest.raises(BadConfig, match="response_cache"):
         make_executor(
             SIGNATURE, Scheduling(response_cache=True, **other), FakeSession, name="m", version="1", start=False

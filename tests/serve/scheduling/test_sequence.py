@@ -1,4 +1,4 @@
-"""Stateful models: the order of the steps in a sequence, the state on the server, control inputs, and ends."""
+"""Proves the order, state, control inputs and ends of sequences for stateful models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BAD = -1.0
 
 
 class Summing(FakeSession):
-    """A session that returns the sum of a sequence so far. A row of -1 raises."""
+    """A session that returns the running sum of a sequence. A row of -1 raises."""
 
     def __init__(self) -> None:
         super().__init__(COUNTING)
@@ -66,7 +66,7 @@ def make(**options: Any) -> tuple[SequenceExecutor, Summing, FakeClock]:
 
 
 def step(sequence: int | str, x: float, flags: str = "", *, rows: int = 1, name: str = "x") -> InferenceRequest:
-    """Returns a request for a step. ``flags``: s for start, e for end."""
+    """Returns a request for a step. ``flags`` contains s for start and e for end."""
     return InferenceRequest(
         model="m",
         inputs={name: np.full((rows, 1), x, np.float32)},
@@ -87,8 +87,8 @@ def run_all(executor: SequenceExecutor) -> None:
 
 
 def test_the_state_is_kept() -> None:
-    """Fails if the state of one sequence reaches another, isn't zero at the start, or is sent to the client. Also fails
-    if two sequences are never batched, or if two steps of one sequence are."""
+    """Fails if the state of a sequence reaches another sequence, isn't zero at the start, or is sent to the client.
+    Also fails if two sequences are never batched, or if two steps of one sequence share a batch."""
     executor, session, _ = make()
     callers = [Caller(executor, step(*what)) for what in ((7, 1, "s"), (8, 10, "s"), (7, 2), (8, 20), (7, 3, "e"))]
     run_all(executor)
@@ -105,7 +105,7 @@ def test_the_state_is_kept() -> None:
 
 
 def test_start_begins_anew() -> None:
-    """Fails if a second start continues with the state of the first."""
+    """Fails if a second start continues with the state of the first start."""
     executor, _, _ = make()
     callers = [Caller(executor, step(1, x, flags)) for x, flags in ((5, "s"), (6, "s"), (7, ""))]
     run_all(executor)
@@ -125,7 +125,7 @@ def test_start_begins_anew() -> None:
     ],
 )  # fmt: skip
 def test_refused(asked: InferenceRequest, text: str) -> None:
-    """Fails if a request that belongs to no sequence runs, or isn't counted."""
+    """Fails if a request outside any sequence runs, or isn't counted."""
     executor, session, _ = make()
     caller = Caller(executor, asked)
     assert caller.code == "INVALID_ARGUMENT"
@@ -135,7 +135,7 @@ def test_refused(asked: InferenceRequest, text: str) -> None:
 
 
 def test_after_the_end() -> None:
-    """Fails if a sequence continues after its end, or its state stays in memory."""
+    """Fails if a sequence continues after its end, or if its state stays in memory."""
     executor, _, _ = make()
     first = Caller(executor, step(1, 1, "se"))
     assert Caller(executor, step(1, 2)).code == "INVALID_ARGUMENT", "the end was taken, even if it has not run"
@@ -145,8 +145,8 @@ def test_after_the_end() -> None:
 
 
 def test_a_silent_sequence_ends() -> None:
-    """Fails if a sequence lives longer than ``max_idle_us`` without requests, or if a sequence ends that waits for an
-    instance."""
+    """Fails if a sequence without requests lives longer than ``max_idle_us``, or if a sequence that waits for an
+    instance is ended."""
     executor, _, clock = make()
     Caller(executor, step(1, 1, "s"))
     waiting = Caller(executor, step(1, 1))
@@ -164,7 +164,7 @@ def test_a_silent_sequence_ends() -> None:
 
 
 def test_no_more_sequences_than_there_is_room_for() -> None:
-    """Fails if the number of states grows without bound, or an idle sequence keeps its place forever."""
+    """Fails if the number of states grows without bound, or if an idle sequence blocks its slot forever."""
     executor, _, clock = make()
     codes = [Caller(executor, step(i, 1, "s")).code for i in range(1, 6)]
     assert codes == [None] * 4 + ["UNAVAILABLE"]
@@ -181,7 +181,7 @@ def test_the_queue_of_steps_is_bounded() -> None:
 
 
 def test_bytes_that_wait_are_free_again() -> None:
-    """Fails if a step that has run still counts as waiting. After a while every step would then be refused."""
+    """Fails if a step that has run still counts as waiting, because the queue would then refuse every later step."""
     executor, _, _ = make(queue_bytes=60)
     for _ in range(10):
         callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(6)]
@@ -192,8 +192,7 @@ def test_bytes_that_wait_are_free_again() -> None:
 
 
 def test_a_failed_step_leaves_the_state() -> None:
-    """Fails if waiting steps are computed as if the failed step had counted, or the sequence can't continue
-    afterwards."""
+    """Fails if a failed step changes the state for the waiting steps, or if the sequence can't continue afterwards."""
     executor, session, _ = make()
     first, bad, behind = (Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (BAD, ""), (3, "")))
     other = Caller(executor, step(2, 50, "s"))
@@ -208,7 +207,7 @@ def test_a_failed_step_leaves_the_state() -> None:
 
 
 def test_a_failed_start_is_no_sequence() -> None:
-    """Fails if steps may follow a failed start, or if a start that waits behind a failed start fails too."""
+    """Fails if steps may follow a failed start, or if a start that waits behind a failed start also fails."""
     executor, _, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((BAD, "s"), (3, "e"), (4, "s"), (5, ""))]
     run_all(executor)
@@ -221,7 +220,8 @@ def test_a_failed_start_is_no_sequence() -> None:
 
 
 def test_cancelling_a_step() -> None:
-    """Fails if a canceled step runs, if the next step runs without it, or if the previous step is affected."""
+    """Fails if a canceled step runs, if the next step runs without the canceled step, or if the previous step is
+    affected."""
     executor, session, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (2, ""), (3, ""))]
     callers[1].ticket.cancel()
@@ -229,7 +229,7 @@ def test_cancelling_a_step() -> None:
     run_all(executor)
     assert total(callers[0]) == 1
     running = Caller(executor, step(1, 5))
-    running.ticket.cancel()  # the inner executor has the step
+    running.ticket.cancel()  # the inner executor has already received the step
     assert running.code == "CANCELLED"
     last = Caller(executor, step(1, 7, "e"))
     run_all(executor)
@@ -251,7 +251,7 @@ def test_a_start_that_is_cancelled_begins_nothing() -> None:
 
 
 def test_a_long_sequence_in_one_go() -> None:
-    """Fails if each step runs inside the answer of the previous step, which would overflow the stack. A thousand
+    """Fails if each step runs inside the callback of the previous step, which would overflow the stack. A thousand
     waiting steps run on idle instances in the caller's thread."""
     executor, session, _ = make(eager=True)
     callers: list[Caller] = []
@@ -268,7 +268,7 @@ def test_a_long_sequence_in_one_go() -> None:
 
 
 def test_closing() -> None:
-    """Fails if waiting steps are dropped although there is time, or new steps are taken."""
+    """Fails if waiting steps are dropped although there is time, or if new steps are accepted after closing."""
     executor, session, _ = make()
     callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(4)]
     executor.close(0.0)
@@ -289,8 +289,8 @@ def test_closing() -> None:
     st.booleans(),
 )  # fmt: skip
 def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -> None:
-    """Fails if an answer isn't the sum of the successful steps of its sequence since the start, in their order. The
-    steps, failures and cancels are random."""
+    """Fails if an answer isn't the sum of the successful steps of its sequence since the start, in order. The steps,
+    failures and cancels are random."""
     executor, _, _ = make(eager=eager)
     taken: dict[int, list[tuple[str, float, Caller]]] = {1: [], 2: [], 3: []}
     callers: list[Caller] = []
@@ -338,6 +338,6 @@ def test_any_sequences(script: list[tuple[int, str, float, str]], eager: bool) -
     ],
 )
 def test_options_that_cannot_be(sequence: SequenceBatching, text: str) -> None:
-    """Fails if a config is accepted that names tensors that the model lacks."""
+    """Fails if a config that names tensors outside the model is accepted."""
     with pytest.raises(BadConfig, match=text):
         make(sequence=sequence)

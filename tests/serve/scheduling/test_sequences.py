@@ -1,4 +1,4 @@
-"""Stateful models in a repository, as clients see them: a real model, its ``config.pbtxt``, sequences over gRPC."""
+"""Proves that clients can run sequences over gRPC on a real stateful model with a ``config.pbtxt``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.serving import FLOAT, INT64, Start, assert_refused
 
 BOOL, INT32, STRING = TensorProto.BOOL, TensorProto.INT32, TensorProto.STRING
 
-# total = state + x * ready. The other outputs show which controls and which correlation id came in.
+# The model computes total = state + x * ready. The other outputs return the control inputs and the correlation id.
 CONFIG = """
 max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [2] }
@@ -81,8 +81,8 @@ def configure(folder: Path, config: str = CONFIG, begin: Any = (10.0, 20.0)) -> 
 
 
 def step(client: Any, sequence: int, value: float, flags: str = "", name: str = "sums") -> tuple[list[float], float]:
-    """Sends one request (``flags``: s for start, e for end). Returns the totals and the control inputs that the model
-    saw."""
+    """Sends a request whose ``flags`` contain s for start and e for end. Returns the totals and the control inputs of
+    the model."""
     given = triton.InferInput("x", [1, 2], "FP32")
     given.set_data_from_numpy(np.full((1, 2), value, np.float32))
     found = client.infer(
@@ -94,8 +94,8 @@ def step(client: Any, sequence: int, value: float, flags: str = "", name: str = 
 
 
 def test_sequences(tmp_path: Path, start: Start) -> None:
-    """Fails if a state doesn't begin with the file's values, gets lost, reaches another sequence, or outlives the end
-    of its sequence. Also fails if a control input has another value than the config says."""
+    """Fails if a state doesn't begin with the file's values, is lost, reaches another sequence, or outlives its
+    sequence. Also fails if a control input has another value than the config requires."""
     configure(tmp_path / "models" / "sums")
     process = start(tmp_path / "models")
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -119,7 +119,7 @@ def test_sequences(tmp_path: Path, start: Start) -> None:
 
 
 def test_no_more_sequences_than_the_config_says(tmp_path: Path, start: Start) -> None:
-    """Fails if ``max_candidate_sequences`` is ignored, or an ended sequence still counts."""
+    """Fails if ``max_candidate_sequences`` is ignored, or if an ended sequence still counts."""
     configure(tmp_path / "models" / "sums")
     process = start(tmp_path / "models")
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
@@ -133,7 +133,7 @@ def test_no_more_sequences_than_the_config_says(tmp_path: Path, start: Start) ->
 
 
 def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
-    """Fails if the steps of a sequence, sent without waiting for answers, run out of order or are mixed up."""
+    """Fails if the steps of a sequence that are sent without waiting for answers run out of order or are mixed up."""
     configure(tmp_path / "models" / "sums", CONFIG.replace("oldest { max_candidate_sequences: 2", "direct {"))
     process = start(tmp_path / "models")
     answers: queue.Queue[Any] = queue.Queue()
@@ -184,13 +184,13 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, before: str, after: str, said: str) -> None:
-    """Fails if a setting that contradicts the model or isn't supported is silently accepted."""
+    """Fails if a setting that contradicts the model, or an unsupported setting, is silently accepted."""
     assert before in CONFIG
     configure(tmp_path / "sums", CONFIG.replace(before, after))
     assert_refused(tmp_path, said)
 
 
 def test_a_state_of_another_size(tmp_path: Path) -> None:
-    """Fails if a file of the wrong size is taken as the state."""
+    """Fails if a file of the wrong size is loaded as the initial state."""
     configure(tmp_path / "sums", begin=(1.0, 2.0, 3.0))
     assert_refused(tmp_path, "initial_state/begin is not the state 'state': .*Expected 8, got 12")

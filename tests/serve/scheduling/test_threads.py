@@ -1,4 +1,4 @@
-"""Real threads: simultaneous callers, and sessions that hang or are slow. No test sleeps: each waits for an event."""
+"""Proves that the scheduler is correct with real threads. No test sleeps, because each test waits for an event."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def threaded(scheduling: Scheduling, sessions: list[FakeSession]) -> Executor:
 
 
 class Gate(FakeSession):
-    """A session that hangs in ``run`` until it is released."""
+    """A session that hangs in ``run`` until the test releases the session."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Gate(FakeSession):
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])
 def test_many_callers(eager: bool, preserve: bool) -> None:
-    """Fails if a missing lock mixes up rows, loses or repeats an answer, or breaks the counters. Uses 16 threads and
-    three instances, with poisonous requests and cancels."""
+    """Fails if a missing lock mixes up rows, loses or repeats an answer, or breaks the counters. The test uses 16
+    threads and three instances, with poisonous requests and cancels."""
     sessions = [FakeSession() for _ in range(3)]
     scheduling = Scheduling(
         max_batch_size=8, dynamic=True, instances=3, max_delay_us=200, allowed=(1, 4, 8), eager=eager,
@@ -82,7 +82,7 @@ def test_many_callers(eager: bool, preserve: bool) -> None:
 
 
 def test_the_caller_itself_runs_an_idle_instance() -> None:
-    """Fails if a lone request is handed to another thread."""
+    """Fails if a single request to an idle instance runs on another thread than the caller's."""
     session = FakeSession()
     seen = []
     session.during = lambda: seen.append(threading.current_thread())
@@ -93,7 +93,8 @@ def test_the_caller_itself_runs_an_idle_instance() -> None:
 
 
 def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
-    """Fails if no thread wakes when a caller releases its instance. The other requests would then wait forever."""
+    """Fails if no thread wakes when a caller releases its instance, because the other requests would then wait
+    forever."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
     with ThreadPoolExecutor(4) as pool:
@@ -109,14 +110,14 @@ def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
 
 
 def test_a_delay_ends_by_itself() -> None:
-    """Fails if no thread wakes when the delay is over."""
+    """Fails if no thread wakes at the end of the batching delay."""
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, max_delay_us=2000, eager=False), [FakeSession()])
     assert isinstance(infer(executor, request(1), PATIENCE), InferenceResponse)
     executor.close(PATIENCE)
 
 
 def test_closing_ends_a_delay() -> None:
-    """Fails if requests still wait for others after closing."""
+    """Fails if requests still wait for the batching delay after closing."""
     looked: list[threading.Thread] = []
 
     def clock() -> float:
@@ -128,7 +129,7 @@ def test_closing_ends_a_delay() -> None:
     caller = Caller(executor, request(1))
     until = time.monotonic() + PATIENCE
     while threading.current_thread() in looked[-1:] and time.monotonic() < until:
-        time.sleep(0)  # until the instance's thread has read the clock and waits
+        time.sleep(0)  # waits until the instance's thread has read the clock and sleeps
     executor.close(5.0)
     caller.check_rows()
 
@@ -151,8 +152,8 @@ def test_time_runs_out_while_all_instances_hang() -> None:
 
 
 def test_closing_a_session_that_hangs() -> None:
-    """Fails if close waits for a session that never returns, leaves a caller without an answer, answers twice when the
-    session does return, or closes a session while it runs."""
+    """Fails if closing waits for a session that never returns, leaves a caller without an answer, answers twice when
+    the session returns after all, or closes a session during its run."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [gate])
     running = Caller(executor, request(1))
@@ -175,7 +176,7 @@ def test_closing_a_session_that_hangs() -> None:
 
 
 def test_a_queue_that_is_full_answers_at_once() -> None:
-    """Fails if a queue grows beyond its bound while its session hangs."""
+    """Fails if a queue grows beyond its size limit while the session hangs."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=1, queue_rows=3, eager=False), [gate])
     callers = [Caller(executor, request(0))]
@@ -189,7 +190,7 @@ def test_a_queue_that_is_full_answers_at_once() -> None:
 
 def test_sequences_from_many_threads() -> None:
     """Fails if two steps of a sequence run at once, if a state is lost between threads, or if a sequence stops. Eight
-    callers send one sequence each without waiting for answers."""
+    callers send a sequence each without waiting for answers."""
 
     class Adding(FakeSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -252,7 +253,7 @@ def test_closing_runs_the_steps_that_wait() -> None:
 
 
 def test_a_fault_of_the_servers_own_answers_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the instance's thread dies when batching raises, so that its callers wait forever."""
+    """Fails if an exception in the batching code ends the instance's thread, so that all callers wait forever."""
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [FakeSession()])
 
     def broken(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Tokens and TLS."""
+"""Proves that tokens and TLS protect every method, route and model of the server."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tritonclient.utils import InferenceServerException
 from accel.errors import BadRepository
 from accel.serve.protocol import messages as proto
 from accel.serve.security.access import bearer, read_tokens
+from tests.support import ROOT
 from tests.support.certificates import certificate
 from tests.support.serving import Start, plain, routes
 
@@ -66,7 +67,7 @@ def call(process: Any, name: str, token: str | None, fields: Any = None) -> grpc
 @pytest.mark.parametrize("name", sorted(proto.methods()))
 @pytest.mark.parametrize("token", [None, "wrong", "", "r-secret "[:-2]])
 def test_every_method_wants_a_token(process: Any, name: str, token: str | None) -> None:
-    """Fails if a method of the protocol answers a caller without a valid token."""
+    """Fails if a gRPC method of the protocol answers a caller without a valid token."""
     assert call(process, name, token) is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -84,8 +85,8 @@ def services(process: Any, token: str | None) -> set[str] | grpc.StatusCode:
 
 
 def test_what_is_beside_the_protocol(process: Any) -> None:
-    """Fails if reflection answers a caller without a valid token, or if a service exists that neither this test nor the
-    previous test covers."""
+    """Fails if reflection answers a caller without a valid token, or if the server has a service that neither this test
+    nor the previous test covers."""
     reflection = "grpc.reflection.v1alpha.ServerReflection"
     for token in (None, "wrong", ""):
         assert services(process, token) is grpc.StatusCode.UNAUTHENTICATED
@@ -93,8 +94,8 @@ def test_what_is_beside_the_protocol(process: Any) -> None:
 
 
 def test_probes_need_no_token(process: Any) -> None:
-    """Fails if a probe over grpc.health.v1 without a token is refused (a kubelet has no token), or learns anything
-    about a model."""
+    """Fails if a grpc.health.v1 probe without a token is refused (a kubelet has no token), or reveals anything about a
+    model."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING
@@ -126,13 +127,13 @@ def test_probes_need_no_token(process: Any) -> None:
     ],
 )
 def test_what_a_token_is_not_for(process: Any, name: str, fields: Any) -> None:
-    """Fails if a token without the right to control the server controls it, or if a token reaches a model outside its
-    list."""
+    """Fails if a token without the control right can control the server, or if a token reaches a model outside the
+    token's list."""
     assert call(process, name, "r-secret", fields) is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_what_a_token_is_for(process: Any) -> None:
-    """Fails if a valid token is refused, or sees models outside its list."""
+    """Fails if a valid token is refused, or sees models outside the token's list."""
     headers = {"authorization": "Bearer r-secret"}
     given = triton.InferInput("x", [1, 4], "FP32")
     given.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -166,7 +167,8 @@ def test_http_wants_it_too(process: Any) -> None:
 
 
 OPEN = {("GET", "/"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready")}
-# Calls on the whole server that a token without control may make. The answers cover the token's own models only.
+# READ lists the calls on the whole server that a token without the control right may make. The answers cover only the
+# token's models.
 READ = {
     ("GET", path)
     for path in (
@@ -191,6 +193,14 @@ def status(process: Any, method: str, path: str, token: str | None, model: str) 
     return plain(process, path, body if method == "POST" else None, **headers)[0]
 
 
+def test_the_page_says_which_routes_need_control(process: Any) -> None:
+    """Fails if docs/how-to/serving.md marks a route with "control" that any token may call, or leaves out a mark."""
+    page = (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8")
+    for method, path, answer in re.findall(r"^\| (GET|POST) \| `([^`]+)` \| (.+) \|$", page, re.MULTILINE):
+        short = re.sub(r"\[.*?\]", "", path)
+        assert (status(process, method, short, "r-secret", "linear") == 403) == answer.endswith("(control)"), path
+
+
 @pytest.mark.parametrize("token", [None, "wrong", ""])
 def test_every_route_wants_a_token(process: Any, token: str | None) -> None:
     """Fails if any HTTP path, including future paths, answers a caller without a valid token."""
@@ -202,13 +212,13 @@ def test_every_route_wants_a_token(process: Any, token: str | None) -> None:
     assert {found[route] for route in OPEN} == {200}
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     for method, path in table:
-        if method == "POST":  # the refusal comes before the body is read
+        if method == "POST":  # the server refuses before reading the body
             assert plain(process, re.sub("{.*?}", "1", path), b"[", **headers)[0] == 401, path
 
 
 def test_what_a_token_is_not_for_over_http(process: Any) -> None:
-    """Fails if a token controls the server over an HTTP path without that right, or reaches a model outside its
-    list."""
+    """Fails if a token without the control right can control the server over HTTP, or reaches a model outside the
+    token's list."""
     table = routes()
     found = {route: status(process, *route, "r-secret", "pair") for route in table - OPEN}
     assert {route for route, code in found.items() if code != 403} == READ
@@ -229,7 +239,7 @@ def test_what_a_token_is_not_for_over_http(process: Any) -> None:
     ],
 )
 def test_a_bad_file_of_tokens(tmp_path: Path, text: str, says: str) -> None:
-    """Fails if a mistake in the file opens the server to everybody, or if the error doesn't name the mistake."""
+    """Fails if a mistake in the token file opens the server to everybody, or if the error doesn't name the mistake."""
     path = tmp_path / "tokens.toml"
     path.write_text(text)
     with pytest.raises(BadRepository, match=says):
@@ -237,7 +247,7 @@ def test_a_bad_file_of_tokens(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_the_header() -> None:
-    """Fails if another header value is taken for a bearer token."""
+    """Fails if another header value is read as a bearer token."""
     assert bearer("Bearer abc") == "abc"
     assert bearer("bearer  abc ") == "abc"
     assert bearer("Basic abc") is bearer("Bearer ") is bearer("abc") is bearer(None) is None
@@ -277,7 +287,7 @@ def live_over_https(port: int, pki: Path, root: str, client: str | None = None) 
 
 
 def test_tls(repository: Path, start: Start, pki: Path) -> None:
-    """Fails if a client accepts a certificate of another issuer, or a plain connection is accepted."""
+    """Fails if a client accepts a certificate of another issuer, or if the server accepts a plain connection."""
     tls = {"tls_certificate": str(pki / "ca-server.pem"), "tls_key": str(pki / "ca-server.key")}
     process = start(repository, http_port=0, **tls)
     port = process.ports["grpc"]
@@ -296,7 +306,7 @@ def test_tls(repository: Path, start: Start, pki: Path) -> None:
 
 def test_mutual_tls(repository: Path, start: Start, pki: Path, cli: Any) -> None:
     """Fails if a client without a certificate, or with a certificate of another issuer, gets an answer over gRPC or
-    HTTP. Also fails if ``accel infer`` can't send a certificate."""
+    HTTP. Also fails if ``accel infer`` can't send a client certificate."""
     process = start(
         repository,
         http_port=0,

@@ -1,4 +1,4 @@
-"""Metadata, config, statistics, repository control, settings, health and reflection over gRPC."""
+"""Proves that metadata, config, statistics, repository control, settings, health and reflection work over gRPC."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_server(client: Any) -> None:
 
 
 def test_model(client: Any) -> None:
-    """Fails if the metadata lacks the batch dim, if the config has the batch dim, or if an unknown model is ready."""
+    """Fails if the metadata lacks the batch dim, if the config contains the batch dim, or if an unknown model is
+    ready."""
     metadata = client.get_model_metadata("linear")
     assert (metadata.name, list(metadata.versions), metadata.platform) == ("linear", ["1"], "onnxruntime_onnx")
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("x", "FP32", [-1, 4])]
@@ -67,8 +68,8 @@ def test_model(client: Any) -> None:
 
 
 def test_statistics_add_up(client: Any) -> None:
-    """Fails if a request or a row is missing in the counts or counted twice, or if a refused request isn't counted as a
-    failure."""
+    """Fails if the statistics miss a request or a row or count a request or a row twice. Also fails if a refused
+    request isn't counted as a failure."""
     for rows in (1, 2, 3):
         ask(client, rows)
     with pytest.raises(InferenceServerException):
@@ -83,8 +84,8 @@ def test_statistics_add_up(client: Any) -> None:
 
 
 def test_every_failure_is_counted(process: Any, client: Any) -> None:
-    """Fails if the statistics don't count a request with an error as a failure, whether the error comes before the run
-    or after it."""
+    """Fails if the statistics don't count a request with an error as a failure, whether the error occurs before or
+    after the run."""
 
     def refused(x: triton.InferInput, **options: Any) -> None:
         with pytest.raises(InferenceServerException):
@@ -105,7 +106,7 @@ def test_every_failure_is_counted(process: Any, client: Any) -> None:
     ask(client)
     no_room = triton.InferRequestedOutput("y")
     no_room.set_shared_memory("nothing", 12)
-    refused(given(), outputs=[no_room])  # the model runs, and its response is lost
+    refused(given(), outputs=[no_room])  # the model runs, but the response can't be written
     ask(client)
     found = process.server.repository.get("linear").statistics()
     assert (found.received, found.success.count, found.fail.count) == (8, 2, 6)
@@ -139,7 +140,7 @@ def test_load_and_unload(client: Any, repository: Path) -> None:
 
 
 def says(call: Any) -> str:
-    """Returns the code of the error that ``call`` raises, without its prefix."""
+    """Returns the status code of the error that ``call`` raises, without the prefix of the code."""
     with pytest.raises(InferenceServerException) as caught:
         call()
     return str(caught.value.status()).removeprefix("StatusCode.")
@@ -147,7 +148,7 @@ def says(call: Any) -> str:
 
 @pytest.mark.parametrize("name", ["../outside", "..", "../models/linear", "/outside", "linear/1", "linear/../linear"])
 def test_names_that_lead_out_of_the_repository(client: Any, repository: Path, name: str) -> None:
-    """Fails if such a name loads, reaches or unloads the existing model it leads to, or gets another code."""
+    """Fails if a name with a path loads, reaches or unloads the model at this path, or gets the wrong code."""
     linear(repository.parent / "outside" / "1")
     x = triton.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -167,7 +168,7 @@ def test_names_that_lead_out_of_the_repository(client: Any, repository: Path, na
 
 @pytest.mark.parametrize("version", ["..", "../1", "../../outside/1", "1/../1", "/1"])
 def test_versions_that_lead_out_of_the_model(client: Any, repository: Path, version: str) -> None:
-    """Fails if such a version is accepted although it leads to an existing model, or if it gets another code."""
+    """Fails if a version with a path reaches the model at this path, or gets the wrong code."""
     linear(repository.parent / "outside" / "1")
     x = triton.InferInput("x", [1, 4], "FP32")
     x.set_data_from_numpy(np.ones((1, 4), np.float32))
@@ -182,13 +183,13 @@ def test_versions_that_lead_out_of_the_model(client: Any, repository: Path, vers
 
 
 def test_a_model_that_is_not_there(client: Any) -> None:
-    """Fails if loading or unloading a missing model gets another code."""
+    """Fails if loading or unloading a missing model returns the wrong code."""
     assert says(lambda: client.load_model("nothing")) == "NOT_FOUND"
     assert says(lambda: client.unload_model("nothing")) == "NOT_FOUND"
 
 
 def test_load_with_another_config(client: Any) -> None:
-    """Fails if a config in a load request isn't used, or is used beyond the next load."""
+    """Fails if the config in a load request isn't used, or is still used after the next load."""
     client.load_model("linear", config='{"max_batch_size": 2}')
     assert client.get_model_config("linear").config.max_batch_size == 2
     with pytest.raises(InferenceServerException, match="batch-size must be <= 2"):
@@ -202,7 +203,8 @@ def test_load_with_another_config(client: Any) -> None:
 
 
 def test_settings(client: Any) -> None:
-    """Fails if a setting isn't kept, a model's setting changes another model's, or a wrong setting is accepted."""
+    """Fails if a setting isn't stored, if a model's setting changes another model's setting, or if an invalid setting
+    is accepted."""
     assert client.get_trace_settings().settings["trace_level"].value == ["OFF"]
     client.update_trace_settings("linear", {"trace_rate": "7"})
     assert client.get_trace_settings("linear").settings["trace_rate"].value == ["7"]
@@ -220,7 +222,7 @@ def test_settings(client: Any) -> None:
 
 
 def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
-    """Fails if the status isn't empty, or registering succeeds."""
+    """Fails if, without a GPU, the CUDA memory status isn't empty or registering CUDA memory succeeds."""
     assert not client.get_cuda_shared_memory_status().regions
     with pytest.raises(InferenceServerException, match="GPUs not supported"):
         client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8)
@@ -236,7 +238,7 @@ def test_every_method_is_there() -> None:
 
 
 def test_health(process: Any) -> None:
-    """Fails if the standard health probe doesn't report the server's state, also while the server ends."""
+    """Fails if the standard health probe reports the wrong server state, even while the server ends."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         status = health_pb2.HealthCheckResponse
@@ -247,8 +249,9 @@ def test_health(process: Any) -> None:
 
 
 def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a watching client hears that the server serves while its models load. Also fails if the client doesn't
-    hear that loading has ended, that a model is broken (if strict readiness counts it), or that the server drains."""
+    """Fails if a watching client is told that the server serves while models still load. Also fails if the client isn't
+    told that loading has ended, that a model is broken (if strict readiness counts broken models), or that the server
+    drains."""
     released = threading.Event()
     real = Repository.start
 
@@ -273,7 +276,7 @@ def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pyt
     def listen(self: ServingProcess) -> None:
         real_listen(self)
         threading.Thread(target=watch, args=(self.ports["grpc"],), daemon=True).start()
-        found.put(found.get(timeout=60))  # the first status comes before the models load
+        found.put(found.get(timeout=60))  # the first status arrives before the models load
         released.set()
 
     monkeypatch.setattr(ServingProcess, "_listen", listen)

@@ -1,4 +1,4 @@
-"""Inference over gRPC with Triton's own client."""
+"""Proves that Triton's own client gets correct inference results over gRPC."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(process: ServingProcess) -> Any:
 
 @pytest.fixture
 def stub(process: ServingProcess) -> Any:
-    """Returns a stub of the protocol, for messages that Triton's client never sends."""
+    """Returns a stub for protocol messages that Triton's client never sends."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         yield GRPCInferenceServiceStub(channel)
 
@@ -56,7 +56,8 @@ def refused(call: Any) -> tuple[str, str]:
 
 
 def test_infer(client: Any) -> None:
-    """Fails if the numbers, the id, the model's version or the wire format (raw, one entry per output) are wrong."""
+    """Fails if the numbers, the request id, the model's version or the wire format (raw, one entry per output) are
+    wrong."""
     result = client.infer("linear", [tensor("x", X)], request_id="7")
     np.testing.assert_allclose(result.as_numpy("y"), X @ WEIGHTS, rtol=1e-5)
     response = result.get_response()
@@ -66,7 +67,7 @@ def test_infer(client: Any) -> None:
 
 
 def test_strings_and_several_inputs(client: Any) -> None:
-    """Fails if strings change, or inputs or outputs are mixed up."""
+    """Fails if strings change, or if inputs or outputs are mixed up."""
     a, b = np.array([[1, 2], [3, 4]]), np.array([[10, 20], [30, 40]])
     text = np.array([["é"], [""]], dtype=object)
     result = client.infer("pair", [tensor("text", text), tensor("b", b), tensor("a", a)])
@@ -75,7 +76,8 @@ def test_strings_and_several_inputs(client: Any) -> None:
 
 
 def test_only_what_was_asked_for_comes_back_in_that_order(client: Any) -> None:
-    """Fails if an output that wasn't requested is sent, or the order is the model's."""
+    """Fails if an output that wasn't requested is sent, or if the outputs come in the model's order instead of the
+    requested order."""
     one = np.ones((1, 2), dtype=np.int64)
     inputs = [tensor("a", one), tensor("b", one), tensor("text", np.array([["t"]], dtype=object))]
     asked = [triton.InferRequestedOutput("same"), triton.InferRequestedOutput("total")]
@@ -103,7 +105,7 @@ def kinds(tmp_path: Path, start: Start) -> int:
 
 
 def test_every_datatype(kinds: int) -> None:
-    """Fails if a datatype of a model comes back changed."""
+    """Fails if values of a datatype come back changed."""
     with triton.InferenceServerClient(f"127.0.0.1:{kinds}") as client:
         for kind in sorted(set(KINDS) - {"BYTES"}):
             values = np.array([0, 1, 1]).astype(DATATYPES[kind].numpy)
@@ -114,7 +116,7 @@ def test_every_datatype(kinds: int) -> None:
             assert response.raw_output_contents[0] == values.tobytes(), kind
 
 
-# For each datatype: its typed field, values that are easily lost (largest and smallest), and values that don't fit.
+# Each row has a datatype's typed field, values that are easily lost (largest and smallest), and values that don't fit.
 TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
     "BOOL": ("bool_contents", [True, False, True], []),
     "INT8": ("int_contents", [-128, 127, 0], [128, -129]),
@@ -132,8 +134,8 @@ TYPED: dict[str, tuple[str, list[Any], list[Any]]] = {
 
 
 def test_typed_contents_of_every_datatype(kinds: int) -> None:
-    """Fails if contents in the typed field of a datatype change, or if another field or a value that doesn't fit is
-    accepted. Also fails if FP16 and BF16, which have no typed field, are read from one."""
+    """Fails if values in the typed field of a datatype change, or if another field or a value that doesn't fit is
+    accepted. Also fails if FP16 or BF16, which have no typed field, is read from a typed field."""
 
     def request(kind: str, field: str, values: list[Any]) -> Any:
         made = service_pb2.ModelInferRequest(model_name=kind)
@@ -169,7 +171,7 @@ def test_typed_contents_of_every_datatype(kinds: int) -> None:
 
 
 def test_classification(tmp_path: Path, start: Start) -> None:
-    """Fails if the largest value isn't first, or if its index, value or label is wrong."""
+    """Fails if the largest value isn't first, or if this value's index, number or label is wrong."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
     (tmp_path / "linear" / "config.pbtxt").write_text(
@@ -211,7 +213,7 @@ def test_classification(tmp_path: Path, start: Start) -> None:
 def test_what_is_refused_and_how(
     client: Any, process: ServingProcess, name: str, inputs: Any, options: Any, code: str, says: str
 ) -> None:
-    """Fails if a wrong request runs, stays pending, or gets another code or text than from Triton."""
+    """Fails if a wrong request runs, stays pending, or gets another code or text than Triton's."""
     if "outputs" in options:
         options = {"outputs": [triton.InferRequestedOutput(o) for o in options["outputs"]]}
     status, text = refused(lambda: client.infer(name, [tensor(n, v) for n, v in inputs], **options))
@@ -221,7 +223,8 @@ def test_what_is_refused_and_how(
 
 
 def test_typed_contents(stub: Any) -> None:
-    """Fails if typed contents are misread, or are accepted together with raw contents or in the wrong field."""
+    """Fails if typed contents are misread, or if typed contents are accepted in the wrong field or together with raw
+    contents."""
     request = service_pb2.ModelInferRequest(model_name="linear")
     given = request.inputs.add(name="x", datatype="FP32", shape=[2, 4])
     given.contents.fp32_contents.extend(X.ravel().tolist())
@@ -252,7 +255,7 @@ def test_typed_contents(stub: Any) -> None:
 
 
 def test_the_callback_client(client: Any) -> None:
-    """Fails if async calls lose, repeat or mix up answers."""
+    """Fails if asynchronous calls lose, repeat or mix up answers."""
     found: queue.Queue[Any] = queue.Queue()
     for i in range(32):
         x = np.full((1, 4), i, dtype=np.float32)

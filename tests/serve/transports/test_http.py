@@ -1,4 +1,4 @@
-"""REST v2 with Triton's own HTTP client and with plain HTTP."""
+"""Proves that REST v2 works with Triton's own HTTP client and with plain HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(process: Any) -> Any:
 @pytest.mark.parametrize("binary_in", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False, None])
 def test_infer(client: Any, binary_in: bool, binary_out: bool | None) -> None:
-    """Fails if a combination of JSON and binary tensors gives different numbers or another format than requested."""
+    """Fails if a combination of JSON and binary tensors returns wrong numbers or another format than requested."""
     given = triton.InferInput("x", [2, 4], "FP32")
     given.set_data_from_numpy(X, binary_data=binary_in)
     outputs = None if binary_out is None else [triton.InferRequestedOutput("y", binary_data=binary_out)]
@@ -62,7 +62,7 @@ def test_strings(client: Any, binary: bool) -> None:
 
 
 def test_half_precision_is_binary(client: Any, process: Any) -> None:
-    """Fails if FP16 is accepted in JSON, where its bits would be lost, or returned in JSON."""
+    """Fails if FP16 in JSON, which would lose bits, is accepted or returned."""
     given = triton.InferInput("x", [3], "FP16")
     given.set_data_from_numpy(np.array([1, 2, 3], dtype=np.float16))
     assert client.infer("half", [given]).as_numpy("y").tolist() == [1, 2, 3]
@@ -73,7 +73,7 @@ def test_half_precision_is_binary(client: Any, process: Any) -> None:
 
 
 def test_the_rest_of_the_client(client: Any) -> None:
-    """Fails if Triton's client can't read the answer to a call other than inference."""
+    """Fails if Triton's client can't parse the answer to a call other than inference."""
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("linear", "1")
@@ -122,7 +122,7 @@ def good(**changes: Any) -> bytes:
     ],
 )  # fmt: skip
 def test_what_is_refused(process: Any, path: str, body: bytes, length: str | None, status: int, says: str) -> None:
-    """Fails if a wrong body gets another status or no explanation, or if its request stays pending."""
+    """Fails if a wrong body gets the wrong status or no explanation, or if its request stays pending."""
     headers = {"Inference_Header_Content_Length": length} if length else {}
     found, text = plain(process, f"/v2/models/{path}/infer", body, **headers)
     assert found == status
@@ -134,7 +134,7 @@ def test_what_is_refused(process: Any, path: str, body: bytes, length: str | Non
     "name", ["..%2Foutside", "%2e%2e%2Foutside", "..%2Fmodels%2Flinear", "linear%2F1", "%2Foutside"]
 )
 def test_names_that_lead_out_of_the_repository(process: Any, repository: Path, name: str) -> None:
-    """Fails if a request with a path as the model name loads, reaches or unloads a model, or gets a wrong status."""
+    """Fails if a request with a path as the model name loads, reaches or unloads a model, or gets the wrong status."""
     linear(repository.parent / "outside" / "1")
     control = f"/v2/repository/models/{name}"
     found = {
@@ -151,7 +151,7 @@ def test_names_that_lead_out_of_the_repository(process: Any, repository: Path, n
 
 @pytest.mark.parametrize("version", ["..%2F1", "%2e%2e%2F1", "..%2F..%2Foutside%2F1", "1%2F..%2F1"])
 def test_versions_that_lead_out_of_the_model(process: Any, repository: Path, version: str) -> None:
-    """Fails if such a version is accepted although it leads to an existing model, or if it gets another status."""
+    """Fails if a version with a path reaches the model at this path, or gets the wrong status."""
     linear(repository.parent / "outside" / "1")
     model = f"/v2/models/linear/versions/{version}"
     assert plain(process, f"{model}/infer", good())[0] == 400
@@ -165,7 +165,7 @@ def test_versions_that_lead_out_of_the_model(process: Any, repository: Path, ver
     "path", ["/v2/models/../outside", "/v2/models/linear/versions/../../../outside", "/../etc/passwd"]
 )
 def test_dots_in_the_path_itself(process: Any, repository: Path, path: str) -> None:
-    """Fails if dots in a path lead to a model. No route contains dots, resolved or not."""
+    """Fails if dots in the URL path reach a model. No route contains dots, resolved or not."""
     linear(repository.parent / "outside" / "1")
     for tail, body in (("", None), ("/config", None), ("/infer", good())):
         assert plain(process, f"{path}{tail}", body)[0] == 404
@@ -173,7 +173,7 @@ def test_dots_in_the_path_itself(process: Any, repository: Path, path: str) -> N
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_classification(tmp_path: Path, start: Start, binary: bool) -> None:
-    """Fails if the largest value isn't first, or its index, value or label is wrong, in JSON or as bytes."""
+    """Fails if the largest value isn't first, or if its index, value or label is wrong, in JSON or in binary."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
     (tmp_path / "linear" / "config.pbtxt").write_text(
@@ -192,7 +192,7 @@ def test_classification(tmp_path: Path, start: Start, binary: bool) -> None:
 
 
 def test_metrics(client: Any, process: Any) -> None:
-    """Fails if Prometheus can't read the metrics, or they differ from the statistics."""
+    """Fails if Prometheus can't parse the metrics, or if the metrics differ from the statistics."""
     given = triton.InferInput("x", [2, 4], "FP32")
     given.set_data_from_numpy(X)
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_metrics(client: Any, process: Any) -> None:
 
 
 def test_probes_while_it_ends(process: Any) -> None:
-    """Fails if a server that is ending still tells a load balancer that it is ready."""
+    """Fails if a server that is ending still reports to a load balancer that the server is ready."""
     assert plain(process, "/v2/health/ready")[0] == 200
     process.server.drain(0.1)
     assert plain(process, "/v2/health/ready")[0] == 503

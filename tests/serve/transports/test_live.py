@@ -1,4 +1,4 @@
-"""The live page: its data, and its display in a real browser."""
+"""Proves that the live page gets correct data and shows the data in a real browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ models = ["lin*"]
 
 
 def ask(process: Any, rows: int = 2, times: int = 1, **headers: str) -> None:
-    """Sends some successful requests and one failing request to ``linear``."""
+    """Sends some successful requests and a failing request to ``linear``."""
     given = triton.InferInput("x", [rows, 4], "FP32")
     given.set_data_from_numpy(np.ones((rows, 4), np.float32))
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
@@ -69,8 +69,8 @@ def test_what_it_draws(repository: Path, start: Start) -> None:
 
 
 def test_without_a_token_it_says_nothing(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if the page or its data show a model's name to a caller without a token, or show a token models outside its
-    list. Also fails if the page may load content from another host."""
+    """Fails if the page or its data shows a model's name to a caller without a token, or shows a token models outside
+    the token's list. Also fails if the page may load content from another host."""
     (tmp_path / "tokens.toml").write_text(TOKENS)
     process = start(repository, http_port=0, tokens=str(tmp_path / "tokens.toml"))
     status, text = plain(process, "/")
@@ -90,8 +90,8 @@ def test_without_a_token_it_says_nothing(repository: Path, start: Start, tmp_pat
 
 @contextmanager
 def feeding(*bodies: Any) -> Iterator[str]:
-    """Serves the page with the given answers to its requests, one after another, and then the last one again and again.
-    Yields the address."""
+    """Serves the page and answers the page's requests with the given bodies in order, repeating the last body. Yields
+    the address."""
     left = list(bodies)
 
     class Feed(http.server.BaseHTTPRequestHandler):
@@ -143,15 +143,15 @@ def body(time: float, name: str = "minilm", **changes: Any) -> dict[str, Any]:
 
 
 def shown(text: str, model: str) -> dict[str, str]:
-    """Returns the numbers on a model's card by name."""
+    """Returns the numbers on a model's card as a dict by name."""
     card = text.partition(f'data-model="{model}"')[2].partition("</article>")[0]
     return dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", card))
 
 
 @browser
 def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a rate isn't requests over time, if a percentile is outside its bucket, if the histogram has no bars, or
-    if a hostile name becomes markup in the page."""
+    """Fails if a rate isn't the number of requests over time, if a percentile is outside its bucket, or if the
+    histogram has no bars. Also fails if a malicious model name becomes markup in the page."""
     hostile = "<img src=x onerror=alert(1)>"
     first = body(1000.0, received=100, success=100, latency={0.001: 100}, inference_count=100, execution_count=100)
     second = body(
@@ -165,9 +165,10 @@ def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
     with feeding(first, second) as address:
         text = document(tmp_path, address, 1500)
     found = shown(text, "minilm/1")
-    assert found["requests/s"] == "100"  # 400 in 4 seconds
+    assert found["requests/s"] == "100"  # 400 answers in 4 seconds
     assert (found["in the queue"], found["answered"], found["failed"], found["mean batch"]) == ("7", "490", "10", "4")
-    # Of the 390 new requests 351 took 1 to 2.5 ms and 39 took 50 to 100 ms: p99 is nine tenths up the second bucket.
+    # Of the 390 new requests, 351 took 1 to 2.5 ms and 39 took 50 to 100 ms, so p99 is at nine tenths of the second
+    # bucket.
     assert found["p50"] == "1.8 ms"
     assert found["p90"] == "2.5 ms"
     assert found["p99"] == "95 ms"
@@ -180,7 +181,7 @@ def test_load_and_percentiles_in_a_browser(tmp_path: Path) -> None:
 @browser
 def test_the_page_of_a_server(repository: Path, start: Start, tmp_path: Path) -> None:
     """Fails if the page is empty, doesn't show a real server's models, or doesn't ask for a required token. Also fails
-    if the page keeps the token in the address, or if its colors don't follow the reader's setting."""
+    if the page puts the token in the address, or if the page's colors don't follow the reader's setting."""
     from PIL import Image
 
     process = start(repository, http_port=0)

@@ -1,7 +1,6 @@
-"""An old release of Triton's Python client, from an environment of its own, because it can't be installed beside the
-new release.
+"""Proves that an old release of Triton's Python client works with the server.
 
-``make test`` makes that environment. By hand:
+The old release needs a separate environment, which ``make test`` creates. To create the environment by hand, run:
 
 python -m venv old && old/bin/pip install --no-deps -r tests/serve/transports/old_tritonclient.txt
 ACCEL_OLD_TRITONCLIENT=old python -m pytest tests/serve/transports/test_old_client.py

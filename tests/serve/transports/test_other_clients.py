@@ -1,9 +1,10 @@
-r"""KServe's Python client and perf_analyzer, unmodified, from environments of their own: they can't be installed beside
-the tritonclient of today.
+r"""Proves that KServe's Python client and perf_analyzer work unmodified with the server.
+
+KServe's client and perf_analyzer need separate environments, because neither fits beside the current tritonclient.
 
 python -m venv kserve && kserve/bin/pip install kserve==0.21.0
 python -m venv perf && perf/bin/pip install --no-deps tritonclient==2.51.0 nvidia-cuda-runtime-cu12
-(perf_analyzer comes with that wheel; it wants libb64.so.0d of the system and libcudart.so.12 on LD_LIBRARY_PATH)
+(The wheel contains perf_analyzer, which needs the system's libb64.so.0d and libcudart.so.12 on LD_LIBRARY_PATH.)
 ACCEL_KSERVE=kserve ACCEL_PERF_ANALYZER=perf/bin/perf_analyzer \
     python -m pytest -m nightly tests/serve/transports/test_other_clients.py
 """
@@ -83,7 +84,8 @@ print(json.dumps(found, default=lambda value: value.decode()))
 
 
 def test_what_kserve_reads_of_a_probe(start: Any, repository: Path) -> None:
-    """Fails if the health addresses return no body. KServe's REST client reads the JSON that the protocol defines."""
+    """Fails if the health addresses return no body. KServe's REST client parses the JSON body that the protocol
+    defines."""
     process = start(repository, http_port=0)
     assert json.loads(plain(process, "/v2/health/live")[1]) == {"live": True}
     assert json.loads(plain(process, "/v2/health/ready")[1]) == {"ready": True}
@@ -130,7 +132,8 @@ def test_the_client_of_kserve(repository: Path, serve: Any) -> None:
     ids=["grpc", "http", "stream", "grpc-memory", "http-memory"],
 )
 def test_perf_analyzer(repository: Path, serve: Any, tmp_path: Path, face: str, options: list[str]) -> None:
-    """Fails if perf_analyzer can't read the model's metadata, config or statistics, or one of its requests fails."""
+    """Fails if perf_analyzer can't read the model's metadata, config or statistics, or if a request of perf_analyzer
+    fails."""
     served = serve(str(repository))
     ports = served.wait_for("serving")["ports"]
     report = tmp_path / "report.csv"

@@ -1,4 +1,4 @@
-"""Clients that don't finish their request, don't read their answer, or connect and send nothing."""
+"""Proves that clients which never finish a request, never read answers or stay silent don't block other clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STREAM = f"/{proto.SERVICE}/ModelStreamInfer"
 
 @pytest.fixture
 def served(tmp_path: Path, serve: Any) -> Any:
-    """Serves ``linear`` and ``same``, whose output is as large as its input, on sixteen threads."""
+    """Serves ``linear`` and ``same`` on sixteen threads. The output of ``same`` is as large as its input."""
     linear(tmp_path / "models" / "linear" / "1")
     identity(tmp_path / "models" / "same" / "1", FLOAT)
     (tmp_path / "models" / "same" / "config.pbtxt").write_text("max_batch_size: 0")
@@ -40,8 +40,7 @@ def own_channel(port: int) -> grpc.Channel:
 
 @pytest.mark.proof
 def test_clients_that_never_finish_their_message(served: Any) -> None:
-    """Fails if as many half-sent requests as there are threads, over gRPC and over HTTP, block other clients for
-    good."""
+    """Fails if half-sent requests over gRPC and HTTP, as many as there are threads, block other clients permanently."""
     released = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -65,7 +64,7 @@ def test_clients_that_never_finish_their_message(served: Any) -> None:
 
 
 def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
-    """Fails if a call is cut off although it blocks no other call, or although it has just begun."""
+    """Fails if the server cancels a call that blocks no other call or has just begun."""
 
     class Call:
         cancelled = False
@@ -90,7 +89,7 @@ def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
         threads[-1].start()
         assert arrived.acquire(timeout=30)
         now[0] += 1.0
-    # Six calls are two more than half of eight, but only one is older than five seconds.
+    # Six calls are two more than half of the eight threads, but only one call is older than five seconds.
     assert arrivals.sweep() == 1
     now[0] += 10.0
     assert arrivals.sweep() == 2
@@ -105,8 +104,8 @@ def test_only_the_oldest_are_cut_off_and_only_where_they_crowd() -> None:
 
 
 def test_clients_that_do_not_read(served: Any) -> None:
-    """Fails if unread answers block other clients, or if a client that doesn't read its stream gets answers without
-    end."""
+    """Fails if unread answers block other clients, or if a client that doesn't read its stream is sent answers without
+    a limit."""
     request = proto.message("ModelInferRequest")(model_name="same")
     request.inputs.add(name="x", datatype="FP32", shape=[1 << 18])
     request.raw_input_contents.append(bytes(1 << 20))
@@ -140,13 +139,13 @@ def test_clients_that_do_not_read(served: Any) -> None:
                 ask(made, client_timeout=60)
             steady(sent)
             ask(made, client_timeout=60)
-        assert sent[0] < 700  # 128 unanswered requests, and those in the connection's buffers
+        assert sent[0] < 700  # the limit is 128 unanswered requests plus the connection's buffers
         assert len(next(unread)) > 1 << 20
         assert served.end() == 0
 
 
 def steady(sent: list[int]) -> None:
-    """Waits until nothing has been sent for a second, but at most a minute."""
+    """Waits for at most a minute until nothing has been sent for a second."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         before = list(sent)
@@ -159,8 +158,9 @@ def steady(sent: list[int]) -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_ten_thousand_connections_left_open(served: Any, record_property: Any) -> None:
-    """Fails if silent connections block other clients, slow them to a halt, or stay open when their clients are gone.
-    If the system allows too few open files, the test opens fewer connections and its output says how many."""
+    """Fails if silent connections block other clients, slow other clients almost to a halt, or stay open after their
+    clients have ended. If the system allows too few open files, the test opens fewer connections, and its output
+    reports the number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(10_000, hard - 500)
     record_property("connections", count)

@@ -1,6 +1,6 @@
-// A STUB, NOT TENSORRT: as much of the plugin interface of TensorRT 10 (IPluginV3) as accel's plugin implements or
-// calls, written for the tests from its documentation. It has the names and signatures, so that the plugin compiles
-// and its logic runs; it shares no layout with the real library, and says nothing about how TensorRT behaves.
+// A STUB, NOT TENSORRT. The stub has the part of TensorRT 10's plugin interface (IPluginV3) that accel's plugin uses,
+// written for the tests from TensorRT's documentation. The names and signatures let the plugin compile and run. The
+// stub shares no memory layout with the real library, and doesn't imitate TensorRT's behavior.
 #pragma once
 #include <cuda_runtime_api.h>
 

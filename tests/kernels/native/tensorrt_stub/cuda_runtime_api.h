@@ -1,3 +1,3 @@
-// The one name of CUDA that the stub beside this file uses.
+// Declares the only CUDA name that the stub in this folder uses.
 #pragma once
 typedef struct CUstream_st* cudaStream_t;

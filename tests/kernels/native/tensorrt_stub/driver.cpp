@@ -1,4 +1,4 @@
-// What TensorRT does with a plugin, in its order, with the stub's headers or the real ones: for the tests, by ctypes.
+// Drives a plugin as TensorRT does, with the stub's headers or the real ones. The tests call this library with ctypes.
 #include <NvInferRuntime.h>
 
 #include <cstdlib>
@@ -24,7 +24,7 @@ IPluginCreatorV3One* creator_of(IPluginCreatorInterface* const* all, int32_t cou
   return nullptr;
 }
 
-// A size that is known, and what makes more of them.
+// Represents a size that is a known constant. ``Builder`` below computes with such sizes.
 struct Size final : IDimensionExpr, apiv::VDimensionExpr {
   explicit Size(int64_t given) : value(given) { mImpl = this; }
   bool isConstant() const override { return true; }
@@ -65,9 +65,10 @@ extern "C" const char* name_of(IPluginCreatorInterface* const* all, int32_t at) 
   return dynamic_cast<IPluginCreatorV3One*>(all[at])->getPluginName();
 }
 
-// 0, or the number of the step that failed; enqueue's own status is 100 more. dims: four a tensor, the output's last.
-// Images and weights of a convolution are NHWC in memory. The first dimension of the first input is dynamic; largest_m:
-// its largest in the optimization profile. tactic: -1 for the first that the plugin names (0 where it names none).
+// Returns 0, the number of the failed step, or 100 plus enqueue's status. ``dims`` has four sizes per tensor, and the
+// output is the last tensor. Images and weights of a convolution are NHWC in memory. The first dim of the first input
+// is dynamic, and ``largest_m`` is the maximum of this dim in the optimization profile. ``tactic`` -1 selects the
+// plugin's first tactic, or 0 if the plugin has no tactics.
 extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const char* name, int32_t fields,
                    const char* const* field_names, const int32_t* values, int32_t inputs, const void* const* data,
                    const int32_t* types, int64_t* dims, const int32_t* ranks, void* out, int64_t largest_m,
@@ -123,7 +124,7 @@ extern "C" int run(IPluginCreatorInterface* const* all, int32_t count, const cha
   const size_t room = build->getWorkspaceSize(tensors.data(), inputs, &tensors[inputs], 1);
   if (!build->getTimingCacheID()) return 12;
 
-  // As an engine that was loaded: from the fields that were kept.
+  // Creates the plugin from its serialized fields, as loading an engine does.
   const PluginFieldCollection* kept = half<IPluginV3OneRuntime>(made, PluginCapabilityType::kRUNTIME)
                                           ->getFieldsToSerialize();
   IPluginV3* const loaded = creator->createPlugin("layer", kept, TensorRTPhase::kRUNTIME);

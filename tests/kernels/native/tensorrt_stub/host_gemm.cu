@@ -1,5 +1,5 @@
-// A stand-in for a tensor-core GEMM, for the tests on the host: it takes fp16 products of 24 columns and no others, and
-// keeps its sums in the workspace that it asks for.
+// Stands in for a tensor-core GEMM in the tests on the host. The stand-in supports only fp16 products of 24 columns,
+// and writes its sums to the workspace that it requests.
 #include "activate.cuh"
 #include "gemm.cuh"
 
