@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 # The newest opset that tf2onnx writes. onnx's version converter raises it further.
 TF2ONNX_OPSET = 18
 
-# The model, the notes about its layout, and the tensor names of its inputs and of its outputs, by the user's names.
+# The model, notes on its layout, and the tensor names of inputs and outputs by the user's names.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
-    """``opset``: the exact opset of the file. ``layout``: the layout of images inside the graph, ``channels_first``,
-    ``channels_last``, or ``auto`` for the layout that leaves fewer transposes. Inputs and outputs keep their layout."""
+    """``opset`` is the exact opset of the file. ``layout`` is the layout of images inside the graph:
+    ``channels_first``, ``channels_last``, or ``auto`` for fewer transposes. Inputs and outputs keep their layout."""
 
     opset: int = 20
     layout: str = "auto"
 
 
 class OpNotConverted(ExportFailed):
-    """tf2onnx has no ONNX form for an operator of the model; the message names the operator."""
+    """tf2onnx has no ONNX translation for an operator of the model; the message names the operator."""
 
 
 def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artifact:
-    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of its signature.
+    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of the signature of ``src``.
 
     ``read`` (``module:function``) is called in the TensorFlow process with a ``TensorFlowSpec``, an opset and a layout,
     and returns ``Converted``.
 
-    Raises ``OpNotConverted`` with the operators that have no ONNX form, and ``ExportFailed`` for any other reason. If
-    the process died, the message names the last operator that was being converted.
+    Raises ``OpNotConverted`` with the operators that have no ONNX translation, and ``ExportFailed`` for other failures.
+    If the process died, the message names the last operator that was being converted.
     """
     require_tensorflow("tf2onnx")
     if config.layout not in LAYOUTS:

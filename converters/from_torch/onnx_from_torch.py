@@ -1,4 +1,4 @@
-"""PyTorch to ONNX: exporters are tried in order, and the first file that is proven right is taken."""
+"""PyTorch to ONNX: tries exporters in order, and takes the first file that agrees with PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .exporters import dynamo, example, legacy, named
 # has to be right on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
 
-# The messages of the two exporters about an operator without ONNX form, and the color codes that one of them prints.
+# The exporters' messages about an operator without an ONNX translation, and the color codes in the messages.
 _NO_OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)'|Exporting the operator '([^']+)' to ONNX"
 )
@@ -38,14 +38,14 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTorchConfig(StageConfig):
-    """``opset``: the exact opset of the file. ``ladder``: the exporters, in the order in which they are tried."""
+    """``opset`` is the exact opset of the file. ``ladder`` lists the exporters in the order of trial."""
 
     opset: int = 20
     ladder: tuple[str, ...] = ("dynamo", "legacy")
 
 
 class OutputsOff(ExportFailed):
-    """An exporter's file computes something else than PyTorch. ``results``: the comparisons over the limit."""
+    """An exporter's file computes something else than PyTorch. ``results`` has the comparisons over the limit."""
 
     def __init__(self, message: str, results: Sequence[GateResult]) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class OutputsOff(ExportFailed):
 
 
 class OpsetNotGiven(ExportFailed):
-    """An exporter wrote another opset than the one asked for."""
+    """An exporter wrote another opset than requested."""
 
 
 def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
@@ -61,11 +61,11 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
     the signature. ``proof`` checks contract and agreement with the gates of the run. If ``proof`` is None or has no
-    gate for outputs, the file has to meet the usual limit of the source's precision. The notes name the exporter that
-    was taken, and the reason for which each earlier exporter was refused.
+    gate for outputs, the file has to meet the usual limit of the source's precision. The notes name the chosen
+    exporter, and why each earlier exporter was refused.
 
-    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim was declared farther than
-    the model goes.
+    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim is declared beyond the
+    model's real range.
     """
     proof = proof or Proof(get_stage("onnx_from_torch"), src, config)
     refused: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _remove(out: Path) -> None:
 
 
 def _advice(src: Artifact) -> str:
-    """Returns the advice to fix the sizes, as a clause; empty if no dim is dynamic.
+    """Returns the advice to export one size, as a clause, or "" if no dim is dynamic.
 
     Code that computes with sizes as numbers can be traced for one size only.
     """
@@ -143,7 +143,7 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Names the dim that was declared larger than the model takes (e.g. than a table of positions), and its real bound.
+    """Returns the dim that is declared beyond the model's range (e.g. a table of positions), and its real bound.
 
     Returns an empty string if PyTorch runs the model at both ends of each dim.
     """
@@ -245,7 +245,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
 
 def _branches(said: Sequence[warnings.WarningMessage]) -> str:
-    """Returns the lines outside PyTorch at which the tracer saw a tensor become a condition; empty if none."""
+    """Returns the lines outside PyTorch at which the tracer saw a tensor become a condition, or "" if none."""
     import torch
 
     own = str(Path(torch.__file__).parent)
@@ -259,7 +259,7 @@ def _branches(said: Sequence[warnings.WarningMessage]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Silences what exporters print and log, and yields the list of their warnings."""
+    """Silences the prints and logs of exporters, and yields the list of their warnings."""
     names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

@@ -1,6 +1,7 @@
 """ONNX to ONNX with fused products: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``.
 
-A convolution becomes one ``accel::FusedConv2d`` in the same way. Each has a function body that any runtime can run.
+A convolution becomes one ``accel::FusedConv2d`` in the same way. Both operators have a function body that any runtime
+can run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from accel.stage import StageConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FuseKernelsConfig(StageConfig):
-    """``residual``: also fuse the sum that follows, if its shape is the shape of the product."""
+    """``residual`` also fuses the following sum if its shape equals the product's shape."""
 
     residual: bool = True
 
@@ -29,8 +30,8 @@ class FusedGraphInvalid(StageFailed):
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
     """Writes ``src`` with fused products to ``out``. The notes count the products by the function that replaced them.
 
-    A model without such products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR has no functions,
-    and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
+    A model without such products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is too old for
+    functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
     """
     import onnx
 

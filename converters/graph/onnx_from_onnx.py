@@ -1,4 +1,4 @@
-"""ONNX from any exporter to ONNX as the other stages need it: opset, shapes, weights as initializers."""
+"""Adapts ONNX from any exporter to the other stages: opset, shapes, weights as initializers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _DTYPE_IR = {"FLOAT4E2M1": 11, "FLOAT8E8M0": 12, "UINT2": 13, "INT2": 13, "FLOAT
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromOnnxConfig(StageConfig):
-    """``opset``: the opset of the result (None: unchanged). ``inputs``: new shapes for inputs whose declared shapes are
-    wrong or too narrow; other inputs stay. ``dims``: ranges of dynamic dims. ``max_ir``: the newest IR version that the
+    """``opset`` is the opset of the result (None: unchanged). ``inputs`` has new shapes for inputs whose declared
+    shapes are wrong or too narrow. ``dims`` has ranges of dynamic dims. ``max_ir`` is the newest IR version that the
     target reads (None: no limit)."""
 
     opset: int | None = None
@@ -42,7 +42,7 @@ class OnnxFromOnnxConfig(StageConfig):
 
 
 class NotBroughtOver(StageFailed):
-    """The opset or the shapes can't be changed as asked."""
+    """The opset or the shapes can't be changed as requested."""
 
 
 def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Artifact:
@@ -144,7 +144,7 @@ def _hide_initializers(model: onnx.ModelProto, repaired: list[str]) -> None:
 def _redeclared(
     model: onnx.ModelProto, declared: Sequence[TensorSpec], given: Sequence[TensorSpec], repaired: list[str]
 ) -> tuple[TensorSpec, ...]:
-    """Declares the inputs of ``model`` with the given shapes, and returns them.
+    """Declares the inputs of ``model`` with the given shapes, and returns these inputs.
 
     Raises ``BadInputSpec`` if a given input is unknown or has another dtype or rank.
     """
@@ -189,8 +189,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    onnx's converter has no adapters for many operators that only learned new dtypes. At such a version the operators
-    stay as they are: the checker then decides whether they are valid, and the gate whether they compute the same.
+    onnx's converter has no adapters for many operators that only gained dtypes. At such a version the operators stay
+    unchanged. The checker then decides whether the operators are valid, and the gate compares their outputs.
     """
     from onnx import version_converter
 
@@ -214,10 +214,9 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 
 
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
-    """Removes attributes that operators don't have yet at ``opset``: onnx's converter leaves them in the nodes.
-
-    Removed are attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
-    Others stay, and the checker refuses them.
+    """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
+    Removes only attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
+    The checker refuses all other newer attributes.
     """
     import onnx
 
@@ -266,7 +265,7 @@ def _observe_outputs(
     path: Path,
     repaired: list[str],
 ) -> None:
-    """Declares the shapes of the outputs of ``model`` as ``written`` gives them at several sizes.
+    """Declares the output shapes of ``model`` that runs of ``written`` give at several sizes.
 
     Raises ``NotBroughtOver`` if ONNX Runtime can't load ``written`` or can't run it at one of the sizes.
     """

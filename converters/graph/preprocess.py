@@ -1,4 +1,4 @@
-"""Pre- and postprocessing moved into the graph: image bytes go in, classes come out."""
+"""Adds pre- and postprocessing to the graph, which then takes image bytes and returns classes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _POSTPROCESS = ("softmax", "argmax", "topk")
 class PreprocessConfig(StageConfig):
     """The steps before and after the model.
 
-    ``mean``, ``std``: one number, or one for each channel, for pixels in 0..1 (bytes are divided by 255 first).
-    ``layout``, ``dtype``: of the images that come in. ``resize``: the (height, width) that the model takes; images of
-    any size come in and are scaled bilinearly between pixel centers, as OpenCV does. ``postprocess``: ``softmax``,
-    ``argmax`` or ``topk:K`` of the only output. ``dims``: ranges of ``height`` and ``width`` before the resize.
+    ``mean`` and ``std`` have one number, or one for each channel, for pixels in 0..1 (bytes are divided by 255 first).
+    ``layout`` and ``dtype`` describe the incoming images. ``resize`` is the (height, width) that the model takes.
+    Images of any size are scaled bilinearly between pixel centers, as OpenCV does. ``postprocess`` applies ``softmax``,
+    ``argmax`` or ``topk:K`` to the only output. ``dims`` has the ranges of ``height`` and ``width`` before the resize.
     """
 
     mean: tuple[float, ...] = ()
@@ -83,16 +83,16 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
 
 
 def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
-    """Returns the ranges of ``dims`` at the new input. Images that are resized come in any size, without a step."""
+    """Returns the ranges of ``dims`` at the new input. Images to resize may have any size, without a step."""
     if config.resize is None:
         return dict(dims)
     return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
 
 
 def image_input(signature: Signature) -> tuple[TensorSpec, int]:
-    """Returns the only image that a model takes, and the axis of its channels (1 or 3).
+    """Returns the only image input of a model, and the axis of its channels (1 or 3).
 
-    Raises ``NotPreprocessed`` if there is no such image, or several, or if the axis is ambiguous.
+    Raises ``NotPreprocessed`` if the model takes no image or several, or if the channel axis is ambiguous.
     """
     images = [spec for spec in signature.inputs if len(spec.shape) == 4 and spec.dtype in ("float32", "float16")]
     if len(images) != 1:
@@ -185,7 +185,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
 
 
 def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: PreprocessConfig) -> tuple[Dim, Dim]:
-    """Returns the height and width of the images that come in: the model's own, or dynamic dims if they are resized.
+    """Returns the height and width of incoming images: the model's own, or dynamic dims if ``config`` resizes images.
 
     Raises ``BadInputSpec`` if the model does not take the size that ``config`` resizes to.
     """
@@ -203,7 +203,8 @@ def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: Pr
 
 
 def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
-    """Removes the Transposes that undo ``perm`` if no other node reads the value ``name``; tells whether it did.
+    """Removes the Transposes that undo ``perm`` if no other node reads the value ``name``; returns whether any was
+    removed.
 
     Models from TensorFlow begin with such a Transpose. The readers of the Transpose then read ``name`` directly.
     """
