@@ -35,7 +35,9 @@ _GENERATORS = frozenset(
 @dataclass(frozen=True)
 class Typing:
     """The dtypes of a node after the cast: float32 or the 16-bit format, by the position of each float32 input and
-    output. A missing position is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
+    output.
+
+    A missing position is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
     ``least_opset`` is the first opset that allows 16 bits, if the model's opset is too low.
     """
 

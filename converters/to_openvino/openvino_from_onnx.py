@@ -39,9 +39,9 @@ class IrNotBuilt(BuildFailed):
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Converts ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
 
-    ``properties``: precision. ``notes``: openvino (version), operations, softmax_guards_removed,
-    reductions_rewritten. Raises ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the file is not ONNX, and
-    ``IrNotBuilt`` if OpenVINO can't convert the model.
+    The notes have the OpenVINO version, the number of operations, and the counts of both rewrites. Raises
+    ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't
+    convert the model.
     """
     _, declared = describe_onnx(src.path)
     external_files(read_proto(src.path))  # refuses weights outside the model's folder
@@ -83,7 +83,7 @@ def _names(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | int]:
-    """Converts ``path`` to an IR with ``names`` in it, and returns the notes. Runs in the child process."""
+    """Converts ``path`` to an IR that records ``names``, and returns the notes. Runs in the child process."""
     ov = load_openvino()
     try:
         model = ov.Core().read_model(str(path))
@@ -107,8 +107,8 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
 def _refusal(name: str, said: str) -> str:
     """Returns the message for a model that OpenVINO refuses with the text ``said``.
 
-    OpenVINO takes fewer forms of Loop, Scan and If than ONNX allows, at any opset. The masked recurrent layers of Keras
-    become such a Loop.
+    OpenVINO refuses some kinds of Loop, Scan and If, at any opset. The masked recurrent layers of Keras become such a
+    Loop.
     """
     found = _WITH_GRAPH.search(said)
     if found is None:

@@ -15,7 +15,7 @@ _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "TF_USE_LEGAC
 class NotTensorFlow(BuildFailed):
     """onnx2tf or the TFLite converter can't write the model.
 
-    ``operator``: the operator and the name of the node that was being written; empty if that is not known.
+    ``operator`` names the operator and the node that was being written, or is empty if unknown.
     """
 
     operator: str = ""

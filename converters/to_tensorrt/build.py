@@ -37,7 +37,7 @@ from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 # take memory. The smaller sizes are for machines that limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# The fix for a text that TensorRT's parser gives as its reason. The first text that occurs in the reason counts.
+# The fix for each text in the reason that TensorRT's parser gives. The first text that occurs in the reason counts.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
@@ -64,9 +64,9 @@ def build(
 ) -> dict[str, Any]:
     """Builds ``model`` into ``out``; returns the network's inputs, outputs and kernels as plain values.
 
-    ``kept``: the folder of the timing cache, for a toolkit that has one. ``kernels``: None, or a folder: accel's
-    operators then become plugins if possible, and weights that plugins need transposed are written to the folder.
-    Raises ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
+    ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, accel's
+    operators become plugins if possible, and transposed weights for plugins are written to the folder. Raises
+    ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
     """
 
     def body() -> dict[str, Any]:
@@ -123,10 +123,10 @@ def build(
 
 
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
-    """Returns the fault that the toolkit finds in an engine file, without the file's name; None if there is none.
+    """Returns the fault that the toolkit finds in an engine file, without the file's name, or None.
 
-    ``plugins``: the engine calls accel's plugin library. The library then has to load: raises the errors of
-    ``load_plugin_library``.
+    ``plugins`` tells that the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if that
+    library can't be loaded.
     """
     trt = load_toolkit(toolkit)
     log = Log()
@@ -150,7 +150,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
 
 
 def _capability() -> str | None:
-    """Returns the compute capability of this machine's GPU; None without a GPU, or without a library to query it."""
+    """Returns the compute capability of this machine's GPU, or None without a GPU or a library to query the GPU."""
     try:
         return device_capability()
     except (UnsupportedHere, MissingExtra):
@@ -197,7 +197,8 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """Returns the network of ``model``. ``content``: bytes to parse in place of the file; weights lie beside the file.
+    """Returns the network of ``model``. ``content`` has bytes to parse in place of the file, whose weights lie beside
+    the file.
 
     Raises ``EngineNotBuilt`` if the parser refuses a node.
     """
@@ -276,7 +277,7 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
     if not hasattr(trt, "IProgressMonitor") or not hasattr(config, "progress_monitor"):
         return None
     lock = threading.Lock()  # TensorRT calls from its own threads
-    context = contextvars.copy_context()  # TensorRT's threads don't have the watcher
+    context = contextvars.copy_context()  # TensorRT's threads don't inherit the progress watcher
     progress = BuildProgress()
     sent = [-1.0]
 
