@@ -39,7 +39,7 @@ class QuantizeFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The quantization for a target. ``runs`` has the function of each mode, called in a child process.
+    """The quantization for a kind of target. ``runs`` has the function of each mode, called in a child process.
     ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, from ``extra``.
     """
 
@@ -49,7 +49,7 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each target (measured; quantization for another target is up to four times slower):
+# The quantization for each kind of target (measured; that of another kind is up to four times slower):
 # ort-cpu: uint8 activations with a zero point, int8 weights, QDQ around everything between two convolutions. Dynamic:
 #     activations are quantized at run time, without calibration.
 # openvino: NNCF decides where to quantize, by rules made for OpenVINO's kernels.
@@ -90,8 +90,8 @@ FORMS = {
 class QuantizeConfig(StageConfig):
     """The options of a quantization.
 
-    ``form`` is the target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8 (tensorrt
-    only), int8-weights or int4-weights. fp8 means E4M3, calibrated by minmax or percentile. int8-weights and
+    ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
+    (tensorrt only), int8-weights or int4-weights. fp8 means E4M3, calibrated by minmax or percentile. int8-weights and
     int4-weights quantize only the weights of products with at least ``smallest`` weights, with one scale for
     ``block_size`` weights (8 bits for openvino: one scale for each channel). ``data`` is the calibration data, of which
     at most ``samples`` samples are used. ``calibration`` is minmax, percentile (``percentile`` percent of the values
@@ -137,7 +137,7 @@ class Task:
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
-    """Quantizes ``src`` for the target ``config.form``. Names, dtypes, dynamic dims, opset and IR stay.
+    """Quantizes ``src`` for the kind of target ``config.form``. Names, dtypes, dynamic dims, opset and IR stay.
 
     Without ``data``, static quantization is calibrated on random inputs, and ``notes["warning"]`` says so.
 

@@ -120,14 +120,14 @@ def accumulate_torch(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> 
 def gemm_torch(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Computes ``spec`` with sums and epilogue in ``compute``. Returns (M, N) in that dtype."""
+    """Computes ``spec`` with sums and epilogue in ``compute``. Returns (M, N) in ``compute``."""
     return epilogue_torch(spec.epilogue, accumulate_torch(a, b, compute), operands)
 
 
 def conv2d_torch(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Computes ``spec`` with sums and epilogue in ``compute``. Takes NHWC, and returns NHWC in that dtype."""
+    """Computes ``spec`` with sums and epilogue in ``compute``. Takes NHWC, and returns NHWC in ``compute``."""
     wide = torch.float64 if x.dtype == torch.int8 else compute
     product = torch.nn.functional.conv2d(
         x.to(wide).permute(0, 3, 1, 2),

@@ -30,8 +30,8 @@ MAX_INT8_K = (2**31 - 1) // (128 * 128)
 class EpilogueSpec:
     """The operations between the product and the output.
 
-    ``act``: one of ``ACTS``. ``out_dtype``: one of ``OUT_DTYPES``. The four flags tell which operands there are. Raises
-    ``UnknownName`` for another activation or dtype.
+    ``act`` is one of ``ACTS``, and ``out_dtype`` one of ``OUT_DTYPES``. The four flags tell which operands exist.
+    Raises ``UnknownName`` for another activation or dtype.
     """
 
     act: str = "none"

@@ -1,6 +1,6 @@
 """The tuned table: a JSON file that gives the fastest configuration of each problem on a GPU.
 
-``accel kernels tune`` writes it and dispatch reads it. The file is always replaced whole.
+``accel kernels tune`` writes the table, and dispatch reads the table. Writes replace the whole file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def bucket(m: int) -> int:
 class Device:
     """The device that a measurement holds for.
 
-    ``library``: the hash of all kernel sources and the compiler's version.
+    ``library`` is the hash of all kernel sources and the compiler's version.
     """
 
     gpu: str
@@ -72,7 +72,7 @@ def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The winner, its median time, and its largest error over the bound when it was verified (at most 1)."""
+    """The winner, its median time, and its largest verified error over the bound (at most 1)."""
 
     config: str
     microseconds: float
@@ -99,7 +99,7 @@ class Table:
         return self.entries.get(key.text)
 
     def put(self, key: Key, entry: Entry) -> None:
-        """Adds ``entry`` and writes the file, with the entries that others have added meanwhile.
+        """Adds ``entry`` and writes the file, with the entries that other processes added meanwhile.
 
         Raises ``CannotWrite``.
         """

@@ -75,7 +75,7 @@ def _unlock(descriptor: int | None) -> None:
 
 
 class Compilers:
-    """The compilers of one build. Leaving the ``with`` ends the running ones. Temporary files go into ``scratch``."""
+    """The compilers of one build. Leaving the ``with`` ends running compilers. Temporary files go into ``scratch``."""
 
     def __init__(self, scratch: Path) -> None:
         self._environment = {**os.environ, "TMPDIR": str(scratch)}
@@ -90,11 +90,11 @@ class Compilers:
         self.end()
 
     def run(self, command: list[str]) -> str:
-        """Runs a command and returns its output. Raises ``BuildFailed`` with its first error."""
+        """Runs a command and returns its output. Raises ``BuildFailed`` with the command's first error."""
         with self._changing:
             if self._ended:
                 raise BuildFailed("the build was stopped before it compiled this file; run it again")
-            # A separate process group: nvcc starts other compilers, and the end of the build has to end them too.
+            # A separate process group, because nvcc starts other compilers, which have to end with the build.
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,

@@ -43,7 +43,7 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     """Returns the kernels of the library that this compute capability can run (None for all).
 
-    These are the tensor-core GEMMs and, in every library, the kernels of ``HAND_WRITTEN``.
+    The kernels are the tensor-core GEMMs and, in every library, those of ``HAND_WRITTEN``.
     """
     library = installed(capability)
     if library is None:
@@ -82,7 +82,7 @@ def run_gemm(
 ) -> torch.Tensor:
     """Computes ``spec`` by ``config`` of the installed library: ``a`` (M, K) and ``b`` (N, K) transposed, both dense.
 
-    Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch never passes one.
+    Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch never passes such a residual.
     """
     e = spec.epilogue
     residual = operands.get("residual")
@@ -108,8 +108,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # The variable holds the memory until the call is in the stream. torch's allocator then reuses the memory only after
-    # the call has run.
+    # ``workspace`` holds the memory until the call is in the stream. torch's allocator then reuses the memory only
+    # after the call has run.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)

@@ -1,6 +1,6 @@
 """Replaces ``act(A @ W + bias) + residual`` by ``accel::FusedGemm`` in an ONNX graph.
 
-Replaces the same pattern of a convolution by ``accel::FusedConv2d``.
+Replaces a convolution with such an epilogue by ``accel::FusedConv2d``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, F
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
 _ROUNDED = 2e-3  # the largest change of an activation at _POINTS if its constants are bf16
-_LONGEST = 12  # the most nodes of an activation; GELU by tanh has nine
+_LONGEST = 12  # the largest number of nodes of an activation; GELU by tanh has nine
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -41,7 +41,7 @@ _ACT_WITH = {"Erf": "gelu_erf", "Tanh": "gelu_tanh", "Sigmoid": "silu", "Exp": "
 class _Match:
     """A chain of nodes found so far: its operation, its operands, its last value, its nodes.
 
-    ``geometry``: the sizes of a convolution, None for a product.
+    ``geometry`` has the sizes of a convolution, and is empty for a product.
     """
 
     product: str
@@ -262,8 +262,8 @@ def _take_act(match: _Match, graph: _Graph) -> None:
 def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
     """Finds an activation of ``x`` written out in arithmetic. Returns its name and its nodes, the result last.
 
-    GELU can be written in many ways, so its values decide. Computes everything that follows from ``x`` and constants,
-    until it ends in one value. Then compares this value with the activation that uses the same function.
+    GELU can be written in many ways, so the values decide. Computes the nodes after ``x`` until a single value remains,
+    and compares that value with the activation that uses the same function (e.g. Erf).
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

@@ -43,7 +43,8 @@ def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> d
 
 
 def _epilogue_of(operands: dict[str, torch.Tensor], placeholder: torch.Tensor) -> list[torch.Tensor]:
-    """Returns every operand that an epilogue can have, dense. A missing one is ``placeholder``, which isn't read."""
+    """Returns every operand that an epilogue can have, dense. A missing operand is ``placeholder``, which isn't
+    read."""
     names = ("bias", "residual", "row_scale", "col_scale")
     return [operands[name].contiguous() if name in operands else placeholder for name in names]
 
@@ -58,7 +59,7 @@ def run_gemm(
     *,
     interpreted: bool = False,
 ) -> torch.Tensor:
-    """Computes ``spec`` by ``config``. ``kernels``: the module with the Triton source."""
+    """Computes ``spec`` by ``config``. ``kernels`` is the module with the Triton source."""
     e = spec.epilogue
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
     given = _epilogue_of(operands, a)
