@@ -12,6 +12,7 @@ from accel.errors import StageFailed, one_line
 from accel.progress import report
 from accel.proof.compare import rel_l2
 from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
+from accel.spelling import option
 from accel.tables.limits import CAST_LIMITS
 
 from .retype import Retyped, retype
@@ -92,7 +93,7 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
         if not found:
             return Searched(retyped, kept, errors, rounds)
         kept |= found
-        del rounded  # frees its memory before the next model needs as much
+        del rounded  # frees memory before the next model is loaded
     raise StageFailed(
         f"the model still has infinities in {_label(source)} with {len(kept)} nodes in float32; use fp32 or bf16"
     )
@@ -125,7 +126,8 @@ def _compare(
         except Exception as error:
             reason = one_line(error, 200)
             raise StageFailed(
-                f"the cast model doesn't run ({reason}); keep the node in float32 with --cast keep-fp32=NAME"
+                f"the cast model doesn't run ({reason}); keep the node in float32 with "
+                f"{option('cast', ['keep-fp32=NAME'])}"
             ) from error
         for name, value in found.items():
             seen[name] = _look(wanted[name], value, top if name in masked else math.inf, name in measured)

@@ -13,8 +13,8 @@ from accel.sources.onnx.weights import weight_array
 from ..graph.names import nodes_matching
 from .source import FLOAT, Source, largest, to_low
 
-# Nodes in which a constant beyond the format's range is a mask or a bound. Such a constant may be clamped,
-# because a mask or a bound only has to be very low or very high.
+# Nodes in which a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped, because it
+# only has to be very low or very high.
 MASKING = frozenset(
     {
         "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import StageFailed, UnknownName, UnsupportedHere, one_line
 from accel.progress import report
+from accel.spelling import option
 from accel.stage import StageConfig
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class CastConfig(StageConfig):
 def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     """Casts the float32 tensors of ``src`` to 16 bits, except at nodes that need float32.
 
-    Such nodes have no 16-bit schema at this opset, compute sizes or positions, have constants (such as an epsilon) that
-    the format would lose, or overflowed in a run with real rounding. ``notes["kept_fp32"]`` lists the float32 nodes
-    with reasons.
+    Nodes that need float32 have no 16-bit schema at this opset, compute sizes or positions, have constants (such as an
+    epsilon) that the format would lose, or overflowed in a run with real rounding. ``notes["kept_fp32"]`` lists the
+    float32 nodes with reasons.
 
     Masks stay masks: a constant beyond the format's range in a Where, an Add and similar nodes becomes the format's
     lowest number. Raises ``CastFailed``, and ``UnknownName`` if the precision is unknown or a pattern matches nothing.
@@ -122,7 +123,7 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
             stuck[cause] = stuck.get(cause, 0) + size
     if sum(stuck.values()) > sum(sizes.values()) / 2:
         reason, newer = max(stuck, key=lambda cause: stuck[cause])
-        advice = f"export with --opset {newer}" if newer else "keep it in float32"
+        advice = f"export with {option('opset', newer)}" if newer else "keep the model in float32"
         raise UnsupportedHere(f"most weights of {src.path} can't become {precision}: {reason}; {advice}")
     if not any(source.castable(index) for index in range(len(source.nodes))):
         raise UnsupportedHere(f"{src.path} has no float32 tensor that can become {precision}; leave out the cast")
@@ -143,7 +144,7 @@ def _check_types(model: Any) -> None:
         if "No schema registered" not in str(error):
             raise CastFailed(
                 f"the cast model has contradicting types ({one_line(error)}); keep the node in float32 with "
-                "--cast keep-fp32=NAME"
+                f"{option('cast', ['keep-fp32=NAME'])}"
             ) from error
 
 
@@ -163,5 +164,5 @@ def _check_loads(path: Path) -> None:
     except Exception as error:
         raise CastFailed(
             f"ONNX Runtime refuses the cast model ({one_line(error)}); keep the node in float32 with "
-            "--cast keep-fp32=NAME"
+            f"{option('cast', ['keep-fp32=NAME'])}"
         ) from error

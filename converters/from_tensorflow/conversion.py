@@ -18,6 +18,7 @@ from accel.progress import report
 from accel.sources.onnx.file import one_line, opset_of, read_proto
 from accel.sources.tensorflow.process import in_tensorflow, require_tensorflow
 from accel.sources.tensorflow.source import TensorFlowSpec
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from ..graph.names import Contract, give_names
@@ -27,7 +28,7 @@ from .layout import LAYOUTS
 if TYPE_CHECKING:
     import onnx
 
-# The newest opset that tf2onnx writes. onnx's version converter raises it further.
+# The newest opset that tf2onnx writes. onnx's version converter raises the opset further.
 TF2ONNX_OPSET = 18
 
 # The model, notes on its layout, and the tensor names of inputs and outputs by the user's names.
@@ -217,7 +218,7 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
         except Exception as error:
             raise ExportFailed(
                 f"{where} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); "
-                f"pass --opset {opset_of(model)}"
+                f"pass {option('opset', opset_of(model))}"
             ) from error
     del model.graph.value_info[:]  # the converter's own symbols would replace the names of the dims
     model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)

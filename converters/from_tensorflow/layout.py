@@ -1,8 +1,8 @@
 """The layout of images in models from TensorFlow, and the transposes that this layout costs.
 
-TensorFlow's images have their channels last, and ONNX's convolutions take them first. If each operator is translated by
-itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph until they
-cancel. Inputs and outputs keep their layout, so at best only the ends of the graph are transposed.
+TensorFlow's images have their channels last, and ONNX's convolutions take channels first. If each operator is
+translated by itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph
+until they cancel. Inputs and outputs keep their layout, so at best only the ends of the graph are transposed.
 """
 
 from __future__ import annotations

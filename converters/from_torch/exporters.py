@@ -30,7 +30,7 @@ def example(src: Artifact) -> tuple[Any, ...]:
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # If a dim has a step, the exporter sees the number of steps. That number must not be 1 either.
+        # If a dim has a step, the exporter sees the number of steps, which must not be 1 either.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -66,7 +66,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             custom_translation_table=_translations(),
         )
     if program is None:
-        raise ExportFailed("it returned no program")
+        raise ExportFailed("torch.onnx.export returned no program")
     tensors = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
     large = sum(tensor.nbytes for tensor in tensors) > onnx_write.SINGLE_FILE_BYTES
     with _apart(out) as exported:

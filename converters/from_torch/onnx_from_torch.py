@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from accel.progress import report
 from accel.proof.gates import OutputGate, worst_result
 from accel.sources.onnx.file import describe, external_files, read_proto
 from accel.sources.output_specs import farthest
+from accel.spelling import is_command_line, option
 from accel.stage import GateResult, Proof, StageConfig
 from accel.tables.limits import EXPORT_LIMITS
 from accel.tables.stage_table import get_stage
@@ -81,7 +83,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             with _quiet() as said:
                 _RUNGS[rung](src, config.opset, out)
             if by_values and (branches := _branches(said)):
-                raise ExportFailed(f"it holds one branch of {branches}")
+                raise ExportFailed(f"the file holds one branch of {branches}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
@@ -138,8 +140,9 @@ def _advice(src: Artifact) -> str:
     if not src.signature.dims:
         return ""
     sizes = src.signature.sizes()
-    fixed = " ".join(f"--input '{replace(spec, shape=spec.resolve(sizes))}'" for spec in src.signature.inputs)
-    return f"; try one size instead of a dynamic one: {fixed}"
+    fixed = [str(replace(spec, shape=spec.resolve(sizes))) for spec in src.signature.inputs]
+    fixed = [shlex.quote(text) for text in fixed] if is_command_line() else fixed
+    return f"; try one size instead of a dynamic one: {option('inputs', fixed)}"
 
 
 def _too_far(src: Artifact) -> str:
@@ -164,8 +167,8 @@ def _too_far(src: Artifact) -> str:
                     else (replace(bounds, min=last), "at least")
                 )
                 return (
-                    f"PyTorch itself can't run it at {dim} {end} ({reason}), its {dim} is {most} {last}: "
-                    f"give --dim {dim}={runs}"
+                    f"PyTorch itself can't run the model at {dim} {end} ({reason}), the model's {dim} is "
+                    f"{most} {last}: give {option('dims', {dim: str(runs)})}"
                 )
     return ""
 
@@ -218,11 +221,11 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
     _, properties = describe(out)
     if properties["opset"] != config.opset:
-        raise OpsetNotGiven(f"it wrote opset {properties['opset']}, not {config.opset}")
+        raise OpsetNotGiven(f"the exporter wrote opset {properties['opset']}, not {config.opset}")
     try:
         onnx.checker.check_model(str(out), full_check=True)
     except Exception as error:
-        raise ExportFailed(f"its file fails the checker: {one_line(error)}") from error
+        raise ExportFailed(f"the file fails the checker: {one_line(error)}") from error
     companions = external_files(read_proto(out))
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)
@@ -237,7 +240,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     failed = [r for r in results if r.passed is False]
     if failed:
         raise OutputsOff(
-            f"its outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} "
+            f"the file's outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} "
             f"(limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
             failed,
         )

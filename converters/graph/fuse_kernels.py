@@ -13,6 +13,7 @@ from pathlib import Path
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed, one_line
 from accel.sources.onnx.file import read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 
@@ -42,7 +43,9 @@ def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifac
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
-        raise FusedGraphInvalid(f"the fused graph is not valid ({one_line(error)}); run without --kernels") from error
+        raise FusedGraphInvalid(
+            f"the fused graph is not valid ({one_line(error)}); leave out {option('kernels')}"
+        ) from error
     with beside(out) as temporary:
         onnx.save(model, str(temporary))
     counts = dict(sorted(Counter(fused).items()))

@@ -76,7 +76,7 @@ def _declare(graph: onnx.GraphProto, starts: Mapping[str, TensorSpec], ends: Map
 
 
 def _drop_identities(graph: onnx.GraphProto, outputs: set[str], inputs: set[str]) -> None:
-    """Removes the Identity in front of an output if nothing else reads its input."""
+    """Removes the Identity in front of an output if no other node reads the Identity's input."""
     constants = {t.name for t in graph.initializer}
     readers: dict[str, int] = {}
     for node in graph.node:

@@ -15,6 +15,7 @@ from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, nump
 from accel.sources.onnx.file import opset_of
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
@@ -87,7 +88,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         model = _converted(model, opset, path)
         as_weights(model, apart)
     if _quantizers(model) != before:
-        raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out --opset")
+        raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out {option('opset')}")
     least = int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
     model.ir_version = max(int(model.ir_version), least)
     if config.max_ir is not None and model.ir_version > config.max_ir:
@@ -109,7 +110,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
     if fault := check_file(out):
-        raise NotBroughtOver(f"{path} fails the checker at opset {opset}: {fault}; pass another --opset")
+        raise NotBroughtOver(f"{path} fails the checker at opset {opset}: {fault}; pass another opset")
     return {"repaired": repaired}
 
 
@@ -158,7 +159,9 @@ def _redeclared(
     for spec in declared:
         new = wanted.get(spec.name, spec)
         if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
-            raise BadInputSpec(f"the model takes {spec}, not {new}; only sizes can be changed, correct --input")
+            raise BadInputSpec(
+                f"the model takes {spec}, not {new}; only sizes can be changed, correct {option('inputs')}"
+            )
         if new.shape != spec.shape:
             repaired.append(
                 f"the input was declared {spec} and is {new} now: the user said so, and the model runs at those sizes"
@@ -179,7 +182,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
     except Exception as error:
         if opset > before:
             raise NotBroughtOver(
-                f"{path} can't be brought from opset {before} to {opset} ({one_line(error)}); leave out --opset"
+                f"{path} can't be brought from opset {before} to {opset} ({one_line(error)}); leave out "
+                f"{option('opset')}"
             ) from error
         made = _stepped_down(model, opset)
     _drop_newer_attributes(made.graph, before, opset)
@@ -293,7 +297,7 @@ def _observe_outputs(
         except Exception as error:
             shapes = shapes_of(feeds)
             fix = step_advice(signature, partial(session.run, names))
-            fix = fix or "; correct --input or --dim"
+            fix = fix or f"; correct {options('inputs', 'dims')}"
             raise NotBroughtOver(f"{path} doesn't run on {shapes} ({one_line(error)}){fix}") from error
     was = {spec.name: spec for spec in declared}
     for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):

@@ -11,6 +11,7 @@ from accel.artifact import Artifact
 from accel.errors import BadInputSpec, StageFailed
 from accel.signature import Dim, DimRange, Signature, TensorSpec, merged_ranges
 from accel.sources.onnx.file import opset_of, read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from .names import rename_in_nodes
@@ -140,9 +141,9 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     own = "NCHW" if axis == 1 else "NHWC"
     layout, dtype = config.layout or own, config.dtype or spec.dtype
     if layout not in ("NCHW", "NHWC"):
-        raise BadInputSpec(f"unknown layout {layout!r}; --layout takes NCHW or NHWC")
+        raise BadInputSpec(f"unknown layout {layout!r}; use NCHW or NHWC")
     if dtype not in ("uint8", "float32", "float16"):
-        raise BadInputSpec(f"images come as uint8, float32 or float16, not {dtype!r}; correct --dtype")
+        raise BadInputSpec(f"images are uint8, float32 or float16, not {dtype!r}; use one of these dtypes")
     scale, shift = _affine(config, channels, dtype)
     height, width = _incoming_size(spec, axis, signature, config)
     shape = [spec.shape[0], channels, height, width] if layout == "NCHW" else [spec.shape[0], height, width, channels]
@@ -160,7 +161,9 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     if config.resize is not None:  # ONNX Runtime scales images with channels first
         sizes = steps.constant("resize", np.array(config.resize, dtype=np.int64))
         if opset_of(model) < 18:
-            raise NotPreprocessed(f"--resize needs opset 18, the model has {opset_of(model)}; pass --opset 18")
+            raise NotPreprocessed(
+                f"a resize needs opset 18, the model has {opset_of(model)}; pass {option('opset', 18)}"
+            )
         steps.add("Resize", "", "", sizes, mode="linear", coordinate_transformation_mode="half_pixel", axes=[2, 3])
     around = (channels, 1, 1) if layout == "NCHW" else (channels,)
     if np.any(scale != 1):
@@ -195,7 +198,7 @@ def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: Pr
     for has, wanted in zip((height, width), config.resize, strict=True):
         if isinstance(has, int) and has != wanted:
             raise BadInputSpec(
-                f"the model takes {height}x{width} pixels, not {config.resize[0]}x{config.resize[1]}; correct --resize"
+                f"the model takes {height}x{width} pixels, not {config.resize[0]}x{config.resize[1]}; correct the size"
             )
         if isinstance(has, str):
             signature.known({has: wanted})
@@ -247,7 +250,7 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
     kind, count = parse_postprocess(what)
     if len(signature.outputs) != 1 or not signature.outputs[0].dtype.startswith("float"):
         given = ", ".join(map(str, signature.outputs))
-        raise NotPreprocessed(f"--postprocess needs one output of scores, the model gives {given}")
+        raise NotPreprocessed(f"postprocessing needs one output of scores, the model gives {given}")
     spec = signature.outputs[0]
     classes = spec.shape[-1] if spec.shape else 1
     if isinstance(classes, int) and count > classes:
@@ -284,5 +287,5 @@ def parse_postprocess(text: str) -> tuple[str, int]:
         or (kind == "topk") != bool(colon)
         or (colon and (not number.isdigit() or number == "0"))
     ):
-        raise BadInputSpec(f"unknown --postprocess {text!r}; it takes softmax, argmax or topk:K, e.g. topk:5")
+        raise BadInputSpec(f"unknown postprocessing {text!r}; use softmax, argmax or topk:K, e.g. topk:5")
     return kind, int(number or 0)

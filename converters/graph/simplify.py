@@ -1,4 +1,4 @@
-"""ONNX to a simpler ONNX model that computes the same: constants folded, batch norms merged, dead nodes removed."""
+"""Simplifies ONNX without changing its outputs: folds constants, merges batch norms, removes dead nodes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[
     companions = write_onnx(model, out)
     fault = check_file(out)
     if fault:
-        raise StageFailed(f"the resulting ONNX file doesn't pass the checker ({fault}); export with another --opset")
+        raise StageFailed(f"the resulting ONNX file doesn't pass the checker ({fault}); export with another opset")
     dims = {dim: sizes for dim, sizes in src.signature.dims.items() if dim in signature.dynamic_dims}
     return Artifact(
         path=out,

@@ -19,6 +19,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from accel.runtimes.onnx_rounded import elem_types, tensor_types
 from accel.sources.onnx.file import read_proto
 from accel.sources.onnx.weights import read_detached
+from accel.spelling import option
 
 from .calibrate import Histograms, collect
 from .histogram import value_range
@@ -161,7 +162,7 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
         if value.name in originals:
             raise QuantizeFailed(
                 f"the output {value.name!r} would be quantized; keep the node that makes it in float with "
-                "--quantize keep=NAME"
+                f"{option('quantize', ['keep=NAME'])}"
             )
     onnx.save(model, str(path))
 

@@ -132,7 +132,7 @@ def _scale_rows(
 def _fold(
     model: onnx.ModelProto, norm: NodeProto, weights: Mapping[str, onnx.TensorProto], factors: np.ndarray
 ) -> bool:
-    """Divides scale and bias of a layer normalization by ``factors``. Returns whether the division is possible.
+    """Divides scale and bias of a layer normalization by ``factors``. Returns False if the division is impossible.
 
     Does nothing if another node reads the scale or bias, or if the normalization is not along the last axis.
     """

@@ -15,6 +15,7 @@ from accel.errors import AccelError, CannotWrite, ChildCrashed, MissingExtra, St
 from accel.machine import int8_saturates
 from accel.progress import report
 from accel.signature import Signature
+from accel.spelling import option
 from accel.stage import StageConfig
 from accel.tables.precision import PRECISIONS
 
@@ -221,7 +222,7 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
 
     precision = describe_model(model)[1]["precision"]
     if precision in PRECISIONS and PRECISIONS[precision].quantized:
-        raise UnsupportedHere(f"{src.path} is quantized already; start from its float32 form")
+        raise UnsupportedHere(f"{src.path} is quantized already; start from the float32 model")
     if precision != "fp32":
         raise UnsupportedHere(
             f"{src.path} is {precision}; quantize the float32 model, then cast the result to {precision}"
@@ -230,7 +231,9 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
     if opset_of(model) < least:
         what = "int8" if least == PRECISIONS["int8"].min_opset else config.mode
         have = opset_of(model)
-        raise UnsupportedHere(f"{what} needs opset >= {least}, {src.path} has {have}; pass --opset {max(20, least)}")
+        raise UnsupportedHere(
+            f"{what} needs opset >= {least}, {src.path} has {have}; pass {option('opset', max(20, least))}"
+        )
 
 
 def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
@@ -238,7 +241,9 @@ def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
 
     found: dict[str, Any] = {"calibration": config.calibration}
     if config.data is None:
-        found["warning"] = "calibrated on random inputs: the ranges are not those of real data; pass --data"
+        found["warning"] = (
+            "calibrated on random inputs, whose ranges differ from those of real data; give calibration data"
+        )
         return found
     stream = SampleStream(config.data, src.signature)
     for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # fails early on samples that don't fit
@@ -301,13 +306,17 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     except ChildCrashed as error:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
-                f"a tensor inside the model is NaN on the calibration data of the form {task.config.form}, so it has "
+                f"a tensor inside the model is NaN on the calibration data for {task.config.form}, so it has "
                 "no range; correct the operation that makes the NaN, leave such samples out, or keep the nodes that "
-                "read the tensor in float with --quantize keep=NODE"
+                f"read the tensor in float with {option('quantize', ['keep=NODE'])}"
             ) from error
-        raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error
+        raise QuantizeFailed(
+            f"quantization for {task.config.form} failed ({error}); use fp32 or fp16 instead"
+        ) from error
     except OSError as error:
-        raise CannotWrite(f"can't write the form {task.config.form} ({error}); free some space") from error
+        raise CannotWrite(
+            f"can't write the model quantized for {task.config.form} ({error}); free some space"
+        ) from error
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:

@@ -18,6 +18,7 @@ from accel.runtimes.openvino import reason
 from accel.signature import TensorSpec
 from accel.sources.onnx.file import describe as describe_onnx
 from accel.sources.onnx.file import external_files, read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from ..graph.read_ir import RT_INFO, describe, load_openvino
@@ -65,7 +66,7 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
             "another opset"
         ) from error
     except OSError as error:
-        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
+        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another {option('out')}") from error
     signature, found = describe(out)
     ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
     return Artifact(
@@ -115,5 +116,5 @@ def _refusal(name: str, said: str) -> str:
         return f"OpenVINO can't convert {name}: {shortened(said)}; export it with another opset"
     return (
         f"OpenVINO can't convert the operator {found[1]} of {name} ({shortened(found[2])}); another opset doesn't "
-        "help: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
+        "help: keep the model as ONNX, which ONNX Runtime runs (the target ort-cpu)"
     )

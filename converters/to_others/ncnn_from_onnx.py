@@ -131,7 +131,7 @@ def _advice(src: Artifact) -> str:
     kinds = {node.op_type for node in read_proto(src.path).graph.node}
     if loops := sorted(kinds & {"Loop", "Scan", "If"}):
         named = ", ".join(loops)
-        return f"it holds the operator {named}: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
+        return f"the model holds the operator {named}: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
     return "simplify the model or use another target"
 
 

@@ -122,12 +122,12 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
         )
     except SystemExit as error:  # onnx2tf calls sys.exit if it gives up
         place = _operator_of(error)
-        raise NotTensorFlow(f"onnx2tf gave up on {place or 'an operator'}; choose another --to").at(place) from error
+        raise NotTensorFlow(f"onnx2tf gave up on {place or 'an operator'}; choose another format").at(place) from error
     except Exception as error:  # onnx2tf and TensorFlow may raise anything
         place = _operator_of(error)
-        at = f" (it was at {place})" if place else ""
+        at = f" (at {place})" if place else ""
         reason = one_line(f"{type(error).__name__}: {error}", 240)
-        message = f"onnx2tf can't write {path.name} as a SavedModel{at}: {reason}; choose another --to"
+        message = f"onnx2tf can't write {path.name} as a SavedModel{at}: {reason}; choose another format"
         raise NotTensorFlow(message).at(place) from error
     loaded = tf.saved_model.load(str(first))
     function = loaded.signatures["serving_default"]
@@ -187,7 +187,9 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
         if not same and len(wanted) == len(given) == 1:
             same = given
         if not same:
-            raise NotTensorFlow(f"onnx2tf lost the name {name!r} (it has {', '.join(given)}); choose another --to")
+            raise NotTensorFlow(
+                f"onnx2tf lost the name {name!r} (the SavedModel has {', '.join(given)}); choose another format"
+            )
         found[name] = same[0]
     return found
 
@@ -224,10 +226,12 @@ def _turned(
         if not fits:
             raise NotTensorFlow(
                 f"onnx2tf changed the shape of the output {name!r} from {list(wanted[name].shape)} to "
-                f"{list(value.shape)}; choose another --to"
+                f"{list(value.shape)}; choose another format"
             )
         off, best = min(fits)
         if off > AXES_LIMIT * max(1.0, float(np.abs(wanted[name]).max(initial=0.0))):
-            raise NotTensorFlow(f"onnx2tf changed the values of the output {name!r}, by {off:.2g}; choose another --to")
+            raise NotTensorFlow(
+                f"onnx2tf changed the values of the output {name!r}, by {off:.2g}; choose another format"
+            )
         turned[name] = [] if best == sorted(best) else best
     return turned

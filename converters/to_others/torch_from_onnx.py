@@ -69,7 +69,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
             problem = error
     if program is None:
         raise NotTorch(
-            f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)}); choose another --to"
+            f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)}); choose another format"
         ) from problem
     written = io.BytesIO()  # torch's own writer ends the process if the disk is full
     torch.export.save(program, written)

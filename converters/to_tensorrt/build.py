@@ -133,7 +133,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     runtime = trt.Runtime(make_logger(trt, log))
     data = path.read_bytes()
     if not data:
-        return "it is empty"
+        return "the file is empty"
     if problem := engine_problem(trt, log, runtime, data):
         return problem
     capability = _capability() if plugins else None
@@ -146,7 +146,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     # Header and layout are read before the first call to CUDA. Without a GPU a good file fails only at that call.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
-    return f"it is corrupt or truncated ({_first_reason(log.errors)})"
+    return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
 
 
 def _capability() -> str | None:
@@ -177,7 +177,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             thread.start()
             break
     else:
-        raise EngineNotBuilt("not enough memory for the stack of the builder; free some or raise ulimit -v")
+        raise EngineNotBuilt("not enough memory for the stack of the builder; free some memory or raise ulimit -v")
     threading.stack_size(before)
     thread.join()
     if failed:
@@ -190,8 +190,8 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
         builder = trt.Builder(logger)
     except (TypeError, RuntimeError) as error:  # pybind raises these if a factory returns nothing
         raise UnsupportedHere(
-            f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or with "
-            "--target tensorrt-rtx"
+            f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or for "
+            "the target tensorrt-rtx"
         ) from error
     return builder
 

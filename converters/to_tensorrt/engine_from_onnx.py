@@ -16,6 +16,7 @@ from accel.runtimes.engine_options import HARDWARE
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, check_capability, toolkit_runtime
 from accel.signature import Dim, Signature, TensorSpec
 from accel.sources.onnx.file import describe_model, external_files, read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from .profiles import OptimizationProfile, default_profile, merged_dims, parse_profiles
@@ -64,12 +65,12 @@ class EngineFromOnnxConfig(StageConfig):
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
                 "engines of tensorrt-rtx run with one version of the toolkit and on the named GPUs; leave out "
-                "version-compatible and hardware, and give --compute-capability for each GPU"
+                f"version-compatible and hardware, and give {option('compute_capabilities')} for each GPU"
             )
 
         if self.toolkit == "tensorrt-rtx" and self.kernels:
             raise UnsupportedHere(
-                "tensorrt-rtx can't use accel's plugins; leave out kernels, and it builds their function bodies"
+                "tensorrt-rtx can't use accel's plugins; leave out kernels to build their function bodies"
             )
         if self.kernels and not self.plugin_library:
             object.__setattr__(self, "plugin_library", _plugin_digest())
@@ -166,7 +167,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
             "another opset"
         ) from error
     except OSError as error:
-        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
+        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another {option('out')}") from error
     return built
 
 
@@ -220,5 +221,5 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
             "accel.converters.to_tensorrt.build:check", path=path, toolkit=toolkit, plugins=plugins
         )
     except ChildCrashed as error:
-        problem = f"it crashes the runtime ({error})"
+        problem = f"the file crashes the runtime ({error})"
     return f"{path}: {problem}; build it again" if problem else None

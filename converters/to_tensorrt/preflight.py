@@ -20,7 +20,7 @@ IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
 # The fixes to advise if the rewritten graph computes other outputs.
-NEEDS_FLOAT64 = "change the model so that float32 is enough, or use --target ort-cpu, which computes in float64"
+NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
 # The first compute capability that has the dtype.

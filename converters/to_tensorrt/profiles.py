@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from accel.errors import BadInputSpec
 from accel.signature import DimRange, Signature
+from accel.spelling import is_command_line, option
 
 _SHAPE = re.compile(r"^\d+(x\d+)*$")
 _FORM = "write NAME=MIN,OPT,MAX, e.g. input_ids=1x8,8x128,64x512"
@@ -146,9 +147,11 @@ def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRa
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]
     if missing:
         names = ", ".join(repr(shapes.name) for shapes in missing)
-        lines = " ".join(f"--profile {shlex.quote(str(shapes))}" for shapes in missing)
+        texts = [shlex.quote(str(shapes)) if is_command_line() else str(shapes) for shapes in missing]
         several = "s" if len(missing) > 1 else ""
-        raise BadInputSpec(f"the profile has no shapes for the dynamic input{several} {names}; add {lines}")
+        raise BadInputSpec(
+            f"the profile has no shapes for the dynamic input{several} {names}; add {option('profiles', texts)}"
+        )
 
 
 def _shapes_at(signature: Signature, ranges: Mapping[str, DimRange]) -> list[InputShapes]:

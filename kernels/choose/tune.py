@@ -271,7 +271,7 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
     """Returns the error that the sums of fp8 tensor cores add to the bound.
 
     The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). Every four steps, the sum is added
-    to an fp32 sum. Each of the four steps can add an error of 2**-13 of the largest partial sum.
+    to an fp32 sum. Each step can add an error of 2**-13 of the largest partial sum.
     """
     magnitude = a.double().abs() @ b.double().abs()
     for name, dim in (("row_scale", 1), ("col_scale", 0)):
@@ -333,7 +333,7 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
     Raises ``UnsupportedHere`` if there is no GPU, or no configuration for the problem on it.
     """
     if not torch.cuda.is_available():
-        raise UnsupportedHere("no NVIDIA GPU here; accel kernels tune times the kernels on the GPU that is there")
+        raise UnsupportedHere("no NVIDIA GPU here; run accel kernels tune on the machine with the GPU")
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
         sets = rotated_operands(spec, where)

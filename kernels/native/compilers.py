@@ -93,7 +93,7 @@ class Compilers:
         """Runs a command and returns its output. Raises ``BuildFailed`` with the command's first error."""
         with self._changing:
             if self._ended:
-                raise BuildFailed("the build was stopped before it compiled this file; run it again")
+                raise BuildFailed("the build was stopped before this file was compiled; run the build again")
             # A separate process group, because nvcc starts other compilers, which have to end with the build.
             process = subprocess.Popen(
                 command,
@@ -110,7 +110,9 @@ class Compilers:
         if process.returncode:
             lines = [line.strip() for line in (err + out).splitlines() if re.search(r"error|fatal", line)]
             first = lines[0] if lines else f"exit code {process.returncode}"
-            raise BuildFailed(f"{Path(command[0]).name} failed: {first[:300]}; run it by hand: {' '.join(command)}")
+            raise BuildFailed(
+                f"{Path(command[0]).name} failed: {first[:300]}; run the command by hand: {' '.join(command)}"
+            )
         return err + out
 
     def end(self) -> None:

@@ -73,7 +73,7 @@ def _library_for(device: torch.device) -> tuple[Library, int]:
     on_gpu = device.type == "cuda"
     library = installed(torch.cuda.get_device_capability(device) if on_gpu else None)
     if library is None:
-        raise UnsupportedHere("no kernel library of these sources here; run accel kernels build --arch native")
+        raise UnsupportedHere("no kernel library was built from these sources; run accel kernels build --arch native")
     return library, int(torch.cuda.current_stream(device).cuda_stream) if on_gpu else 0
 
 
@@ -88,7 +88,7 @@ def run_gemm(
     residual = operands.get("residual")
     if residual is not None and residual.dtype != TORCH_DTYPES[e.out_dtype]:
         raise BadFeeds(
-            f"{config.name} takes a residual in {e.out_dtype}, and this one is {residual.dtype}; use another kernel"
+            f"{config.name} takes a residual in {e.out_dtype}, and the residual is {residual.dtype}; use another kernel"
         )
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)

@@ -105,7 +105,7 @@ class FusedGemm:
         if self.act not in ACTS or self.product not in PRODUCTS:
             raise UnknownName(f"no FusedGemm for {self.product} and {self.act}; the activations are {', '.join(ACTS)}")
         if self.dtype not in DTYPES or self.operand not in (None, *OPERANDS):
-            raise UnknownName(f"no FusedGemm for this dtype; its output is one of {', '.join(DTYPES.values())}")
+            raise UnknownName(f"no FusedGemm for this dtype; the output is one of {', '.join(DTYPES.values())}")
 
     @property
     def wide(self) -> bool:

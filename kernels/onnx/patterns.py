@@ -14,6 +14,7 @@ import numpy as np
 
 import onnx
 from accel.errors import UnsupportedHere
+from accel.spelling import option
 from onnx import helper, numpy_helper
 
 from ..catalogue.reference import act_numpy
@@ -120,7 +121,7 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
         raise UnsupportedHere(
             f"the model has opset {opset} and IR {model.ir_version}, and local functions need opset {MIN_OPSET} and IR "
-            f"{MIN_IR}; export it again with --opset 20"
+            f"{MIN_IR}; export it again with {option('opset', 20)}"
         )
     graph = _Graph(model)
     functions: dict[str, onnx.FunctionProto] = {}

@@ -84,7 +84,7 @@ def _tensor_cores(progress: Progress) -> Proof:
     what = "tensor-core GEMMs (CUTLASS)"
     path = find_library(capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
     if path is None:
-        missing = "no library of these sources here; run accel kernels build --arch sm_90a (minutes)"
+        missing = "no library was built from these sources; run accel kernels build --arch sm_90a (minutes)"
         return Proof(what=what, passed=None, detail=missing)
     progress("reading the library", None)
     try:

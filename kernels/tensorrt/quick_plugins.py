@@ -123,7 +123,7 @@ def without_scratch(ptx: str, kept: int) -> str:
     for at in range(kept, len(parameters)):
         if re.search(rf"\b{re.escape(entry[1])}_param_{at}\b", body):
             raise BuildFailed(
-                "the kernel reads Triton's scratch memory, which TensorRT doesn't provide; don't register it"
+                "the kernel reads Triton's scratch memory, which TensorRT doesn't provide; don't register the operator"
             )
     text = ",\n\t".join(parameters[:kept])
     return ptx[: entry.start(2)] + text + ptx[entry.end(2) :]

@@ -65,9 +65,9 @@ class FuseReport:
 def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None) -> tuple[nn.Module, FuseReport]:
     """Returns a fused copy of ``module``, and the report. ``module`` itself stays unchanged.
 
-    ``example_inputs`` are the positional inputs to verify the copy with. Without example inputs, no shape is known.
-    Then residual sums aren't fused, a module that can't be traced (control flow, optional inputs) is fused layer by
-    layer, and each fused layer is verified alone with random inputs.
+    ``example_inputs`` are the positional inputs to verify the copy with. Without example inputs, residual sums aren't
+    fused, because no shape is known. A module that can't be traced (control flow, optional inputs) is then fused layer
+    by layer, and each fused layer is verified alone with random inputs.
 
     Raises ``UnsupportedHere`` if a submodule is in training mode, and ``GateFailed`` if the outputs differ.
     """
@@ -213,7 +213,7 @@ def _operation(layer: nn.Module) -> str:
 def _obstacle(layer: nn.Module) -> str:
     """Returns why this layer can't be replaced, or "" if it can."""
     if type(layer) not in (nn.Linear, nn.Conv2d):
-        return f"{type(layer).__name__} is a class of its own"
+        return f"{type(layer).__name__} is a subclass"
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "its weights are computed (parametrized)"
     if layer._forward_hooks or layer._forward_pre_hooks:

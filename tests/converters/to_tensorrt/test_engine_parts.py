@@ -147,7 +147,7 @@ def test_engine_options_that_are_none(text: str) -> None:
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
     """Fails if TensorRT-RTX accepts one of these options. The first breaks the build, and TensorRT-RTX silently ignores
     the second."""
-    with pytest.raises(UnsupportedHere, match="--compute-capability for each"):
+    with pytest.raises(UnsupportedHere, match="compute_capabilities= for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 
 
