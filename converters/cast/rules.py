@@ -13,8 +13,8 @@ from accel.sources.onnx.weights import weight_array
 from ..graph.names import nodes_matching
 from .source import FLOAT, Source, largest, to_low
 
-# Nodes in which a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped, because it
-# only has to be very low or very high.
+# In these nodes, a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped, because
+# it only has to be very low or very high.
 MASKING = frozenset(
     {
         "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",
@@ -33,7 +33,7 @@ _EPSILON_FLOW = frozenset(
 )
 _EPSILON_ENDS = frozenset({"Div", "Mul"})
 
-# Arithmetic on sizes and positions. The arithmetic has to be exact if the result becomes an integer.
+# Arithmetic on sizes and positions. Index arithmetic has to be exact if the result becomes an integer.
 _INDEX_FLOW = frozenset(
     {
         "Abs", "Add", "Cast", "Ceil", "Clip", "Concat", "Div", "Expand", "Floor", "Gather", "Identity", "Max", "Min",

@@ -19,11 +19,11 @@ FLOAT = int(TensorProto.FLOAT)
 FORMATS = {"fp16": int(TensorProto.FLOAT16), "bf16": int(TensorProto.BFLOAT16)}
 _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloat16", FLOAT: "float32"}
 
-# Nodes that take float inputs of any dtype. The inputs of such a node need no Cast.
+# Nodes that take float inputs of any dtype, and so need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Nodes whose dtype is an attribute or follows from an attribute. The cast leaves these nodes in float32. In 16 bits,
-# random nodes would also return other numbers.
+# The cast leaves nodes in float32 whose dtype is an attribute or follows from an attribute. In 16 bits, random nodes
+# would also return other numbers.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",

@@ -22,7 +22,8 @@ def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProt
     transposes in the result, and ``inside`` those of them that touch neither an input nor an output.
 
     ``auto`` tries channels first. If a model with convolutions then has transposes inside, ``auto`` also tries channels
-    last, and takes the layout with fewer transposes. ``tried`` has both counts. Runs in the TensorFlow process.
+    last, and takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs in the TensorFlow
+    process.
     """
     chosen = "channels_last" if layout == "channels_last" else "channels_first"
     model, found = _tf2onnx(chosen, graph, arguments)

@@ -1,4 +1,4 @@
-"""PyTorch's two exporters to ONNX. The files that they write get the names and dims of the contract."""
+"""PyTorch's two exporters to ONNX. Exported files get the names and dims of the contract."""
 
 from __future__ import annotations
 

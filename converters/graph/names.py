@@ -38,7 +38,7 @@ def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contr
     for old, new in names.items():
         if new in ends and old not in used:
             raise SignatureDrift(f"the output {new!r} is missing in the converted model; export the model again")
-    # Every value that has one of the new names gets another name first.
+    # Values that already have one of the new names are renamed first.
     moved: dict[str, str] = {}
     for name in (*starts, *ends, *names):
         if name in used and name not in moved:
@@ -71,7 +71,8 @@ def _declare(graph: onnx.GraphProto, starts: Mapping[str, TensorSpec], ends: Map
     graph.input.extend(value(spec) for spec in starts.values())
     del graph.output[:]
     graph.output.extend(value(spec) for spec in ends.values())
-    # The shapes of inner values use the converter's own symbols. Shape inference computes these shapes again.
+    # The shapes of inner values use the converter's own symbols. Shape inference computes the shapes of inner values
+    # again.
     del graph.value_info[:]
 
 

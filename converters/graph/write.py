@@ -180,7 +180,7 @@ def check_file(path: Path) -> str | None:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The checker has no schemas of other vendors' operators. The runtime decides about such operators.
+        # The checker has no schemas of other vendors' operators, so the runtime decides about such operators.
         nodes = onnx.load(str(path), load_external_data=False).graph.node
         foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in nodes)
         if foreign and is_unknown_operator(error):

@@ -104,7 +104,7 @@ def _static(
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,
-        calibrate_method=ort.CalibrationMethod.MinMax,  # unused: the file holds ranges
+        calibrate_method=ort.CalibrationMethod.MinMax,  # unused, because the file of ranges replaces calibration
         use_external_data_format=_is_large(task.path),
         extra_options=options,
     )
@@ -187,7 +187,8 @@ def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], b
 
 
 def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, symmetric: bool) -> None:
-    """Writes the ranges of the tensors around nodes to quantize to ``ranges``, for ONNX Runtime's quantizer."""
+    """Writes to ``ranges`` the range of each tensor that quantized nodes read or produce, for ONNX Runtime's
+    quantizer."""
     config = task.config
     model = read_detached(path)
     histograms = Histograms(model, _tensors(model, ops))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _BATCH = 4
 _BATCHES = 8
 
-# Weights are read from memory at every run. On CPUs and GPUs alike, reading a weight takes about as long as this many
-# multiplications with the weight.
+# Weights are read from memory at every run. On CPUs and GPUs alike, reading a weight takes about as long as
+# ``_ROWS_A_READ`` multiplications with the weight.
 _ROWS_A_READ = 16
 
 

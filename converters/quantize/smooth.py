@@ -34,8 +34,8 @@ def smooth(
     """Smooths ``model`` in place; returns the number of smoothed activations. ``collect`` explains ``batches`` and
     ``unfinished``.
 
-    All products that read the same activation share its factors. The factors are folded into the layer normalization
-    before the products if nothing else reads its output.
+    All products that read the same activation share smoothing factors. The factors are folded into the layer
+    normalization before the products if nothing else reads its output.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[NodeProto]] = {}

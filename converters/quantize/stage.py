@@ -1,4 +1,4 @@
-"""Quantizes float32 ONNX to 8 or 4 bits, as the target runs fastest."""
+"""Quantizes float32 ONNX to 8 or 4 bits, in the QDQ layout that the target runs fastest."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _form(config: QuantizeConfig) -> Form:
 
 def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, folder: Path) -> Task:
     """Returns the task of a child process that works on ``model`` in ``folder``. Names unnamed nodes of ``model``."""
-    inside = folder.absolute()  # the child has another working folder
+    inside = folder.absolute()  # the child process has another working folder
     return Task(
         path=inside / "prepared.onnx",
         out=inside / "quantized.onnx",

@@ -108,8 +108,8 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
 def _refusal(name: str, said: str) -> str:
     """Returns the message for a model that OpenVINO refuses with the text ``said``.
 
-    OpenVINO refuses some kinds of Loop, Scan and If, at any opset. The masked recurrent layers of Keras become such a
-    Loop.
+    OpenVINO refuses some kinds of Loop, Scan and If, at any opset. The masked recurrent layers of Keras become a Loop
+    that OpenVINO refuses.
     """
     found = _WITH_GRAPH.search(said)
     if found is None:

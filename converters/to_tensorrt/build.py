@@ -1,4 +1,4 @@
-"""Building and checking engines, in a child process: native code reads files from outside here, and can crash."""
+"""Builds and checks engines in a child process, because native code that reads foreign files can crash."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # Header and layout are read before the first call to CUDA. Without a GPU a good file fails only at that call.
+    # Header and layout are read before the first call to CUDA, so without a GPU a good file fails only at that call.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
@@ -188,7 +188,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
     try:
         builder = trt.Builder(logger)
-    except (TypeError, RuntimeError) as error:  # pybind raises these if a factory returns nothing
+    except (TypeError, RuntimeError) as error:  # pybind raises these errors if a factory returns nothing
         raise UnsupportedHere(
             f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or for "
             "the target tensorrt-rtx"
@@ -313,7 +313,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
 def _capability_here(trt: Any) -> list[str]:
     """Returns the compute capability of an engine that was built without a list of compute capabilities.
 
-    A toolkit without a choice of compute capabilities builds for this machine's GPU. Otherwise the list is empty.
+    A toolkit without a choice of compute capabilities builds for this machine's GPU. Returns an empty list for a
+    toolkit with a choice.
     """
     if offered_capabilities(trt):
         return []

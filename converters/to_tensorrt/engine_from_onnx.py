@@ -90,10 +90,10 @@ class EngineNotBuilt(BuildFailed):
 def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> Artifact:
     """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
 
-    The signature is that of the built network. Its dims have the names of the dims of ``src``, and the ranges of the
-    profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. An operator with two
-    implementations has the library, because the engine needs the library. The notes have the ONNX nodes of each kernel,
-    the warnings, and the reason for each function body.
+    The signature is that of the built network. The network's dims have the names of the dims of ``src``, and the ranges
+    of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. For an operator
+    with two implementations, ``plugins`` has the library, because the engine needs the library. The notes have the ONNX
+    nodes of each kernel, the warnings, and the reason for each function body.
 
     Raises ``MissingExtra``, ``BadInputSpec`` for a profile, ``UnsupportedHere`` for a compute capability,
     ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for any other failure.

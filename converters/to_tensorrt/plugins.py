@@ -33,7 +33,8 @@ CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
 _VERSION = "1"  # the version of accel's plugins, and of TensorRT's quick plugins
-# The library's kernels load this many bytes at a time. A row length that is not a multiple rules out some kernels.
+# The library's kernels load this many bytes at a time. A row length that is not a multiple of ``_ALIGNED`` rules out
+# some kernels.
 _ALIGNED = 16
 
 
@@ -104,7 +105,7 @@ def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
     shape = sizes.get(node.input[1], ())
     if len(shape) != (4 if isinstance(function, FusedConv2d) else 2):
         return False
-    # N and K of a product; output and input channels of a convolution.
+    # The sizes are N and K of a product, or output and input channels of a convolution.
     return not any(size % step for size in shape[:2])
 
 

@@ -293,7 +293,7 @@ def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> d
             toolkit=toolkit,
             capabilities=tuple(capabilities),
         )
-    except UnsupportedHere:  # about the requested compute capability
+    except UnsupportedHere:  # an error about the requested compute capability
         raise
     except (AccelError, TypeError, RuntimeError) as error:
         report(f"{toolkit} can't be asked about operators: {one_line(error)}")

@@ -155,7 +155,7 @@ def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRa
 
 
 def _shapes_at(signature: Signature, ranges: Mapping[str, DimRange]) -> list[InputShapes]:
-    """Returns the shapes of each dynamic input at min, opt and max of these ranges."""
+    """Returns the shapes of each dynamic input at min, opt and max of ``ranges``."""
     sizes = [{dim: getattr(ranges[dim], end) for dim in signature.dims} for end in ("min", "opt", "max")]
     inputs = []
     for spec in signature.inputs:

@@ -48,7 +48,8 @@ def keep_timing_cache(config: Any, file: Path) -> None:
 
 
 def _read(file: Path) -> bytes:
-    """Returns the saved bytes if their checksum is right, else no bytes. Native code reads the bytes next."""
+    """Returns the saved bytes if their checksum is right, else no bytes. The checksum protects the native code that
+    reads the bytes."""
     try:
         content = file.read_bytes()
     except OSError:

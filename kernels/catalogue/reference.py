@@ -164,7 +164,7 @@ def gemm_bound(
     The sum of K products in any order is within K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1), u = 2**-23
     because tensor cores truncate and the CPU rounds. The scales and the bias add four roundings. The activation
     multiplies the error by its slope and adds the error of its own exp or erf (2**-20 of its input, a GPU's fast exp).
-    The residual and the rounding to the output dtype follow.
+    The residual and the rounding to the output dtype add the last errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

@@ -6,8 +6,8 @@
 and ``out`` (M, N). Products are summed in fp32 (int8: exactly, in int32), the epilogue runs in fp32, and ``out`` is
 rounded once.
 
-A convolution is the same product with M = images * output height * output width, K = kernel height * kernel width *
-input channels and N = output channels. The images that a convolution takes and returns are NHWC.
+A convolution is a product with M = images * output height * output width, K = kernel height * kernel width * input
+channels and N = output channels. The images that a convolution takes and returns are NHWC.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def choose(
             reason = f"Triton, which computes whole convolutions, is not installed; patches multiplied by {product}"
             return Choice(config=HAND_WRITTEN["im2col"], reason=reason)
         large = spec.gemm.m >= 4096 and spec.gemm.n >= 64 and spec.in_dtype != "fp32"
-        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # otherwise a large tile spills
+        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # otherwise a large tile spills registers
         name = "conv2d_128x64" if large else "conv2d_64x64"
         return Choice(config=get(name), reason=f"{spec.gemm.m} output pixels x {spec.c_out} channels on sm_{arch}")
     compiled = [config for config in usable if isinstance(config, NativeConfig)]

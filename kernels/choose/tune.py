@@ -296,7 +296,7 @@ def microseconds(run: Run) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / calls
 
-    block(3)  # compiles, and wakes the clocks
+    block(3)  # compiles the kernel, and raises the GPU's clocks
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:

@@ -22,7 +22,7 @@ LARGEST_BUCKET = 8192
 
 
 def bucket(m: int) -> int:
-    """Returns the power of two at or above ``m``, at most 8192. Problems of one bucket share an entry."""
+    """Returns the power of two at or above ``m``, at most 8192. Problems in one bucket share an entry."""
     return min(1 << (m - 1).bit_length(), LARGEST_BUCKET)
 
 

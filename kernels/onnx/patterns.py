@@ -78,7 +78,7 @@ class _Graph:
         kept = {value.name for value in model.graph.output}
         for node in model.graph.node:
             kept |= {name for inner in _subgraphs(node) for name in _names(inner)}
-        self.kept = kept  # values that are seen outside the graph
+        self.kept = kept  # values that are read outside the graph
         self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
 
     def only_user(self, name: str) -> onnx.NodeProto | None:
@@ -263,8 +263,8 @@ def _take_act(match: _Match, graph: _Graph) -> None:
 def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
     """Finds an activation of ``x`` written out in arithmetic. Returns its name and its nodes, the result last.
 
-    GELU can be written in many ways, so the values decide. Computes the nodes after ``x`` until a single value remains,
-    and compares that value with the activation that uses the same function (e.g. Erf).
+    GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
+    until a single value remains, and compares that value with the activation that uses the same function (e.g. Erf).
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

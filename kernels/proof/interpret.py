@@ -224,7 +224,7 @@ def cases(kernels: Any) -> dict[str, Any]:
     for config in CONFIGS:
         for dtype in config.dtypes:
             if config.op == "gemm":
-                # TMA needs rows of a multiple of 16 bytes
+                # TMA needs row lengths that are multiples of 16 bytes
                 for sizes in ((37, 45, 48), (1, 1, 16)) if "tma" in config.name else ((37, 45, 53), (1, 1, 1)):
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
@@ -256,7 +256,7 @@ def cases(kernels: Any) -> dict[str, Any]:
             found[name] = (plugin_conv, (dtype, given, geometry))
     for source in ("fp16", "bf16", "fp32"):
         for dtype in ("int8", "fp8_e4m3"):
-            for columns in (37, 2100, 9000):  # a row of 9000 doesn't fit in registers
+            for columns in (37, 2100, 9000):  # 9000 elements don't fit in registers
                 found[f"quantize {source} {dtype} {columns}"] = (quantize, (kernels, source, dtype, columns))
     return found
 

@@ -1,7 +1,7 @@
 """``accel.fuse(module)``: replaces Linear and Conv+BN, with activation and residual, by fused operations.
 
 Traces the module with torch.fx. If the module can't be traced, replaces its Linear and Conv2d modules one by one,
-together with their neighbors in an ``nn.Sequential``. Compares the result with the original.
+together with their neighbors in an ``nn.Sequential``. Compares the fused module with the original.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def store_quotients(v, scale, q, at, K, QMAX: tl.constexpr, INTEGER: tl.constexp
 
 @triton.jit
 def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr):
-    """Quantizes one row a program: finds its largest magnitude, then its quotients.
+    """Quantizes one row per program: finds its largest magnitude, then its quotients.
 
     A NaN in the row makes the scale NaN. The first BK elements stay in registers. Only the rest of a longer row is read
     twice.
