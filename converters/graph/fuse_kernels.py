@@ -1,7 +1,7 @@
 """ONNX to ONNX with fused products: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``.
 
-A convolution becomes one ``accel::FusedConv2d`` in the same way. Both operators have a function body that any runtime
-can run.
+A convolution with such an epilogue becomes one ``accel::FusedConv2d``. Both operators have a function body that any
+runtime can run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FusedGraphInvalid(StageFailed):
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
     """Writes ``src`` with fused products to ``out``. The notes count the products by the function that replaced them.
 
-    A model without such products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is too old for
+    A model without fusable products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is too old for
     functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
     """
     import onnx

@@ -209,7 +209,8 @@ def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
     """Removes the Transposes that undo ``perm`` if no other node reads the value ``name``; returns whether any was
     removed.
 
-    Models from TensorFlow begin with such a Transpose. The readers of the Transpose then read ``name`` directly.
+    Models from TensorFlow begin with a Transpose that undoes ``perm``. The readers of the Transpose then read ``name``
+    directly.
     """
     readers = [node for node in graph.node if name in node.input]
     ends = {value.name for value in graph.output}

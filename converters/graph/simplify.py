@@ -33,8 +33,7 @@ class SimplifyFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class SimplifyConfig(StageConfig):
-    """``skip`` names further onnxsim passes to leave out. ``timeout`` is in seconds; then the model stays
-    unsimplified."""
+    """``skip`` names further onnxsim passes to leave out. After ``timeout`` seconds the model stays unsimplified."""
 
     skip: tuple[str, ...] = ()
     timeout: float = 600.0

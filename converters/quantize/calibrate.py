@@ -32,7 +32,7 @@ _CHUNK_BYTES = 1 << 29
 
 
 class Collector(Protocol):
-    """Statistics that are updated batch by batch. ``state`` returns all of them as arrays, for ``restore``."""
+    """Statistics that are updated batch by batch. ``state`` returns all statistics as arrays, for ``restore``."""
 
     def add(self, feeds: Feeds) -> None: ...
 

@@ -1,9 +1,9 @@
 """Histograms of a fixed size that need no range beforehand, and the ranges that calibration takes from them.
 
-A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside, e grows and
-neighboring bins are merged. Every edge is a multiple of a power of two, so the counts equal those of a histogram that
-had the final range from the start. The order and the size of the batches therefore make no difference. ``minmax`` is
-exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
+A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
+grows and neighboring bins are merged. Every edge is a multiple of a power of two, so the counts equal those of a
+histogram that had the final range from the start. The order and the size of the batches therefore make no difference.
+``minmax`` is exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
 """
 
 from __future__ import annotations

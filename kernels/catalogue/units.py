@@ -1,7 +1,7 @@
 """Lists the tensor-core GEMMs in CUTLASS: families of tiles, and the translation units that hold the tiles.
 
-A family is one source, ``csrc/cutlass/<family>.cu``. A unit is that source for one pair of input and output dtype, with
-all tiles of the family. The source names each configuration, e.g. ``sm90_int8_bf16_pingpong_64x128``.
+A family is one source, ``csrc/cutlass/<family>.cu``. A unit is a family's source for one pair of input and output
+dtypes, with all tiles of the family. The source names each configuration, e.g. ``sm90_int8_bf16_pingpong_64x128``.
 """
 
 from __future__ import annotations

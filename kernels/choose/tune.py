@@ -205,7 +205,7 @@ def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
 def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
     """Returns several sets of operands, together so large (``ROTATED_BYTES``) that no call finds its set in a cache.
 
-    Returns at most ``MOST_SETS`` sets, even if the sets are then smaller together.
+    Returns at most ``MOST_SETS`` sets, even if these have fewer bytes in all.
     """
     first = operands_for(spec, device)
     bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])

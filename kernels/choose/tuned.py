@@ -80,7 +80,7 @@ class Entry:
 
 
 class Table:
-    """The entries of a file. A missing or damaged file, or one of another format, counts as empty."""
+    """The entries of a file. A missing or damaged file, or a file of another format, counts as empty."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_path()

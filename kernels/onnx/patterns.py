@@ -115,7 +115,7 @@ class _Graph:
 def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
     """Replaces every match in ``model``, in place. Returns the names of the functions, in graph order.
 
-    Raises ``UnsupportedHere`` below opset 13 or IR 8, which can't hold the function.
+    Raises ``UnsupportedHere`` below opset 13 or IR 8, which can't hold functions.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
