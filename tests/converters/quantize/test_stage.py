@@ -268,7 +268,7 @@ def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
     """Fails if a cast to fp16 keeps float32 scales: the engine would compute everything in float32."""
     src = conv_net(tmp_path / "m.onnx", opset=17)
     made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
-    with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*--opset 19"):
+    with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*opset=19"):
         cast(made, CastConfig(), tmp_path / "h.onnx")
 
 
