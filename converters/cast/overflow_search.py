@@ -12,15 +12,16 @@ from accel.errors import StageFailed, one_line
 from accel.progress import report
 from accel.proof.compare import rel_l2
 from accel.runtimes.onnx_rounded import RoundedModel, in_chunks
+from accel.spelling import option
 from accel.tables.limits import CAST_LIMITS
 
 from .retype import Retyped, retype
 from .rules import largest_value, masked_tensors
 from .source import FLOAT, FORMATS, Source, largest, to_low
 
-# An output that is off by more than this (relative l2) makes the search ask which node the error comes from.
+# If the relative l2 error of an output exceeds this limit, the search looks for the node that causes the error.
 _TOLERANCE = {FORMATS[form]: CAST_LIMITS[form] for form in ("fp16", "bf16")}
-# A node is the cause if the error of its output is this much larger than the error of its inputs.
+# A node is the cause if its output error exceeds its input error by more than this factor.
 _JUMP = 8.0
 
 _ROUNDS = 40
@@ -40,8 +41,9 @@ Feeds = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor of the retyped model, compared with float32. ``largest``: the largest absolute value in float32.
-    ``lost``: how many values are finite in float32 only. ``error``: relative l2; for integers the share that differs.
+    """A comparison of a retyped tensor with float32. ``largest`` is the largest absolute value in float32. ``lost``
+    counts the values that are finite in float32 only. ``error`` is the relative l2 error, or the share of differing
+    integers.
     """
 
     largest: float
@@ -51,7 +53,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Searched:
-    """``kept``: reasons of the nodes that stay float32. ``errors``: the largest relative l2 of each output."""
+    """``kept`` has the reasons of the nodes that stay float32. ``errors`` has the largest relative l2 error of each
+    output."""
 
     retyped: Retyped
     kept: Mapping[int, str]
@@ -63,7 +66,7 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
     """Retypes and runs the model again and again, until no 16-bit node overflows or loses precision.
 
     Nodes that overflow or lose precision stay float32 from then on. Raises ``StageFailed`` if an output still has
-    infinities or NaN that it doesn't have in float32.
+    infinities or NaN that float32 avoids.
     """
     reference = RoundedModel(source.model)
     names = [n for n in reference.tensors if n in source.types]
@@ -90,7 +93,7 @@ def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, k
         if not found:
             return Searched(retyped, kept, errors, rounds)
         kept |= found
-        del rounded  # frees its memory before the next model needs as much
+        del rounded  # frees memory before the next model is loaded
     raise StageFailed(
         f"the model still has infinities in {_label(source)} with {len(kept)} nodes in float32; use fp32 or bf16"
     )
@@ -110,7 +113,7 @@ def _compare(
     retyped: Retyped,
     measured: set[str],
 ) -> dict[str, Seen]:
-    """Compares each tensor in both models. Computes errors for ``measured`` only, because they take longest."""
+    """Compares each tensor in both models. Computes errors for ``measured`` only, because errors take longest."""
     low = retyped.model
     own = {value.name: value.type.tensor_type.elem_type for value in low.graph.input}
     given = {n: _rounded_feed(v, own.get(n, FLOAT), source.low) for n, v in feeds.items()}
@@ -123,7 +126,8 @@ def _compare(
         except Exception as error:
             reason = one_line(error, 200)
             raise StageFailed(
-                f"the cast model doesn't run ({reason}); keep the node in float32 with --cast keep-fp32=NAME"
+                f"the cast model doesn't run ({reason}); keep the node in float32 with "
+                f"{option('cast', ['keep-fp32=NAME'])}"
             ) from error
         for name, value in found.items():
             seen[name] = _look(wanted[name], value, top if name in masked else math.inf, name in measured)
@@ -135,7 +139,7 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """Compares one tensor. ``clamped``: float32 values beyond this are masks, equal to the format's extreme number."""
+    """Compares one tensor. Values beyond ``clamped`` are masks and match the format's extreme number."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":
@@ -164,7 +168,7 @@ def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str
 def _lossy(
     source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
 ) -> list[tuple[int, str]]:
-    """Returns the nodes to keep next, only those with the surest reason: once they are kept, others may be fine."""
+    """Returns the next nodes to keep in float32: only those with the surest reason, because others may then be fine."""
     found = _new(source, kept, _out_of_range(source, seen, masked))
     found = found or _new(source, kept, _lost_values(source, retyped, seen))
     lost = [name for name in source.outputs if name in seen and seen[name].lost]
@@ -174,15 +178,15 @@ def _lossy(
 
 
 def _far_off(source: Source, seen: Mapping[str, Seen]) -> list[str]:
-    """Returns the outputs whose error exceeds the rounding of a sound graph."""
+    """Returns the outputs whose error exceeds the limit of the format."""
     quantized = any(node.op_type == "QuantizeLinear" for node in source.nodes)
     limit = CAST_LIMITS["quantized"] if quantized else _TOLERANCE[source.low]
     return [name for name in source.outputs if name in seen and seen[name].error > limit]
 
 
 def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) -> Iterator[tuple[int, str]]:
-    """Yields producers and users of tensors beyond the format's range, and nodes whose square or exponential of an
-    input is beyond that range."""
+    """Yields the producers and consumers of tensors that exceed the format's range. Also yields nodes whose squared or
+    exponentiated input exceeds the range."""
     top = largest(source.low)
     for name, tensor in seen.items():
         if source.is_float(name) and name not in masked and tensor.largest > top:
@@ -201,7 +205,7 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. For a node that is float32 already, yields its producers."""
+    """Yields the first nodes that give infinities or NaN. For a float32 node, yields the nearest 16-bit producers."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):
@@ -214,7 +218,7 @@ def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> 
 
 
 def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterator[tuple[int, str]]:
-    """Yields the nearest nodes before ``index`` that still compute in the format."""
+    """Yields the nearest nodes before ``index`` that still compute in 16 bits."""
     queue, visited = [index], {index}
     while queue:
         for name in source.nodes[queue.pop()].input:

@@ -1,4 +1,4 @@
-"""A float32 ONNX graph retyped to float16 or bfloat16: the dtype of each node, and the Casts between them."""
+"""Retypes a float32 ONNX graph to float16 or bfloat16: sets the dtype of each node, and inserts Casts between nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVEMENT = frozenset(
 
 @dataclass
 class Retyped:
-    """The model after the cast. ``kept``: nodes that compute in float32. ``casts``: the number of inserted Casts."""
+    """The model after the cast. ``kept`` has the indices of the float32 nodes. ``casts`` counts the inserted Casts."""
 
     model: onnx.ModelProto
     kept: frozenset[int]
@@ -36,13 +36,15 @@ class Retyped:
 
 
 def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
-    """Returns ``source`` in the 16-bit format. Nodes in ``kept`` and nodes without a 16-bit form stay float32."""
+    """Returns ``source`` in the 16-bit format. Nodes in ``kept`` and nodes that can't compute in 16 bits stay
+    float32."""
     everything = frozenset(kept) | _between(source, frozenset(kept))
     return _Writer(source, everything, keep_io).write()
 
 
 def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
-    """Returns the nodes that only move values between float32 nodes: two Casts around them would round for nothing."""
+    """Returns the nodes that only move values between float32 nodes. Casts around such nodes would round for
+    nothing."""
 
     def wants_float(index: int, name: str) -> bool:
         typing = source.typing(index)
@@ -70,7 +72,7 @@ def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
 
 @dataclass
 class _Writer:
-    """Writes the retyped graph. ``have``: the name of each tensor in each format that exists so far."""
+    """Writes the retyped graph. ``have`` maps each tensor and dtype written so far to a name."""
 
     source: Source
     kept: frozenset[int]
@@ -109,7 +111,7 @@ class _Writer:
         return Typing(dict.fromkeys(floats, FLOAT), dict.fromkeys(typing.outputs, FLOAT))
 
     def _native(self) -> dict[str, int]:
-        """Returns the format in which each float32 tensor is computed, constants excepted."""
+        """Returns the dtype in which each float32 tensor except constants is computed."""
         source = self.source
         native = {v.name: self.outer for v in source.model.graph.input if source.is_float(v.name)}
         for index, node in enumerate(source.nodes):
@@ -117,7 +119,7 @@ class _Writer:
         return {name: kind for name, kind in native.items() if name not in source.constants}
 
     def _constant_kinds(self) -> dict[str, list[int]]:
-        """Returns the formats in which each constant is needed; float32 if nothing reads it."""
+        """Returns the dtypes in which each constant is needed. A constant without readers stays float32."""
         kinds: dict[str, set[int]] = {name: set() for name in self.source.constants}
         for index, node in enumerate(self.source.nodes):
             typing = self._typing(index)
@@ -184,7 +186,8 @@ class _Writer:
             node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(to_low(number, low))))
 
     def _get(self, name: str, kind: int) -> str:
-        """Returns the name of the tensor in the format; inserts a Cast if the tensor is not there in that format."""
+        """Returns the tensor's name in the dtype ``kind``. Inserts a Cast if the tensor doesn't exist in that dtype
+        yet."""
         if (name, kind) in self.have:
             return self.have[name, kind]
         new = name if name in self.final and kind == self.outer else self._fresh(name, kind)
@@ -237,7 +240,7 @@ class _Writer:
 
 
 def _rename_free(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Renames the tensors that ``graph`` takes from around it."""
+    """Renames the tensors that ``graph`` captures from its outer graph."""
     own = {t.name for t in graph.initializer} | {v.name for v in graph.input}
     for node in graph.node:
         visible = {old: new for old, new in names.items() if old not in own}

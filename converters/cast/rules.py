@@ -13,8 +13,8 @@ from accel.sources.onnx.weights import weight_array
 from ..graph.names import nodes_matching
 from .source import FLOAT, Source, largest, to_low
 
-# Nodes in which a constant beyond the format's range is a mask or a bound. Such a constant may be clamped,
-# because a mask or a bound only has to be very low or very high.
+# In these nodes, a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped, because
+# it only has to be very low or very high.
 MASKING = frozenset(
     {
         "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",
@@ -33,7 +33,7 @@ _EPSILON_FLOW = frozenset(
 )
 _EPSILON_ENDS = frozenset({"Div", "Mul"})
 
-# Arithmetic on sizes and positions. The arithmetic has to be exact if the result becomes an integer.
+# Arithmetic on sizes and positions. Index arithmetic has to be exact if the result becomes an integer.
 _INDEX_FLOW = frozenset(
     {
         "Abs", "Add", "Cast", "Ceil", "Clip", "Concat", "Div", "Expand", "Floor", "Gather", "Identity", "Max", "Min",
@@ -50,7 +50,8 @@ _INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's uint8 .. int6
 def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
     """Returns the reasons of the nodes that stay float32, by index.
 
-    ``patterns``: shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches nothing.
+    ``patterns`` are shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches
+    nothing.
     """
     kept: dict[int, str] = {}
     for pattern in patterns:
@@ -62,8 +63,8 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that compute integers, or inputs that are float32 by the schema: a size rounded to 11 bits would
-    be another size."""
+    """Yields the nodes that compute integers, or inputs that the schema requires in float32. A size rounded to 11 bits
+    would be another size."""
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
         if node.op_type == "Cast" and source.is_float(node.input[0]):
@@ -111,12 +112,12 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The relative error that a quantization scale may have: int8 itself is coarser.
+# The largest relative error of a quantization scale. int8 itself is coarser.
 _SCALE_ERROR = 2**-6
 
 
 def _lost(finite: np.ndarray, low: int) -> float:
-    """Returns the relative error (l2) of a constant in the format; 0 if it loses no more than its rounding."""
+    """Returns the relative l2 error of a constant in the format, or 0 if the constant is only rounded."""
     import ml_dtypes
 
     inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
@@ -132,7 +133,8 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """Yields the nodes between ``start``, which adds an epsilon, and the divisions that need it, divisions included."""
+    """Yields the nodes after ``start``, which adds an epsilon, up to and including the divisions that need the
+    epsilon."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}
@@ -149,7 +151,7 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Returns the tensors in which the lowest number may be a mask: a clamped constant flows into them."""
+    """Returns the tensors whose lowest number may be a mask, because a clamped constant flows into them."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:
@@ -162,5 +164,5 @@ def masked_tensors(source: Source) -> set[str]:
 
 
 def largest_value(value: np.ndarray) -> float:
-    """Returns the largest finite absolute value; 0 if there is none."""
+    """Returns the largest finite absolute value, or 0 if no value is finite."""
     return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))

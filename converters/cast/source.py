@@ -1,4 +1,4 @@
-"""The model before the cast: its float32 tensors, their producers and consumers, and which nodes have a 16-bit form."""
+"""The model before the cast: its float32 tensors, their producers and consumers, and the nodes that can be 16-bit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FLOAT = int(TensorProto.FLOAT)
 FORMATS = {"fp16": int(TensorProto.FLOAT16), "bf16": int(TensorProto.BFLOAT16)}
 _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloat16", FLOAT: "float32"}
 
-# Nodes that take float inputs of any dtype. The inputs of such a node need no Cast.
+# Nodes that take float inputs of any dtype, and so need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Nodes whose dtype is an attribute or follows from an attribute. The cast leaves these nodes in float32. In 16 bits,
-# random nodes would also return other numbers.
+# The cast leaves nodes in float32 whose dtype is an attribute or follows from an attribute. In 16 bits, random nodes
+# would also return other numbers.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -34,10 +34,11 @@ _GENERATORS = frozenset(
 
 @dataclass(frozen=True)
 class Typing:
-    """The dtypes of a node: float32 or the 16-bit format, for each float32 input and output by position.
+    """The dtypes of a node after the cast: float32 or the 16-bit format, by the position of each float32 input and
+    output.
 
-    A position that is missing is not float32, or takes any dtype. ``reason``: why no part of the node can be 16-bit.
-    ``least_opset``: the opset from which the operator has a 16-bit form, if the model's opset is the reason.
+    A missing position is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
+    ``least_opset`` is the first opset that allows 16 bits, if the model's opset is too low.
     """
 
     inputs: Mapping[int, int]
@@ -85,7 +86,7 @@ class Source:
         return self.low in typing.inputs.values() or self.low in typing.outputs.values()
 
     def label(self, index: int) -> str:
-        """Returns the name of the node for people, or its operator and output if it has no name."""
+        """Returns the node's name, or the operator and output of an unnamed node."""
         node = self.nodes[index]
         return node.name or f"{node.op_type} -> {next(filter(None, node.output), '')}"
 
@@ -135,7 +136,8 @@ class Source:
         return Typing(inputs, outputs, *self._refusal(node.op_type, floats_in))
 
     def _refusal(self, op_type: str, floats_in: list[int]) -> tuple[str, int | None]:
-        """Returns why the schema at this opset has no 16-bit form, and the first opset that has one (None if none)."""
+        """Returns why the schema at this opset allows no 16-bit inputs, and the first opset that allows them, or
+        None."""
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")
@@ -147,7 +149,7 @@ class Source:
 
 
 def constant_value(node: NodeProto) -> TensorProto | None:
-    """Returns the float32 tensor of a Constant node; None for any other node."""
+    """Returns the float32 tensor of a Constant node, or None for any other node."""
     if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
         return None
     attribute = node.attribute[0]

@@ -1,4 +1,4 @@
-"""float32 ONNX to float16 or bfloat16, for runtimes that compute in the dtypes of the file."""
+"""Casts float32 ONNX to float16 or bfloat16, for runtimes that compute in the dtypes of the file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact
 from accel.errors import StageFailed, UnknownName, UnsupportedHere, one_line
 from accel.progress import report
+from accel.spelling import option
 from accel.stage import StageConfig
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ class CastFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class CastConfig(StageConfig):
-    """``precision``: fp16 or bf16. ``keep_io``: float32 inputs and outputs stay float32. ``keep_fp32``: nodes that stay
-    float32, by name or operator, with * and ?. ``data``: samples on which overflows are searched, besides random
-    inputs."""
+    """``precision`` is fp16 or bf16. ``keep_io`` keeps float32 inputs and outputs in float32. ``keep_fp32`` lists nodes
+    that stay float32, by name or operator, with * and ?. ``data`` has samples for the search for overflows, besides
+    random inputs."""
 
     precision: str = "fp16"
     keep_io: bool = True
@@ -41,9 +42,9 @@ class CastConfig(StageConfig):
 def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     """Casts the float32 tensors of ``src`` to 16 bits, except at nodes that need float32.
 
-    Such nodes have no 16-bit form at this opset, or compute sizes and positions, or have constants (such as an epsilon)
-    that the format would lose, or overflowed when the model ran with real rounding. ``notes["kept_fp32"]`` lists them
-    with the reasons.
+    Nodes that need float32 have no 16-bit schema at this opset, compute sizes or positions, have constants (such as an
+    epsilon) that the format would lose, or overflowed in a run with real rounding. ``notes["kept_fp32"]`` lists the
+    float32 nodes with reasons.
 
     Masks stay masks: a constant beyond the format's range in a Where, an Add and similar nodes becomes the format's
     lowest number. Raises ``CastFailed``, and ``UnknownName`` if the precision is unknown or a pattern matches nothing.
@@ -109,7 +110,7 @@ def _notes(source: Source, found: Searched, config: CastConfig, feeds: int) -> d
 
 
 def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
-    """Raises ``UnsupportedHere`` if most weights belong to nodes without a 16-bit form, or if nothing can be cast.
+    """Raises ``UnsupportedHere`` if most weights belong to nodes that can't be 16-bit, or if nothing can be cast.
 
     A model with most weights in float32 would be slower than the original.
     """
@@ -122,7 +123,7 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
             stuck[cause] = stuck.get(cause, 0) + size
     if sum(stuck.values()) > sum(sizes.values()) / 2:
         reason, newer = max(stuck, key=lambda cause: stuck[cause])
-        advice = f"export with --opset {newer}" if newer else "keep it in float32"
+        advice = f"export with {option('opset', newer)}" if newer else "keep the model in float32"
         raise UnsupportedHere(f"most weights of {src.path} can't become {precision}: {reason}; {advice}")
     if not any(source.castable(index) for index in range(len(source.nodes))):
         raise UnsupportedHere(f"{src.path} has no float32 tensor that can become {precision}; leave out the cast")
@@ -143,7 +144,7 @@ def _check_types(model: Any) -> None:
         if "No schema registered" not in str(error):
             raise CastFailed(
                 f"the cast model has contradicting types ({one_line(error)}); keep the node in float32 with "
-                "--cast keep-fp32=NAME"
+                f"{option('cast', ['keep-fp32=NAME'])}"
             ) from error
 
 
@@ -163,5 +164,5 @@ def _check_loads(path: Path) -> None:
     except Exception as error:
         raise CastFailed(
             f"ONNX Runtime refuses the cast model ({one_line(error)}); keep the node in float32 with "
-            "--cast keep-fp32=NAME"
+            f"{option('cast', ['keep-fp32=NAME'])}"
         ) from error

@@ -18,6 +18,7 @@ from accel.progress import report
 from accel.sources.onnx.file import one_line, opset_of, read_proto
 from accel.sources.tensorflow.process import in_tensorflow, require_tensorflow
 from accel.sources.tensorflow.source import TensorFlowSpec
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from ..graph.names import Contract, give_names
@@ -27,34 +28,34 @@ from .layout import LAYOUTS
 if TYPE_CHECKING:
     import onnx
 
-# The newest opset that tf2onnx writes. onnx's version converter raises it further.
+# The newest opset that tf2onnx writes. onnx's version converter raises the opset further.
 TF2ONNX_OPSET = 18
 
-# The model, the notes about its layout, and the tensor names of its inputs and of its outputs, by the user's names.
+# The model, notes on its layout, and the tensor names of inputs and outputs by the user's names.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
-    """``opset``: the exact opset of the file. ``layout``: the layout of images inside the graph, ``channels_first``,
-    ``channels_last``, or ``auto`` for the layout that leaves fewer transposes. Inputs and outputs keep their layout."""
+    """``opset`` is the exact opset of the file. ``layout`` is the layout of images inside the graph:
+    ``channels_first``, ``channels_last``, or ``auto`` for fewer transposes. Inputs and outputs keep their layout."""
 
     opset: int = 20
     layout: str = "auto"
 
 
 class OpNotConverted(ExportFailed):
-    """tf2onnx has no ONNX form for an operator of the model; the message names the operator."""
+    """tf2onnx has no ONNX translation for an operator of the model; the message names the operator."""
 
 
 def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artifact:
-    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of its signature.
+    """Writes ``src`` as ONNX to ``out``. Inputs and outputs get the names of the signature of ``src``.
 
     ``read`` (``module:function``) is called in the TensorFlow process with a ``TensorFlowSpec``, an opset and a layout,
     and returns ``Converted``.
 
-    Raises ``OpNotConverted`` with the operators that have no ONNX form, and ``ExportFailed`` for any other reason. If
-    the process died, the message names the last operator that was being converted.
+    Raises ``OpNotConverted`` with the operators that have no ONNX translation, and ``ExportFailed`` for other failures.
+    If the process died, the message names the last operator that was being converted.
     """
     require_tensorflow("tf2onnx")
     if config.layout not in LAYOUTS:
@@ -217,7 +218,7 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
         except Exception as error:
             raise ExportFailed(
                 f"{where} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); "
-                f"pass --opset {opset_of(model)}"
+                f"pass {option('opset', opset_of(model))}"
             ) from error
     del model.graph.value_info[:]  # the converter's own symbols would replace the names of the dims
     model.ir_version = max(onnx.helper.find_min_ir_version_for(list(model.opset_import), True), 8)

@@ -1,8 +1,8 @@
-"""The layout of images in models from TensorFlow, and the transposes that it costs.
+"""The layout of images in models from TensorFlow, and the transposes that this layout costs.
 
-TensorFlow's images have their channels last, and ONNX's convolutions take them first. If each operator is translated by
-itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph until they
-cancel. Inputs and outputs keep their layout, so at best only the ends of the graph are transposed.
+TensorFlow's images have their channels last, and ONNX's convolutions take channels first. If each operator is
+translated by itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph
+until they cancel. Inputs and outputs keep their layout, so at best only the ends of the graph are transposed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ LAYOUTS = ("auto", "channels_first", "channels_last")
 
 
 def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """Converts ``graph`` (None: the ``tflite_path`` among ``arguments``); returns the model and notes on its layout.
+    """Converts ``graph``, or ``tflite_path`` if ``graph`` is None; returns the model and notes on its layout.
 
-    The notes: ``layout``; ``before``, the number of transposes of activations before any was moved or canceled;
-    ``left``, their number in the result; ``inside``, how many of those touch neither an input nor an output.
+    In the notes, ``before`` counts the transposes of activations before any was moved or canceled. ``left`` counts the
+    transposes in the result, and ``inside`` those of them that touch neither an input nor an output.
 
-    ``auto`` tries channels first. If a model with convolutions then has transposes inside, channels last is tried too,
-    and the layout with fewer transposes is taken; ``tried`` has both numbers. Runs in the TensorFlow process.
+    ``auto`` tries channels first. If a model with convolutions then has transposes inside, ``auto`` also tries channels
+    last, and takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs in the TensorFlow
+    process.
     """
     chosen = "channels_last" if layout == "channels_last" else "channels_first"
     model, found = _tf2onnx(chosen, graph, arguments)

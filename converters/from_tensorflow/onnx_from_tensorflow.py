@@ -20,9 +20,9 @@ class OnnxFromTensorFlowConfig(Tf2OnnxConfig):
 
 
 def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: Path) -> Artifact:
-    """Converts ``src`` (kind ``tensorflow``) to ``out``. Inputs and outputs get the names of its signature.
+    """Converts ``src`` (kind ``tensorflow``) to ``out``. Inputs and outputs get the names of the signature of ``src``.
 
-    Raises ``OpNotConverted`` with the operators that have no ONNX form, and ``ExportFailed`` for any other reason.
+    Raises ``OpNotConverted`` with the operators that have no ONNX translation, and ``ExportFailed`` for other failures.
     """
     return convert(src, config, out, "accel.converters.from_tensorflow.onnx_from_tensorflow:from_graph")
 
@@ -48,7 +48,7 @@ def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
 
 
 def _as_erf(graph: Any) -> Any:
-    """Returns ``graph`` with 1 - erf(x) in place of erfc(x). ONNX has no erfc, and Keras's exact gelu uses it."""
+    """Returns ``graph`` with 1 - erf(x) in place of erfc(x). ONNX has no erfc, and Keras's exact gelu uses erfc."""
     import tensorflow as tf
 
     made = tf.compat.v1.GraphDef()
@@ -66,7 +66,8 @@ def _as_erf(graph: Any) -> Any:
 
 
 def _without_xla(graph: Any, ends: list[str]) -> Any:
-    """Returns ``graph`` with the functions that are marked for XLA inlined. ``ends``: its inputs and outputs.
+    """Returns ``graph`` with the functions that are marked for XLA inlined. ``ends`` are the graph's inputs and
+    outputs.
 
     Keras marks each grouped convolution for XLA, for example in ConvNeXt and ResNeXt.
     """

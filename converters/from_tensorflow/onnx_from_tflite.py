@@ -18,9 +18,9 @@ class OnnxFromTfliteConfig(Tf2OnnxConfig):
 
 
 def onnx_from_tflite(src: Artifact, config: OnnxFromTfliteConfig, out: Path) -> Artifact:
-    """Converts ``src`` (kind ``tflite``) to ``out``. Inputs and outputs get the names of its signature.
+    """Converts ``src`` (kind ``tflite``) to ``out``. Inputs and outputs get the names of the signature of ``src``.
 
-    Raises ``OpNotConverted`` with the operators that have no ONNX form, and ``ExportFailed`` for any other reason.
+    Raises ``OpNotConverted`` with the operators that have no ONNX translation, and ``ExportFailed`` for other failures.
     """
     return convert(src, config, out, "accel.converters.from_tensorflow.onnx_from_tflite:from_tflite")
 

@@ -1,4 +1,4 @@
-"""Advice for a PyTorch model whose ONNX form computes something else: the cause inside the model, if found."""
+"""Finds the cause inside a PyTorch model whose ONNX file computes something else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
-    """Returns why no exporter can do better, with the fix, as a clause that begins with ``; ``; empty if unknown.
+    """Returns why no exporter can do better, and the fix, as a clause that begins with ``; ``, or "" if unknown.
 
-    ``module``: the module of ``src``. ``off``: the comparisons over the limit, for each exporter that wrote a file.
+    ``module`` is the module of ``src``. ``off`` has each exporter's comparisons over the limit.
     """
     if training := in_training(module):
         return f"; {training}"

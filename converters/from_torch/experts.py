@@ -1,4 +1,4 @@
-"""Mixtures of experts of the transformers library, in a form that can be exported."""
+"""Makes mixtures of experts of the transformers library exportable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unittest import mock
 
 @contextlib.contextmanager
 def every_expert() -> Iterator[None]:
-    """Makes each expert compute every token inside the ``with``; a token uses the results of the experts it chose.
+    """Makes each expert compute every token inside the ``with``. A token uses the results of its chosen experts.
 
-    transformers sorts the tokens by expert, which has no form in ONNX. A file that gathers the weights of each token's
-    experts instead needs a copy of the weights in memory for each token.
+    transformers sorts the tokens by expert, which ONNX can't express. Gathering the weights of each token's experts
+    instead would copy the weights for each token.
     """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)

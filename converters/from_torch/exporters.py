@@ -1,4 +1,4 @@
-"""PyTorch's two exporters to ONNX. The files that they write get the names and dims of the contract."""
+"""PyTorch's two exporters to ONNX. Exported files get the names and dims of the contract."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from .experts import every_expert
 def example(src: Artifact) -> tuple[Any, ...]:
     """Returns the tensors to trace with.
 
-    No dynamic dim has size 1, which exporters take for a constant. No two have the same size if their ranges allow it.
+    No dynamic dim has size 1, which exporters take for a constant. No two dynamic dims have the same size if their
+    ranges allow different sizes.
     """
     from accel.sources.torch.call import to_tensor
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # If a dim has a step, the exporter sees the number of steps. That number must not be 1 either.
+        # If a dim has a step, the exporter sees the number of steps, which must not be 1 either.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -65,7 +66,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
             custom_translation_table=_translations(),
         )
     if program is None:
-        raise ExportFailed("it returned no program")
+        raise ExportFailed("torch.onnx.export returned no program")
     tensors = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
     large = sum(tensor.nbytes for tensor in tensors) > onnx_write.SINGLE_FILE_BYTES
     with _apart(out) as exported:
@@ -99,7 +100,7 @@ def _exact_constants() -> Iterator[None]:
 def _lengths_of_tensors(module: Any) -> Iterator[None]:
     """Makes ``len(x)`` of a tensor mean ``x.shape[0]`` in the code of ``module`` and its submodules.
 
-    Python's own ``len`` has to return a number, so the exporters would write down the length of the example.
+    Python's own ``len`` has to return a number, so the exporters would record the length of the example.
     """
     import torch
 
@@ -148,9 +149,9 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
     """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
-    Outputs are exported under names that no inner value has (a model's output ``embedding`` may also be the name of an
-    operator's result), and get their own names here. Input dims lose the exporter's symbols. An output dim that never
-    changed in PyTorch is declared fixed. The gate later runs the file at every shape.
+    Outputs are exported under unique names and get their own names here, because an output's name may also be the name
+    of an inner value. Input dims lose the exporter's symbols. An output dim that never changed in PyTorch is declared
+    fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
@@ -216,10 +217,10 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with one more output for each RNN that gives a packed sequence: the sequence, padded again.
+    """Yields ``module`` with one more output for each RNN that returns a packed sequence: the padded sequence.
 
-    If a model uses the last hidden state alone, nothing reads the lengths, and the exporter fails on them.
-    ``_finish_graph`` removes the added outputs from the graph.
+    The exporter fails on unread lengths, for example if a model uses the last hidden state alone. ``_finish_graph``
+    removes the added outputs from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
@@ -263,7 +264,7 @@ def named(src: Artifact) -> Any:
 
 @contextlib.contextmanager
 def _native_streams_aside() -> Iterator[None]:
-    """Silences file descriptors 1 and 2. The older exporter writes warnings to them, and on failure the graph."""
+    """Silences file descriptors 1 and 2. The older exporter prints warnings, and on failure the graph."""
     kept = {}
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # the stream is closed

@@ -1,4 +1,4 @@
-"""PyTorch to ONNX: exporters are tried in order, and the first file that is proven right is taken."""
+"""PyTorch to ONNX: tries exporters in order, and takes the first file that agrees with PyTorch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from accel.progress import report
 from accel.proof.gates import OutputGate, worst_result
 from accel.sources.onnx.file import describe, external_files, read_proto
 from accel.sources.output_specs import farthest
+from accel.spelling import is_command_line, option
 from accel.stage import GateResult, Proof, StageConfig
 from accel.tables.limits import EXPORT_LIMITS
 from accel.tables.stage_table import get_stage
@@ -29,7 +31,7 @@ from .exporters import dynamo, example, legacy, named
 # has to be right on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
 
-# The messages of the two exporters about an operator without ONNX form, and the color codes that one of them prints.
+# The exporters' messages about an operator without an ONNX translation, and the color codes in the messages.
 _NO_OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='([^']+)'|Exporting the operator '([^']+)' to ONNX"
 )
@@ -38,14 +40,14 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTorchConfig(StageConfig):
-    """``opset``: the exact opset of the file. ``ladder``: the exporters, in the order in which they are tried."""
+    """``opset`` is the exact opset of the file. ``ladder`` lists the exporters in the order of trial."""
 
     opset: int = 20
     ladder: tuple[str, ...] = ("dynamo", "legacy")
 
 
 class OutputsOff(ExportFailed):
-    """An exporter's file computes something else than PyTorch. ``results``: the comparisons over the limit."""
+    """An exporter's file computes something else than PyTorch. ``results`` has the comparisons over the limit."""
 
     def __init__(self, message: str, results: Sequence[GateResult]) -> None:
         super().__init__(message)
@@ -53,7 +55,7 @@ class OutputsOff(ExportFailed):
 
 
 class OpsetNotGiven(ExportFailed):
-    """An exporter wrote another opset than the one asked for."""
+    """An exporter wrote another opset than requested."""
 
 
 def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof: Proof | None = None) -> Artifact:
@@ -61,11 +63,11 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
     the signature. ``proof`` checks contract and agreement with the gates of the run. If ``proof`` is None or has no
-    gate for outputs, the file has to meet the usual limit of the source's precision. The notes name the exporter that
-    was taken, and the reason for which each earlier exporter was refused.
+    gate for outputs, the file has to meet the usual limit of the source's precision. The notes name the chosen
+    exporter, and why each earlier exporter was refused.
 
-    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim was declared farther than
-    the model goes.
+    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim is declared beyond the
+    model's real range.
     """
     proof = proof or Proof(get_stage("onnx_from_torch"), src, config)
     refused: dict[str, str] = {}
@@ -81,7 +83,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
             with _quiet() as said:
                 _RUNGS[rung](src, config.opset, out)
             if by_values and (branches := _branches(said)):
-                raise ExportFailed(f"it holds one branch of {branches}")
+                raise ExportFailed(f"the file holds one branch of {branches}")
             made = _verified(src, config, out, SEEDS[rung], proof)
         except AccelError as error:
             refused[rung] = str(error)
@@ -131,19 +133,20 @@ def _remove(out: Path) -> None:
 
 
 def _advice(src: Artifact) -> str:
-    """Returns the advice to fix the sizes, as a clause; empty if no dim is dynamic.
+    """Returns the advice to export one size, as a clause, or "" if no dim is dynamic.
 
     Code that computes with sizes as numbers can be traced for one size only.
     """
     if not src.signature.dims:
         return ""
     sizes = src.signature.sizes()
-    fixed = " ".join(f"--input '{replace(spec, shape=spec.resolve(sizes))}'" for spec in src.signature.inputs)
-    return f"; try one size instead of a dynamic one: {fixed}"
+    fixed = [str(replace(spec, shape=spec.resolve(sizes))) for spec in src.signature.inputs]
+    fixed = [shlex.quote(text) for text in fixed] if is_command_line() else fixed
+    return f"; try one size instead of a dynamic one: {option('inputs', fixed)}"
 
 
 def _too_far(src: Artifact) -> str:
-    """Names the dim that was declared larger than the model takes (e.g. than a table of positions), and its real bound.
+    """Returns the dim that is declared beyond the model's range (e.g. a table of positions), and its real bound.
 
     Returns an empty string if PyTorch runs the model at both ends of each dim.
     """
@@ -164,8 +167,8 @@ def _too_far(src: Artifact) -> str:
                     else (replace(bounds, min=last), "at least")
                 )
                 return (
-                    f"PyTorch itself can't run it at {dim} {end} ({reason}), its {dim} is {most} {last}: "
-                    f"give --dim {dim}={runs}"
+                    f"PyTorch itself can't run the model at {dim} {end} ({reason}), the model's {dim} is "
+                    f"{most} {last}: give {option('dims', {dim: str(runs)})}"
                 )
     return ""
 
@@ -218,11 +221,11 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
     _, properties = describe(out)
     if properties["opset"] != config.opset:
-        raise OpsetNotGiven(f"it wrote opset {properties['opset']}, not {config.opset}")
+        raise OpsetNotGiven(f"the exporter wrote opset {properties['opset']}, not {config.opset}")
     try:
         onnx.checker.check_model(str(out), full_check=True)
     except Exception as error:
-        raise ExportFailed(f"its file fails the checker: {one_line(error)}") from error
+        raise ExportFailed(f"the file fails the checker: {one_line(error)}") from error
     companions = external_files(read_proto(out))
     plain = Artifact(path=out, kind="onnx", signature=src.signature, companions=companions)
     made, given = proof.of(plain)
@@ -237,7 +240,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
     failed = [r for r in results if r.passed is False]
     if failed:
         raise OutputsOff(
-            f"its outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} "
+            f"the file's outputs are off: {failed[0].output} at {failed[0].case} by {failed[0].value:.2g} "
             f"(limit {failed[0].limit:g}) {failed[0].note}".rstrip(),
             failed,
         )
@@ -245,7 +248,7 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
 
 def _branches(said: Sequence[warnings.WarningMessage]) -> str:
-    """Returns the lines outside PyTorch at which the tracer saw a tensor become a condition; empty if none."""
+    """Returns the lines outside PyTorch at which the tracer saw a tensor become a condition, or "" if none."""
     import torch
 
     own = str(Path(torch.__file__).parent)
@@ -259,7 +262,7 @@ def _branches(said: Sequence[warnings.WarningMessage]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Silences what exporters print and log, and yields the list of their warnings."""
+    """Silences the prints and logs of exporters, and yields the list of their warnings."""
     names = ("torch.onnx", "onnxscript", "onnx_ir", "torch.export", "torch.fx.experimental.symbolic_shapes")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

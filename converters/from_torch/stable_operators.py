@@ -1,4 +1,4 @@
-"""Translations of operators for which the form of torch's exporter overflows and PyTorch does not."""
+"""Translations of operators whose translations by torch's exporter overflow, unlike PyTorch."""
 
 from __future__ import annotations
 

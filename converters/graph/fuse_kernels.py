@@ -1,6 +1,7 @@
 """ONNX to ONNX with fused products: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``.
 
-A convolution becomes one ``accel::FusedConv2d`` in the same way. Each has a function body that any runtime can run.
+A convolution with such an epilogue becomes one ``accel::FusedConv2d``. Both operators have a function body that any
+runtime can run.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from pathlib import Path
 from accel.artifact import Artifact, beside
 from accel.errors import StageFailed, one_line
 from accel.sources.onnx.file import read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class FuseKernelsConfig(StageConfig):
-    """``residual``: also fuse the sum that follows, if its shape is the shape of the product."""
+    """``residual`` also fuses the following sum if its shape equals the product's shape."""
 
     residual: bool = True
 
@@ -29,8 +31,8 @@ class FusedGraphInvalid(StageFailed):
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
     """Writes ``src`` with fused products to ``out``. The notes count the products by the function that replaced them.
 
-    A model without such products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR has no functions,
-    and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
+    A model without fusable products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is too old for
+    functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
     """
     import onnx
 
@@ -41,7 +43,9 @@ def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifac
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
-        raise FusedGraphInvalid(f"the fused graph is not valid ({one_line(error)}); run without --kernels") from error
+        raise FusedGraphInvalid(
+            f"the fused graph is not valid ({one_line(error)}); leave out {option('kernels')}"
+        ) from error
     with beside(out) as temporary:
         onnx.save(model, str(temporary))
     counts = dict(sorted(Counter(fused).items()))

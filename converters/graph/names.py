@@ -1,4 +1,4 @@
-"""The names and dims that users know, written into a converted file."""
+"""Writes the user's names and dims into a converted file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contract:
-    """The inputs and outputs a file has to have."""
+    """The required inputs and outputs of a file."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -25,7 +25,7 @@ class Contract:
 def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contract) -> None:
     """Renames the inputs and outputs of ``model`` in place, and declares the order and shapes of ``contract``.
 
-    ``names`` maps the file's names to the user's. An inner value that has such a name already gets another one. An
+    ``names`` maps the file's names to the user's. An inner value that already has a user's name gets another name. An
     input that is also an output, and a value that is an output twice, get an Identity. Raises ``SignatureDrift`` if an
     output is missing.
     """
@@ -38,7 +38,7 @@ def give_names(model: onnx.ModelProto, names: Mapping[str, str], contract: Contr
     for old, new in names.items():
         if new in ends and old not in used:
             raise SignatureDrift(f"the output {new!r} is missing in the converted model; export the model again")
-    # Every value that has one of the new names gets another name first.
+    # Values that already have one of the new names are renamed first.
     moved: dict[str, str] = {}
     for name in (*starts, *ends, *names):
         if name in used and name not in moved:
@@ -71,12 +71,13 @@ def _declare(graph: onnx.GraphProto, starts: Mapping[str, TensorSpec], ends: Map
     graph.input.extend(value(spec) for spec in starts.values())
     del graph.output[:]
     graph.output.extend(value(spec) for spec in ends.values())
-    # The shapes of inner values use the converter's own symbols. Shape inference finds them again.
+    # The shapes of inner values use the converter's own symbols. Shape inference computes the shapes of inner values
+    # again.
     del graph.value_info[:]
 
 
 def _drop_identities(graph: onnx.GraphProto, outputs: set[str], inputs: set[str]) -> None:
-    """Removes the Identity in front of an output if nothing else reads its input."""
+    """Removes the Identity in front of an output if no other node reads the Identity's input."""
     constants = {t.name for t in graph.initializer}
     readers: dict[str, int] = {}
     for node in graph.node:
@@ -97,7 +98,7 @@ def _drop_identities(graph: onnx.GraphProto, outputs: set[str], inputs: set[str]
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
-    """Returns every value that a node of ``graph``, or of a graph inside its nodes, reads or makes."""
+    """Returns every value that the nodes of ``graph`` and of its subgraphs read or produce."""
     own = {name for node in graph.node for name in (*node.input, *node.output)}
     return own | {n for node in graph.node for a in node.attribute for g in (a.g, *a.graphs) for n in _names(g)}
 
@@ -110,7 +111,7 @@ def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 
 def rename_in_nodes(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Renames the values that ``nodes`` and their subgraphs read and make. The declarations of their graph stay."""
+    """Renames the values that ``nodes`` and their subgraphs read and produce, but not the graph's declarations."""
     for node in nodes:
         for field in (node.input, node.output):
             for index, name in enumerate(field):

@@ -1,4 +1,4 @@
-"""ONNX from any exporter to ONNX as the other stages need it: opset, shapes, weights as initializers."""
+"""Adapts ONNX from any exporter to the other stages: opset, shapes, weights as initializers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, nump
 from accel.sources.onnx.file import opset_of
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
@@ -31,8 +32,8 @@ _DTYPE_IR = {"FLOAT4E2M1": 11, "FLOAT8E8M0": 12, "UINT2": 13, "INT2": 13, "FLOAT
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromOnnxConfig(StageConfig):
-    """``opset``: the opset of the result (None: unchanged). ``inputs``: new shapes for inputs whose declared shapes are
-    wrong or too narrow; other inputs stay. ``dims``: ranges of dynamic dims. ``max_ir``: the newest IR version that the
+    """``opset`` is the opset of the result (None: unchanged). ``inputs`` has new shapes for inputs whose declared
+    shapes are wrong or too narrow. ``dims`` has ranges of dynamic dims. ``max_ir`` is the newest IR version that the
     target reads (None: no limit)."""
 
     opset: int | None = None
@@ -42,7 +43,7 @@ class OnnxFromOnnxConfig(StageConfig):
 
 
 class NotBroughtOver(StageFailed):
-    """The opset or the shapes can't be changed as asked."""
+    """The opset or the shapes can't be changed as requested."""
 
 
 def onnx_from_onnx(src: Artifact, config: OnnxFromOnnxConfig, out: Path) -> Artifact:
@@ -87,7 +88,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         model = _converted(model, opset, path)
         as_weights(model, apart)
     if _quantizers(model) != before:
-        raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out --opset")
+        raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out {option('opset')}")
     least = int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
     model.ir_version = max(int(model.ir_version), least)
     if config.max_ir is not None and model.ir_version > config.max_ir:
@@ -109,7 +110,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
     if fault := check_file(out):
-        raise NotBroughtOver(f"{path} fails the checker at opset {opset}: {fault}; pass another --opset")
+        raise NotBroughtOver(f"{path} fails the checker at opset {opset}: {fault}; pass another opset")
     return {"repaired": repaired}
 
 
@@ -144,7 +145,7 @@ def _hide_initializers(model: onnx.ModelProto, repaired: list[str]) -> None:
 def _redeclared(
     model: onnx.ModelProto, declared: Sequence[TensorSpec], given: Sequence[TensorSpec], repaired: list[str]
 ) -> tuple[TensorSpec, ...]:
-    """Declares the inputs of ``model`` with the given shapes, and returns them.
+    """Declares the inputs of ``model`` with the given shapes, and returns these inputs.
 
     Raises ``BadInputSpec`` if a given input is unknown or has another dtype or rank.
     """
@@ -158,7 +159,9 @@ def _redeclared(
     for spec in declared:
         new = wanted.get(spec.name, spec)
         if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
-            raise BadInputSpec(f"the model takes {spec}, not {new}; only sizes can be changed, correct --input")
+            raise BadInputSpec(
+                f"the model takes {spec}, not {new}; only sizes can be changed, correct {option('inputs')}"
+            )
         if new.shape != spec.shape:
             repaired.append(
                 f"the input was declared {spec} and is {new} now: the user said so, and the model runs at those sizes"
@@ -179,7 +182,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
     except Exception as error:
         if opset > before:
             raise NotBroughtOver(
-                f"{path} can't be brought from opset {before} to {opset} ({one_line(error)}); leave out --opset"
+                f"{path} can't be brought from opset {before} to {opset} ({one_line(error)}); leave out "
+                f"{option('opset')}"
             ) from error
         made = _stepped_down(model, opset)
     _drop_newer_attributes(made.graph, before, opset)
@@ -189,8 +193,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    onnx's converter has no adapters for many operators that only learned new dtypes. At such a version the operators
-    stay as they are: the checker then decides whether they are valid, and the gate whether they compute the same.
+    onnx's converter has no adapters for many operators that only gained dtypes. Without an adapter, the operators stay
+    unchanged. The checker then decides whether the operators are valid, and the gate compares their outputs.
     """
     from onnx import version_converter
 
@@ -214,10 +218,10 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 
 
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
-    """Removes attributes that operators don't have yet at ``opset``: onnx's converter leaves them in the nodes.
+    """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
 
-    Removed are attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
-    Others stay, and the checker refuses them.
+    Removes only attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
+    The checker refuses all other newer attributes.
     """
     import onnx
 
@@ -266,7 +270,7 @@ def _observe_outputs(
     path: Path,
     repaired: list[str],
 ) -> None:
-    """Declares the shapes of the outputs of ``model`` as ``written`` gives them at several sizes.
+    """Declares the output shapes of ``model`` that runs of ``written`` give at several sizes.
 
     Raises ``NotBroughtOver`` if ONNX Runtime can't load ``written`` or can't run it at one of the sizes.
     """
@@ -293,7 +297,7 @@ def _observe_outputs(
         except Exception as error:
             shapes = shapes_of(feeds)
             fix = step_advice(signature, partial(session.run, names))
-            fix = fix or "; correct --input or --dim"
+            fix = fix or f"; correct {options('inputs', 'dims')}"
             raise NotBroughtOver(f"{path} doesn't run on {shapes} ({one_line(error)}){fix}") from error
     was = {spec.name: spec for spec in declared}
     for value, spec in zip(model.graph.output, output_specs(signature, cases, runs, str(path)), strict=True):

@@ -1,4 +1,4 @@
-"""Pre- and postprocessing moved into the graph: image bytes go in, classes come out."""
+"""Adds pre- and postprocessing to the graph, which then takes image bytes and returns classes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from accel.artifact import Artifact
 from accel.errors import BadInputSpec, StageFailed
 from accel.signature import Dim, DimRange, Signature, TensorSpec, merged_ranges
 from accel.sources.onnx.file import opset_of, read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from .names import rename_in_nodes
@@ -28,10 +29,10 @@ _POSTPROCESS = ("softmax", "argmax", "topk")
 class PreprocessConfig(StageConfig):
     """The steps before and after the model.
 
-    ``mean``, ``std``: one number, or one for each channel, for pixels in 0..1 (bytes are divided by 255 first).
-    ``layout``, ``dtype``: of the images that come in. ``resize``: the (height, width) that the model takes; images of
-    any size come in and are scaled bilinearly between pixel centers, as OpenCV does. ``postprocess``: ``softmax``,
-    ``argmax`` or ``topk:K`` of the only output. ``dims``: ranges of ``height`` and ``width`` before the resize.
+    ``mean`` and ``std`` have one number, or one for each channel, for pixels in 0..1 (bytes are divided by 255 first).
+    ``layout`` and ``dtype`` describe the incoming images. ``resize`` is the (height, width) that the model takes.
+    Images of any size are scaled bilinearly between pixel centers, as OpenCV does. ``postprocess`` applies ``softmax``,
+    ``argmax`` or ``topk:K`` to the only output. ``dims`` has the ranges of ``height`` and ``width`` before the resize.
     """
 
     mean: tuple[float, ...] = ()
@@ -83,16 +84,16 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
 
 
 def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
-    """Returns the ranges of ``dims`` at the new input. Images that are resized come in any size, without a step."""
+    """Returns the ranges of ``dims`` at the new input. Images to resize may have any size, without a step."""
     if config.resize is None:
         return dict(dims)
     return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
 
 
 def image_input(signature: Signature) -> tuple[TensorSpec, int]:
-    """Returns the only image that a model takes, and the axis of its channels (1 or 3).
+    """Returns the only image input of a model, and the axis of its channels (1 or 3).
 
-    Raises ``NotPreprocessed`` if there is no such image, or several, or if the axis is ambiguous.
+    Raises ``NotPreprocessed`` if the model takes no image or several, or if the channel axis is ambiguous.
     """
     images = [spec for spec in signature.inputs if len(spec.shape) == 4 and spec.dtype in ("float32", "float16")]
     if len(images) != 1:
@@ -140,9 +141,9 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     own = "NCHW" if axis == 1 else "NHWC"
     layout, dtype = config.layout or own, config.dtype or spec.dtype
     if layout not in ("NCHW", "NHWC"):
-        raise BadInputSpec(f"unknown layout {layout!r}; --layout takes NCHW or NHWC")
+        raise BadInputSpec(f"unknown layout {layout!r}; use NCHW or NHWC")
     if dtype not in ("uint8", "float32", "float16"):
-        raise BadInputSpec(f"images come as uint8, float32 or float16, not {dtype!r}; correct --dtype")
+        raise BadInputSpec(f"images are uint8, float32 or float16, not {dtype!r}; use one of these dtypes")
     scale, shift = _affine(config, channels, dtype)
     height, width = _incoming_size(spec, axis, signature, config)
     shape = [spec.shape[0], channels, height, width] if layout == "NCHW" else [spec.shape[0], height, width, channels]
@@ -160,7 +161,9 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     if config.resize is not None:  # ONNX Runtime scales images with channels first
         sizes = steps.constant("resize", np.array(config.resize, dtype=np.int64))
         if opset_of(model) < 18:
-            raise NotPreprocessed(f"--resize needs opset 18, the model has {opset_of(model)}; pass --opset 18")
+            raise NotPreprocessed(
+                f"a resize needs opset 18, the model has {opset_of(model)}; pass {option('opset', 18)}"
+            )
         steps.add("Resize", "", "", sizes, mode="linear", coordinate_transformation_mode="half_pixel", axes=[2, 3])
     around = (channels, 1, 1) if layout == "NCHW" else (channels,)
     if np.any(scale != 1):
@@ -185,7 +188,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
 
 
 def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: PreprocessConfig) -> tuple[Dim, Dim]:
-    """Returns the height and width of the images that come in: the model's own, or dynamic dims if they are resized.
+    """Returns the height and width of incoming images: the model's own, or dynamic dims if ``config`` resizes images.
 
     Raises ``BadInputSpec`` if the model does not take the size that ``config`` resizes to.
     """
@@ -195,7 +198,7 @@ def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: Pr
     for has, wanted in zip((height, width), config.resize, strict=True):
         if isinstance(has, int) and has != wanted:
             raise BadInputSpec(
-                f"the model takes {height}x{width} pixels, not {config.resize[0]}x{config.resize[1]}; correct --resize"
+                f"the model takes {height}x{width} pixels, not {config.resize[0]}x{config.resize[1]}; correct the size"
             )
         if isinstance(has, str):
             signature.known({has: wanted})
@@ -203,9 +206,11 @@ def _incoming_size(spec: TensorSpec, axis: int, signature: Signature, config: Pr
 
 
 def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
-    """Removes the Transposes that undo ``perm`` if no other node reads the value ``name``; tells whether it did.
+    """Removes the Transposes that undo ``perm`` if no other node reads the value ``name``; returns whether any was
+    removed.
 
-    Models from TensorFlow begin with such a Transpose. The readers of the Transpose then read ``name`` directly.
+    Models from TensorFlow begin with a Transpose that undoes ``perm``. The readers of the Transpose then read ``name``
+    directly.
     """
     readers = [node for node in graph.node if name in node.input]
     ends = {value.name for value in graph.output}
@@ -246,7 +251,7 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
     kind, count = parse_postprocess(what)
     if len(signature.outputs) != 1 or not signature.outputs[0].dtype.startswith("float"):
         given = ", ".join(map(str, signature.outputs))
-        raise NotPreprocessed(f"--postprocess needs one output of scores, the model gives {given}")
+        raise NotPreprocessed(f"postprocessing needs one output of scores, the model gives {given}")
     spec = signature.outputs[0]
     classes = spec.shape[-1] if spec.shape else 1
     if isinstance(classes, int) and count > classes:
@@ -283,5 +288,5 @@ def parse_postprocess(text: str) -> tuple[str, int]:
         or (kind == "topk") != bool(colon)
         or (colon and (not number.isdigit() or number == "0"))
     ):
-        raise BadInputSpec(f"unknown --postprocess {text!r}; it takes softmax, argmax or topk:K, e.g. topk:5")
+        raise BadInputSpec(f"unknown postprocessing {text!r}; use softmax, argmax or topk:K, e.g. topk:5")
     return kind, int(number or 0)

@@ -1,12 +1,12 @@
-"""Readers of the files that stages write: the signature and properties that a file itself shows.
+"""Reads the signature and properties of the files that stages write.
 
-``accel.stage`` compares them with the stage's input, so that no stage vouches for its own work. Each function reads one
-kind of file. A function takes the path, and in ``known`` the signature of the model that the file was made from.
-``known`` supplies only what a format can't hold: dynamic dims have names only in ONNX and in the IR that accel writes,
-exported programs and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
+``accel.stage`` compares the signature with the stage's input, so that no stage vouches for its own work. Each function
+reads one kind of file. A function takes the path, and in ``known`` the signature of the source model. ``known``
+supplies only the facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that accel writes.
+Exported programs and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
 
 Engines have no reader, because only a machine with their GPU can open them. ``engine_from_onnx`` describes an engine by
-the network that TensorRT built it from.
+its TensorRT network.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .read_ir import describe as describe_ir
 ReadBack = tuple[Signature, dict[str, Any]]
 # An axis in a file: a fixed size; a symbol, which other axes may share; or None for a dynamic axis without a name.
 Size = int | str | None
-# Name, dtype and sizes of a tensor; the sizes are None if not even the rank is known.
+# Name, dtype and sizes of a tensor; the sizes are None if the rank is unknown.
 Row = tuple[str, str, list[Size] | None]
 
 
 def onnx(path: Path, known: Signature) -> ReadBack:  # noqa: ARG001
-    """Reads an ONNX file, which holds everything."""
+    """Reads an ONNX file, which needs nothing from ``known``."""
     return describe_onnx(path)
 
 
 def openvino(path: Path, known: Signature) -> ReadBack:  # noqa: ARG001
-    """Reads an IR, which holds everything: ``openvino_from_onnx`` writes the names of the dims into it."""
+    """Reads an IR, which holds the names of the dims because ``openvino_from_onnx`` wrote them."""
     return describe_ir(path)
 
 
@@ -82,7 +82,7 @@ def _by_tensorflow(form: str, path: Path, known: Signature) -> ReadBack:
 
 
 def ncnn(path: Path, known: Signature) -> ReadBack:
-    """Reads a ``.param`` file: which inputs and outputs exist (``in0``, ``out0``...), and sizes of inputs if noted."""
+    """Reads the inputs and outputs (``in0``, ``out0``...) of a ``.param`` file, and the sizes of inputs if present."""
     from accel.graph.ncnn_param import read_layers
 
     layers = read_layers(path)
@@ -136,7 +136,7 @@ def _shape(
     *,
     output: bool = False,
 ) -> tuple[Dim, ...]:
-    """Returns ``sizes`` with the dim names of ``like``. ``symbols``: the dim behind each symbol of the file."""
+    """Returns ``sizes`` with the dim names of ``like``. ``symbols`` maps each symbol of the file to a dim."""
     declared: Sequence[Dim | None] = [None] * len(sizes)
     if like is not None and len(like.shape) == len(sizes):
         declared = like.shape
@@ -146,7 +146,7 @@ def _shape(
         if isinstance(size, int):
             dims.append(wanted if isinstance(wanted, str) and _may_be(size, wanted, known, output) else size)
         elif output:
-            # A size that is computed from dynamic sizes may be dynamic in the file and still always be the same.
+            # A size that is computed from dynamic sizes may be dynamic in the file although its value is constant.
             dims.append(own if wanted is None else wanted)
         elif not isinstance(wanted, str):
             dims.append(own)
@@ -156,8 +156,8 @@ def _shape(
 
 
 def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
-    """Tells whether the file may fix ``dim`` to ``size``: the dim allows this size alone, or it is the dim of an output
-    and belongs to no input, so that its size was merely unknown."""
+    """Tells whether the file may fix ``dim`` to ``size``: the dim allows this size alone, or the dim is an output's and
+    belongs to no input."""
     allowed = known.dims.get(dim)
     return output if allowed is None else allowed.min == allowed.max == size
 

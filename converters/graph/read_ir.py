@@ -1,4 +1,4 @@
-"""Reading an OpenVINO IR: its signature and its precision."""
+"""Reads the signature and the precision of an OpenVINO IR."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel.errors import InvalidModel, MissingExtra, one_line
 from accel.runtimes.openvino import reason
 from accel.signature import Dim, Signature, TensorSpec
 
-# The place in the IR of the names of tensors and of dynamic dims: OpenVINO has no names for dims.
+# The IR's rt_info entry for the names of tensors and of dynamic dims. OpenVINO itself has no names for dims.
 RT_INFO = ("accel", "signature")
 
 _DTYPES = {
@@ -47,7 +47,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 
 
 def _recorded(model: Any) -> dict[str, dict[str, list[Dim]]]:
-    """Returns the dims of each tensor as recorded when the IR was made; empty if the IR has no record."""
+    """Returns the recorded dims of each tensor, which are empty if the IR has no record."""
     empty: dict[str, dict[str, list[Dim]]] = {"inputs": {}, "outputs": {}}
     if not model.has_rt_info(list(RT_INFO)):
         return empty
@@ -105,7 +105,7 @@ def _precision(model: Any) -> str:
 
 
 def load_openvino() -> Any:
-    """Returns the module; raises ``MissingExtra`` if it isn't installed."""
+    """Returns the module ``openvino``; raises ``MissingExtra`` if the package isn't installed."""
     try:
         import openvino
     except ImportError as error:

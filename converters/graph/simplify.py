@@ -1,4 +1,4 @@
-"""ONNX to a simpler ONNX model that computes the same: constants folded, batch norms merged, dead nodes removed."""
+"""Simplifies ONNX without changing its outputs: folds constants, merges batch norms, removes dead nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .write import as_inputs, as_weights, check_file, onnx_artifact, weight_byte
 if TYPE_CHECKING:
     import onnx
 
-# The pass replaces every MatMul and Add on three dims by a Gemm between two Reshapes with computed shapes. The graph
-# gets more nodes, and runtimes no longer recognize the Linear layer. MiniLM has 288 nodes before the simplification,
-# 339 after a simplification with the pass, and 279 without the pass.
+# This onnxsim pass replaces every MatMul and Add on three dims by a Gemm between two Reshapes with computed shapes. The
+# graph gets more nodes, and runtimes no longer recognize the Linear layer. MiniLM has 288 nodes before the
+# simplification, 339 after a simplification with the pass, and 279 without the pass.
 _SKIPPED = ("fuse_matmul_add_bias_into_gemm_batched",)
 
 
@@ -33,7 +33,7 @@ class SimplifyFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class SimplifyConfig(StageConfig):
-    """``skip``: further passes of onnxsim to leave out. ``timeout``: seconds until the model is left unsimplified."""
+    """``skip`` names further onnxsim passes to leave out. After ``timeout`` seconds the model stays unsimplified."""
 
     skip: tuple[str, ...] = ()
     timeout: float = 600.0
@@ -76,10 +76,10 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
 
 
 def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> None:
-    """Simplifies ``path`` into ``out`` and restores its header. Runs in a child process.
+    """Simplifies ``path`` into ``out`` and restores the header. Runs in a child process.
 
-    ``light``: the large weights stay in their file, and onnxsim sees them as inputs, so it can't fold them. Models over
-    2 GB need this, because a protobuf message can't be larger.
+    If ``light``, the large weights stay in their file, and onnxsim sees the weights as inputs and can't fold them.
+    Models over 2 GB need ``light``, because a protobuf message can't be larger.
     """
     import onnxsim
 

@@ -1,4 +1,4 @@
-"""The graphs inside nodes (branches of an If, bodies of a Loop), and the values that they take from around them."""
+"""The subgraphs of nodes (branches of an If, bodies of a Loop), and the outer values that subgraphs capture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnx import AttributeProto, NodeProto
 
 
 def subgraphs(node: NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yields the graphs that ``node`` holds as attributes, without the graphs inside those."""
+    """Yields the direct subgraphs of ``node``."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -17,12 +17,12 @@ def subgraphs(node: NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def captured(node: NodeProto) -> list[str]:
-    """Returns the names that the subgraphs of ``node`` take from around it, each once."""
+    """Returns the unique names of the outer values that the subgraphs of ``node`` read."""
     return list(dict.fromkeys(name for graph in subgraphs(node) for name in _free_names(graph)))
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """Yields the names that ``node`` and the nodes inside it read, and the outputs of its subgraphs."""
+    """Yields the names that ``node`` and the nodes of its subgraphs read, and the outputs of the subgraphs."""
     yield from node.input
     for graph in subgraphs(node):
         for inner in graph.node:

@@ -1,4 +1,4 @@
-"""Writing of ONNX files: checked, and with the weights in a second file if one file can't hold them."""
+"""Writes and checks ONNX files. The weights go into a second file if one file can't hold them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[
     companions = write_onnx(model, out)
     fault = check_file(out)
     if fault:
-        raise StageFailed(f"the resulting ONNX file doesn't pass the checker ({fault}); export with another --opset")
+        raise StageFailed(f"the resulting ONNX file doesn't pass the checker ({fault}); export with another opset")
     dims = {dim: sizes for dim, sizes in src.signature.dims.items() if dim in signature.dynamic_dims}
     return Artifact(
         path=out,
@@ -70,8 +70,8 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
     """Writes ``model`` to ``out``; returns the names of the files beside ``out`` that hold its weights.
 
     The weights go into a second file if the model exceeds ``limit`` bytes (default: ``SINGLE_FILE_BYTES``), or if too
-    many weights are detached to copy them. That file is named by its content, so that two models of one name never mix
-    their weights. ``model`` must not be used afterwards.
+    many weights are detached. The second file is named by a hash of its content, so that two models of one name never
+    mix their weights. ``model`` must not be used afterwards.
     """
     import onnx
 
@@ -100,7 +100,7 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
 
 
 def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Turns detached weights into inputs, for a library that takes the model as one message; returns them."""
+    """Turns detached weights into inputs, for a library that takes the model as one message; returns the weights."""
     from onnx import helper
 
     apart = [tensor for tensor in model.graph.initializer if is_detached(tensor)]
@@ -115,7 +115,7 @@ def as_inputs(model: onnx.ModelProto) -> list[onnx.TensorProto]:
 
 
 def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
-    """Turns the inputs that ``as_inputs`` made back into weights; leaves out those that nothing uses any more."""
+    """Turns the inputs from ``as_inputs`` back into weights; leaves out unused weights."""
     from .subgraphs import captured
 
     used = {name for node in model.graph.node for name in (*node.input, *captured(node))}
@@ -128,7 +128,7 @@ def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
-    """Returns the approximate size of the file: nearly all of it is constants."""
+    """Returns the approximate size of the file, which is nearly all constants."""
     inside = sum(int(part.ByteSize()) for part in (*model.graph.initializer, *model.graph.node))
     return inside + detached_bytes(model)
 
@@ -168,19 +168,19 @@ def _weights_apart(model: onnx.ModelProto, path: Path) -> str:
 
 
 def is_unknown_operator(error: Exception) -> bool:
-    """Tells whether ``onnx.checker`` refused an operator without a schema. Only the text of the
-    error tells this case from other refusals."""
+    """Tells whether ``onnx.checker`` refused an operator without a schema. Only the text of the error identifies a
+    missing schema."""
     return "No Op registered" in str(error) or "No opset import" in str(error)
 
 
 def check_file(path: Path) -> str | None:
-    """Returns the fault that ``onnx.checker`` finds in the file, types and shapes included, in one line; or None."""
+    """Returns the fault that ``onnx.checker`` finds in the file, types and shapes included, in one line, or None."""
     import onnx
 
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The checker has no schemas of other vendors' operators. The runtime decides about them.
+        # The checker has no schemas of other vendors' operators, so the runtime decides about such operators.
         nodes = onnx.load(str(path), load_external_data=False).graph.node
         foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in nodes)
         if foreign and is_unknown_operator(error):

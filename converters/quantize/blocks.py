@@ -1,4 +1,5 @@
-"""8-bit or 4-bit weights of large products, in the standard ONNX that TensorRT takes. Activations stay float.
+"""Quantizes the weights of large products to 8 or 4 bits, in the standard ONNX that TensorRT takes. Activations stay
+float.
 
 A DequantizeLinear with a scale for each block of a column restores the weights. Runs in a child process: see
 ``quantize``.
@@ -19,7 +20,7 @@ from ..graph.write import write_onnx
 from .products import channel_axis, drop_unread, product_weights
 from .stage import Task
 
-# The dtype and the largest step. Steps are symmetric, so that 0 stays 0 and both signs have the same range.
+# The dtype and the largest quantized value. The range is symmetric, so that 0 stays 0.
 _STEPS = {"int4-weights": ("int4", 7), "int8-weights": ("int8", 127)}
 
 
@@ -51,7 +52,7 @@ def run_blocks(task: Task) -> dict[str, Any]:
 
 
 def _dequantized(model: onnx.ModelProto, tensor: onnx.TensorProto, axis: int, size: int, mode: str) -> onnx.NodeProto:
-    """Returns the node that restores the weights. Adds its inputs to ``model``."""
+    """Returns the node that restores the weights. Adds the node's inputs to ``model``."""
     dtype, top = _STEPS[mode]
     value = np.moveaxis(weight_array(tensor), axis, 0)
     blocks = value.reshape(-1, size, value.shape[1])

@@ -32,7 +32,7 @@ _CHUNK_BYTES = 1 << 29
 
 
 class Collector(Protocol):
-    """Statistics that are updated batch by batch. ``state`` returns all of them as arrays, for ``restore``."""
+    """Statistics that are updated batch by batch. ``state`` returns all statistics as arrays, for ``restore``."""
 
     def add(self, feeds: Feeds) -> None: ...
 
@@ -44,8 +44,8 @@ class Collector(Protocol):
 def collect(collector: Collector, batches: Batches, unfinished: Path | None = None) -> None:
     """Gives ``collector`` every batch.
 
-    ``unfinished``: a file that gets the state of ``collector`` every ten seconds. If the file exists, the collection
-    continues after the last batch in it.
+    Saves the state of ``collector`` to the file ``unfinished`` every ten seconds. If the file exists, the collection
+    continues after its last batch.
     """
     done = _resume(collector, unfinished)
     saved = time.monotonic()
@@ -64,7 +64,7 @@ def _save(collector: Collector, done: int, path: Path) -> None:
 
 
 def _resume(collector: Collector, path: Path | None) -> int:
-    """Restores ``collector`` from ``path``; returns the number of batches that it knows.
+    """Restores ``collector`` from ``path``; returns the number of batches in the file.
 
     Ignores a damaged file: the checksums of the zip archive are verified.
     """

@@ -1,4 +1,5 @@
-"""8-bit floats (E4M3) before products with weights, as TensorRT takes them. Runs in a child process: see ``quantize``.
+"""Quantizes the inputs of products with weights to 8-bit floats (E4M3) for TensorRT. Runs in a child process: see
+``quantize``.
 
 E4M3 has 4 bits of exponent and 3 of mantissa, and its largest number is 448 (Micikevicius et al., "FP8 formats for deep
 learning", arXiv 2209.05433). The steps of int8 are equal, while those of E4M3 grow with the value, so that outliers
@@ -78,8 +79,8 @@ class _Written:
         self._model = model
 
     def activation(self, name: str, top: float, nodes: list[onnx.NodeProto]) -> str:
-        """Appends nodes that round ``name`` to ``nodes``, and returns the rounded tensor's name. ``top``: the largest
-        absolute value."""
+        """Appends nodes to ``nodes`` that round the tensor ``name``, whose largest absolute value is ``top``. Returns
+        the rounded tensor's name."""
         scale = np.array(_scale(np.array(top)), np.float32)
         of = [self._constant(f"{name}/scale", scale), self._zero(f"{name}/zero", [])]
         nodes.append(helper.make_node("QuantizeLinear", [name, *of], [f"{name}/fp8"], name=f"{name}/quantize"))
@@ -91,7 +92,8 @@ class _Written:
         return f"{name}/dequantized"
 
     def weight(self, tensor: onnx.TensorProto, axis: int | None, nodes: list[onnx.NodeProto]) -> str:
-        """Adds ``tensor`` in fp8, with a scale for each entry of ``axis``; returns the name of the restored tensor."""
+        """Adds ``tensor`` in fp8, with a scale for each entry of ``axis``; returns the name of the dequantized
+        tensor."""
         value = weight_array(tensor)
         others = tuple(i for i in range(value.ndim) if i != axis) if axis is not None else None
         scales = _scale(np.abs(value).max(axis=others))
@@ -114,7 +116,7 @@ class _Written:
         return name
 
     def _zero(self, name: str, shape: list[int]) -> str:
-        """Adds a zero point, whose dtype sets the type of the quantized tensor. In fp8 it is always 0."""
+        """Adds a zero point, whose dtype sets the type of the quantized tensor. An fp8 zero point is always 0."""
         self._model.graph.initializer.append(
             helper.make_tensor(name, TensorProto.FLOAT8E4M3FN, shape, b"\0" * int(np.prod(shape)), raw=True)
         )
@@ -122,5 +124,5 @@ class _Written:
 
 
 def _scale(top: np.ndarray) -> np.ndarray:
-    """Returns the scale that maps 448 to ``top``; 1 if ``top`` is 0."""
+    """Returns the scale that maps 448 to ``top``, or 1 if ``top`` is 0."""
     return np.where(top > 0, np.maximum(top / _LARGEST, np.finfo(np.float32).tiny), 1.0).astype(np.float32)

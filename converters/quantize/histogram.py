@@ -1,9 +1,9 @@
 """Histograms of a fixed size that need no range beforehand, and the ranges that calibration takes from them.
 
-A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside, e grows and
-neighboring bins are merged. Every edge is a multiple of a power of two, so the counts are exactly those that the final
-range would have given from the start. The order and the size of the batches therefore make no difference. ``minmax`` is
-exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
+A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
+grows and neighboring bins are merged. Every edge is a multiple of a power of two, so the counts equal those of a
+histogram that had the final range from the start. The order and the size of the batches therefore make no difference.
+``minmax`` is exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _HALF = BINS // 2
 # Values are counted in pieces of this size, because counting makes copies of a piece.
 _PIECE = 1 << 18
 
-_INT8_STEPS = 255  # between the lowest and the highest of 8 bits
+_INT8_STEPS = 255  # between the lowest and the highest 8-bit value
 _ENTROPY_LEVELS = 128
 
 
 @dataclass
 class Histogram:
-    """The counts of one tensor's values. ``exponent``: None until a value other than 0 comes. ``zeros``: the number of
-    values that are exactly 0. ``nonfinite``: the number of infinities and NaN, which the bins don't count."""
+    """The counts of one tensor's values. ``exponent`` is None until the first nonzero value. ``zeros`` counts the
+    values that are exactly 0. ``nonfinite`` counts infinities and NaN, which the bins leave out."""
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros(BINS, np.int64))
     exponent: int | None = None
@@ -79,7 +79,7 @@ class Histogram:
         return (np.arange(BINS + 1) - _HALF) * math.ldexp(1 / _HALF, self.exponent or 0)
 
     def to_row(self) -> np.ndarray:
-        """Returns everything but the counts, as float64[5]."""
+        """Returns all fields except the counts, as float64[5]."""
         exponent = math.nan if self.exponent is None else self.exponent
         return np.array([exponent, self.low, self.high, self.zeros, self.nonfinite], np.float64)
 
@@ -93,13 +93,13 @@ class Histogram:
 def value_range(
     found: Histogram, method: str, *, percentile: float = 99.999, symmetric: bool = False
 ) -> tuple[float, float]:
-    """Returns the lowest and the highest value to represent in 8 bits. ``symmetric``: lowest = -highest.
+    """Returns the lowest and the highest value to represent in 8 bits. If ``symmetric``, lowest = -highest.
 
-    ``minmax``: the range of all values. ``percentile``: the range of that percentage of the values; the rest is cut off
-    in equal shares on both sides. ``entropy``: the range [-t, t] whose 128 levels keep the distribution of the absolute
-    values best, by Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``: the range
-    with the least squared error. The error is the sum of the rounding errors (step**2 / 12 for each value inside) and
-    of the squared distances of the values outside.
+    ``minmax`` takes the range of all values. ``percentile`` takes the range of that percentage of the values, and cuts
+    off equal shares on both sides. ``entropy`` takes the range [-t, t] whose 128 levels keep the distribution of the
+    absolute values best, by Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
+    takes the range with the least squared error: the sum of the rounding errors (step**2 / 12 for each value inside)
+    and of the squared distances of the values outside.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -155,7 +155,7 @@ def _entropy(found: Histogram) -> float:
 def _divergence(inside: np.ndarray, outside: float) -> float:
     """Returns the divergence between the counts ``inside`` and the same counts in ``_ENTROPY_LEVELS`` levels.
 
-    ``outside``: the number of values beyond the last bin, which are cut off and so count for the last bin.
+    ``outside`` is the number of cut-off values beyond the last bin, which count for the last bin.
     """
     wanted = inside.copy()
     wanted[-1] += outside
@@ -173,7 +173,7 @@ def _divergence(inside: np.ndarray, outside: float) -> float:
 def _smoothed(counts: np.ndarray) -> np.ndarray | None:
     """Returns the counts as shares, with a small share in each empty bin, so that the divergence is finite.
 
-    Returns None if there are no counts, or too few to take the small shares from.
+    Returns None if the counts are all zero, or too small to give up the small shares.
     """
     empty = counts == 0
     filled = counts.size - int(empty.sum())
@@ -213,7 +213,7 @@ def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.
 
     below, cut_low = beyond(lows, upwards=False)
     above, cut_high = beyond(highs, upwards=True)
-    # Zero is one of the steps, so zeros have no error.
+    # Zero is exactly representable, so zeros have no error.
     inside = np.maximum(counts.sum() - found.zeros - below[:, None] - above[None, :], 0)
     steps = (highs[None, :] - lows[:, None]) / _INT8_STEPS
     return np.asarray(inside * np.square(steps) / 12 + cut_low[:, None] + cut_high[None, :])

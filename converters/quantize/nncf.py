@@ -1,4 +1,4 @@
-"""int8 by NNCF, in the form that OpenVINO runs fastest. Runs in a child process: see ``quantize``."""
+"""Quantizes to int8 with NNCF, for OpenVINO. Runs in a child process: see ``quantize``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_nncf(task: Task) -> dict[str, Any]:
 
 
 def weights_folder(task: Task, model: onnx.ModelProto) -> dict[str, Any]:
-    """Returns NNCF's parameter with the folder of external weights; empty if the model has none."""
+    """Returns NNCF's parameter for the folder of external weights, or {} if the model has no external weights."""
     from nncf.onnx.quantization.backend_parameters import BackendParameters
 
     return {BackendParameters.EXTERNAL_DATA_DIR: str(task.path.parent)} if external_files(model) else {}
@@ -55,9 +55,9 @@ _POOLS = ("MaxPool", "AveragePool")
 def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     """Turns int8 activations of ``model`` into uint8 with a zero point higher by 128, which gives the same numbers.
 
-    Does so only if a pooling and another node read the same int8 tensor: OpenVINO (2026.4) then computes both wrongly.
-    NNCF makes such tensors of the skip connections of a U-Net, if they are joined with a tensor without ReLU. Returns
-    the number of tensors that were changed.
+    Changes tensors only if a pooling and another node read the same int8 tensor, because OpenVINO (2026.4) then
+    computes both nodes wrongly. NNCF quantizes the skip connections of a U-Net to int8 if they are joined with a tensor
+    without ReLU. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []
@@ -84,7 +84,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
             model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.uint8), unsigned[name]))
         node.input[2] = unsigned[name]
     used = {name for node in model.graph.node for name in node.input}
-    spent = (set(unsigned) - used) | quantized  # zero points, and the types that shape inference declared
+    spent = (set(unsigned) - used) | quantized  # unused zero points, and outdated types from shape inference
     for field in (model.graph.initializer, model.graph.value_info):
         for index in reversed(range(len(field))):
             if field[index].name in spent:
@@ -93,7 +93,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
 
 
 class _Feeds:
-    """The samples, one at a time. Each iteration of NNCF reads them again."""
+    """The samples, one at a time. Each iteration of NNCF reads the samples again."""
 
     def __init__(self, task: Task) -> None:
         self._task = task

@@ -1,4 +1,4 @@
-"""int8 by ONNX Runtime's quantizer. Runs in a child process: see ``quantize``."""
+"""Quantizes to int8 with ONNX Runtime's quantizer. Runs in a child process: see ``quantize``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from accel.runtimes.onnx_rounded import elem_types, tensor_types
 from accel.sources.onnx.file import read_proto
 from accel.sources.onnx.weights import read_detached
+from accel.spelling import option
 
 from .calibrate import Histograms, collect
 from .histogram import value_range
@@ -53,7 +54,8 @@ def run_symmetric(task: Task) -> dict[str, Any]:
 
 
 def run_dynamic(task: Task) -> dict[str, Any]:
-    """Quantizes weights to int8, and activations at run time. On CPUs this speeds up products with weights only."""
+    """Quantizes weights to int8, and activations at run time. On CPUs, dynamic quantization speeds up only products
+    with weights."""
     config = task.config
     # The quantizer turns a Gemm into a MatMul of this name before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
@@ -76,7 +78,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
 def _static(
     task: Task, ops: tuple[str, ...], activations: Any, *, inputs_only: bool = False, symmetric: bool = False
 ) -> dict[str, Any]:
-    """Runs ONNX Runtime's static quantization. ``inputs_only``: quantize only the inputs of products with weights."""
+    """Runs ONNX Runtime's static quantization. ``inputs_only`` quantizes only the inputs of products with weights."""
     config = task.config
     found = smoothed(task, ops) if inputs_only and task.transformer and config.smooth else {}
     path = _preprocessed(task)
@@ -102,7 +104,7 @@ def _static(
         activation_type=activations,
         weight_type=ort.QuantType.QInt8,
         nodes_to_exclude=excluded,
-        calibrate_method=ort.CalibrationMethod.MinMax,  # unused: the file holds ranges
+        calibrate_method=ort.CalibrationMethod.MinMax,  # unused, because the file of ranges replaces calibration
         use_external_data_format=_is_large(task.path),
         extra_options=options,
     )
@@ -130,16 +132,16 @@ def smoothed(task: Task, ops: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _without_weights(path: Path, ops: tuple[str, ...]) -> list[str]:
-    """Returns the names of the products of two activations, such as the two of attention."""
+    """Returns the names of the products of two activations, such as those in attention."""
     graph = onnx.load(str(path), load_external_data=False).graph
     constants = {tensor.name for tensor in graph.initializer}
     return [n.name for n in graph.node if n.op_type in ops and len(n.input) > 1 and n.input[1] not in constants]
 
 
 def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
-    """Returns the names of the nodes that make the input of a product in float, or read its result.
+    """Returns the names of the nodes that produce the input or read the output of an excluded product.
 
-    If these nodes were quantized, they would round the input or the result.
+    If quantized, these nodes would round that input or output.
     """
     nodes = onnx.load(str(path), load_external_data=False).graph.node
     read = {node.input[0] for node in nodes if node.name in excluded and node.op_type in PRODUCTS}
@@ -151,7 +153,7 @@ def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
 def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> None:
     """Makes nodes other than products read the original tensors again.
 
-    A residual connection beside a product would otherwise carry on the rounding of every layer. Raises
+    Otherwise a residual connection beside a product would accumulate the rounding of every layer. Raises
     ``QuantizeFailed`` if an output of the model would be quantized.
     """
     model = onnx.load(str(path), load_external_data=False)
@@ -160,7 +162,7 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
         if value.name in originals:
             raise QuantizeFailed(
                 f"the output {value.name!r} would be quantized; keep the node that makes it in float with "
-                "--quantize keep=NAME"
+                f"{option('quantize', ['keep=NAME'])}"
             )
     onnx.save(model, str(path))
 
@@ -185,7 +187,8 @@ def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], b
 
 
 def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, symmetric: bool) -> None:
-    """Writes the ranges of the tensors around nodes to quantize to ``ranges``, for ONNX Runtime's quantizer."""
+    """Writes to ``ranges`` the range of each tensor that quantized nodes read or produce, for ONNX Runtime's
+    quantizer."""
     config = task.config
     model = read_detached(path)
     histograms = Histograms(model, _tensors(model, ops))
@@ -199,7 +202,7 @@ def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, sy
 
 
 def _tensors(model: onnx.ModelProto, ops: tuple[str, ...]) -> list[str]:
-    """Returns the names of the float32 activations that nodes of these operators read and make."""
+    """Returns the names of the float32 activations that nodes with these operators read or produce."""
     types = elem_types(tensor_types(model).graph)
     constants = {tensor.name for tensor in model.graph.initializer}
     around = (name for node in model.graph.node if node.op_type in ops for name in (*node.input, *node.output))
@@ -208,7 +211,8 @@ def _tensors(model: onnx.ModelProto, ops: tuple[str, ...]) -> list[str]:
 
 
 def _preprocessed(task: Task) -> Path:
-    """Returns the path of the model with shapes inferred by ONNX Runtime, or of the model itself if that fails."""
+    """Returns the path of the model with shapes inferred by ONNX Runtime, or of the model itself if the inference
+    fails."""
     logging.getLogger().setLevel(logging.ERROR)
     inferred = task.path.with_name("inferred.onnx")
     if _is_large(task.path):  # ONNX Runtime would hold the weights in memory three times

@@ -1,4 +1,4 @@
-"""Products with constant weights: finding them in a graph, and the layout of their weights."""
+"""Finds the products with constant weights in a graph, and the layout of the weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The sensitivity of each layer: the error of the model's outputs if this layer alone is int8 or 16-bit, and its work.
+"""The sensitivity of each layer: the error of the model's outputs if this layer alone is int8 or 16-bit.
 
-One model holds every layer in all forms. A flag for each layer and form selects the branch of an If, so that each run
-changes one layer without loading another model.
+One model holds every layer in all precisions. A flag for each layer and precision selects the branch of an If, so that
+each run changes one layer without loading another model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx
 
-# The outputs are compared on this many batches of this many samples.
+# Outputs are compared on ``_BATCHES`` batches of ``_BATCH`` samples.
 _BATCH = 4
 _BATCHES = 8
 
-# Weights are read from memory at every run. On CPUs and GPUs alike, reading a weight takes about as long as this many
-# multiplications with the weight.
+# Weights are read from memory at every run. On CPUs and GPUs alike, reading a weight takes about as long as
+# ``_ROWS_A_READ`` multiplications with the weight.
 _ROWS_A_READ = 16
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """``error``: the largest relative l2 of an output on any batch, if only this node is int8. ``error_in_base``: the
-    same if only this node is fp16 or bf16. ``work``: the multiply-adds of the node for a sample, or the equivalent of
-    reading its weights if that is more."""
+    """``error`` is the largest relative l2 error of an output on any batch if only this node is int8. ``error_in_base``
+    is the largest error if only this node is fp16 or bf16. ``work`` counts the node's multiply-adds for a sample, or
+    the equivalent of reading the weights if larger."""
 
     node: str
     op: str
@@ -50,8 +50,8 @@ class Sensitivity:
 def sensitivities(src: Artifact, config: QuantizeConfig, base: str = "fp32") -> list[Sensitivity]:
     """Returns the sensitivity of every product that ``config`` would quantize, the most sensitive first.
 
-    Ranges, and smoothing for transformers, follow ``config``. ``config.keep`` takes the names of the result. ``base``:
-    the precision of the layers that aren't int8. Raises the errors of ``quantize`` for the source, the data and
+    Ranges, and smoothing for transformers, follow ``config``. ``config.keep`` accepts the names in the result. ``base``
+    is the precision of the layers that aren't int8. Raises the errors of ``quantize`` for the source, the data and
     ``config``.
     """
     from accel.sources.onnx.weights import read_detached
@@ -102,8 +102,8 @@ def measure(task: Task) -> list[Sensitivity]:
 
 
 def _work(node: onnx.NodeProto, model: onnx.ModelProto, histograms: Any, samples: int) -> float:
-    """Returns the multiply-adds of ``node`` for a sample: every position of the input meets every weight, except the
-    positions that a stride skips."""
+    """Returns the multiply-adds of ``node`` for a sample. Every input position meets every weight, except positions
+    that a stride skips."""
     dims = next(tensor.dims for tensor in model.graph.initializer if tensor.name == node.input[1])
     weights = math.prod(dims)
     if node.op_type in ("Conv", "Gemm"):
@@ -140,7 +140,7 @@ def _with_all_forms(
     """Replaces each layer, in place, by an If between int8 and float32.
 
     If the base of ``task`` has 16 bits, the float32 branch holds a second If between that base and float32. Returns the
-    name of each flag by the name of its node and its form.
+    name of each flag by node name and precision.
     """
     import onnx
 
@@ -230,7 +230,8 @@ def _quantized(
     config: QuantizeConfig,
     symmetric: bool,
 ) -> list[onnx.NodeProto]:
-    """Returns the nodes of the int8 form. Adds their constants to the initializers of ``model``."""
+    """Returns the nodes that compute ``node`` in int8. Adds the constants of these nodes to the initializers of
+    ``model``."""
     import numpy as np
     import onnx
     from onnx import helper, numpy_helper

@@ -1,9 +1,9 @@
 """Smoothing: outliers move from activations into weights before both are quantized.
 
-The activations of a transformer have a few channels that are many times larger than the others. One scale for all
-channels leaves the others a handful of steps. Smoothing divides channel j of a product's input by s_j, and multiplies
-row j of the weights by s_j. The result is the same in exact arithmetic, and the ranges become more even (SmoothQuant,
-arXiv 2211.10438, eq. 4): s_j = max|X_j|^alpha / max|W_j|^(1-alpha).
+The activations of a transformer have a few channels that are many times larger than the others. With one scale for all
+channels, the small channels get only a handful of the int8 values. Smoothing divides channel j of a product's input by
+s_j, and multiplies row j of the weights by s_j. The result is the same in exact arithmetic, and the ranges become more
+even (SmoothQuant, arXiv 2211.10438, eq. 4): s_j = max|X_j|^alpha / max|W_j|^(1-alpha).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def smooth(
     alpha: float,
     unfinished: Path | None = None,
 ) -> int:
-    """Smooths ``model`` in place; returns the number of smoothed activations. ``batches``, ``unfinished``: see
-    ``collect``.
+    """Smooths ``model`` in place; returns the number of smoothed activations. ``collect`` explains ``batches`` and
+    ``unfinished``.
 
-    All products that read the same activation share its factors. The factors are folded into the layer normalization
-    before the products if nothing else reads its output.
+    All products that read the same activation share smoothing factors. The factors are folded into the layer
+    normalization before the products if nothing else reads its output.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[NodeProto]] = {}
@@ -85,7 +85,7 @@ def _rows(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> np.ndarra
 
 
 class _Channels:
-    """max|X_j| of each tensor over all batches, for each channel j of its last axis."""
+    """Collects max|X_j| of each tensor over all batches, for each channel j of the last axis."""
 
     def __init__(self, model: onnx.ModelProto, names: list[str]) -> None:
         self._plain = RoundedModel(model)
@@ -123,7 +123,7 @@ def _scale_rows(
     if not shared:
         old.CopyFrom(numpy_helper.from_array(scaled, old.name))
         return
-    new = model.graph.initializer.add()  # tied weights: the other reader keeps the unscaled ones
+    new = model.graph.initializer.add()  # tied weights: the other reader keeps the unscaled weights
     new.CopyFrom(numpy_helper.from_array(scaled, f"{old.name}/{node.name}"))
     weights[new.name] = new
     node.input[1] = new.name
@@ -132,8 +132,7 @@ def _scale_rows(
 def _fold(
     model: onnx.ModelProto, norm: NodeProto, weights: Mapping[str, onnx.TensorProto], factors: np.ndarray
 ) -> bool:
-    """Divides scale and bias of a layer normalization by ``factors``. Returns False if the normalization can't be
-    divided.
+    """Divides scale and bias of a layer normalization by ``factors``. Returns False if the division is impossible.
 
     Does nothing if another node reads the scale or bias, or if the normalization is not along the last axis.
     """

@@ -1,4 +1,4 @@
-"""float32 ONNX to 8 or 4 bits, in the form that the target runs fastest."""
+"""Quantizes float32 ONNX to 8 or 4 bits, in the QDQ layout that the target runs fastest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from accel.errors import AccelError, CannotWrite, ChildCrashed, MissingExtra, St
 from accel.machine import int8_saturates
 from accel.progress import report
 from accel.signature import Signature
+from accel.spelling import option
 from accel.stage import StageConfig
 from accel.tables.precision import PRECISIONS
 
@@ -34,13 +35,13 @@ _RANDOM_FEEDS = 4
 
 
 class QuantizeFailed(StageFailed):
-    """The model could not be quantized, or nothing in it was."""
+    """The model could not be quantized, or has nothing to quantize."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form of quantized models for a target. ``runs``: the function of each mode, called in a child process.
-    ``calibrations``: the supported ways to find a range. ``module``: the Python module that it needs, from ``extra``.
+    """The quantization for a kind of target. ``runs`` has the function of each mode, called in a child process.
+    ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, from ``extra``.
     """
 
     runs: dict[str, str]
@@ -49,7 +50,7 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The forms of the targets (measured; a form of another target is up to four times slower):
+# The quantization for each kind of target (measured; that of another kind is up to four times slower):
 # ort-cpu: uint8 activations with a zero point, int8 weights, QDQ around everything between two convolutions. Dynamic:
 #     activations are quantized at run time, without calibration.
 # openvino: NNCF decides where to quantize, by rules made for OpenVINO's kernels.
@@ -90,15 +91,15 @@ FORMS = {
 class QuantizeConfig(StageConfig):
     """The options of a quantization.
 
-    ``form``: ort-cpu, openvino or tensorrt. ``mode``: static; dynamic (ort-cpu only); fp8 (tensorrt only: 8-bit floats,
-    E4M3, calibrated by minmax or percentile); int8-weights or int4-weights, which quantize only the weights of products
-    with at least ``smallest`` weights, with one scale for ``block_size`` weights (8 bits in the openvino form: one
-    scale for each channel). ``data``: calibration data; at most ``samples`` samples are used. ``calibration``: minmax,
-    percentile (``percentile`` percent of the values are inside the range), entropy or mse, see
-    ``histogram.value_range``; the openvino form has minmax and percentile. ``smooth``: the share of the activations'
-    outliers that moves into the weights of a transformer, from 0 (none) to 1 (all); the openvino form smooths by
-    itself, and fp8 needs no smoothing. ``ops``: quantize these operators only. ``keep``: nodes that stay float32, by
-    name or operator, with * and ?.
+    ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
+    (tensorrt only), int8-weights or int4-weights. fp8 means E4M3, calibrated by minmax or percentile. int8-weights and
+    int4-weights quantize only the weights of products with at least ``smallest`` weights, with one scale for
+    ``block_size`` weights (8 bits for openvino: one scale for each channel). ``data`` is the calibration data, of which
+    at most ``samples`` samples are used. ``calibration`` is minmax, percentile (``percentile`` percent of the values
+    are inside the range), entropy or mse, see ``histogram.value_range``; openvino has minmax and percentile. ``smooth``
+    is the share of the activations' outliers that moves into the weights of a transformer, from 0 (none) to 1 (all).
+    For openvino, NNCF smooths by itself, and fp8 needs no smoothing. ``ops`` limits quantization to these operators.
+    ``keep`` lists nodes that stay float32, by name or operator, with * and ?.
     """
 
     form: str = "ort-cpu"
@@ -108,18 +109,16 @@ class QuantizeConfig(StageConfig):
     calibration: str = "minmax"
     percentile: float = 99.999
     per_channel: bool = True
-    smooth: float = 0.85  # error of MiniLM, tensorrt form: 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
+    smooth: float = 0.85  # error of MiniLM for tensorrt: 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     block_size: int = 32
     smallest: int = 1 << 16
-    # ort-cpu form: weights in 7 bits, for CPUs whose sums of 8-bit products saturate. None: decide by this CPU.
+    # For ort-cpu: weights in 7 bits, for CPUs whose sums of 8-bit products saturate. None: decide by this CPU.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
-        if (
-            self.reduce_range is None
-        ):  # decided here, because the manifest and the cache key record it like any other option
+        if self.reduce_range is None:  # decided here, so that the manifest and the cache key record the decision
             products = self.form == "ort-cpu" and self.mode in ("static", "dynamic")
             object.__setattr__(self, "reduce_range", products and int8_saturates())
 
@@ -139,9 +138,9 @@ class Task:
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
-    """Quantizes ``src`` in the form ``config.form``. Names, dtypes, dynamic dims, opset and IR stay.
+    """Quantizes ``src`` for the kind of target ``config.form``. Names, dtypes, dynamic dims, opset and IR stay.
 
-    Without ``data`` a static form is calibrated on random inputs, and ``notes["warning"]`` says so.
+    Without ``data``, static quantization is calibrated on random inputs, and ``notes["warning"]`` says so.
 
     Raises ``QuantizeFailed``; ``UnknownName`` for an unknown form, mode or calibration, or a pattern that matches
     nothing; ``UnsupportedHere`` if the model is not float32 or its opset is below 13 (fp8: 19, blocks: 21);
@@ -197,7 +196,7 @@ def _form(config: QuantizeConfig) -> Form:
 
 def make_task(src: Artifact, config: QuantizeConfig, model: onnx.ModelProto, folder: Path) -> Task:
     """Returns the task of a child process that works on ``model`` in ``folder``. Names unnamed nodes of ``model``."""
-    inside = folder.absolute()  # the child has another working folder
+    inside = folder.absolute()  # the child process has another working folder
     return Task(
         path=inside / "prepared.onnx",
         out=inside / "quantized.onnx",
@@ -223,7 +222,7 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
 
     precision = describe_model(model)[1]["precision"]
     if precision in PRECISIONS and PRECISIONS[precision].quantized:
-        raise UnsupportedHere(f"{src.path} is quantized already; start from its float32 form")
+        raise UnsupportedHere(f"{src.path} is quantized already; start from the float32 model")
     if precision != "fp32":
         raise UnsupportedHere(
             f"{src.path} is {precision}; quantize the float32 model, then cast the result to {precision}"
@@ -232,7 +231,9 @@ def check_source(src: Artifact, model: onnx.ModelProto, config: QuantizeConfig) 
     if opset_of(model) < least:
         what = "int8" if least == PRECISIONS["int8"].min_opset else config.mode
         have = opset_of(model)
-        raise UnsupportedHere(f"{what} needs opset >= {least}, {src.path} has {have}; pass --opset {max(20, least)}")
+        raise UnsupportedHere(
+            f"{what} needs opset >= {least}, {src.path} has {have}; pass {option('opset', max(20, least))}"
+        )
 
 
 def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
@@ -240,10 +241,12 @@ def _calibration_notes(src: Artifact, config: QuantizeConfig) -> dict[str, Any]:
 
     found: dict[str, Any] = {"calibration": config.calibration}
     if config.data is None:
-        found["warning"] = "calibrated on random inputs: the ranges are not those of real data; pass --data"
+        found["warning"] = (
+            "calibrated on random inputs, whose ranges differ from those of real data; give calibration data"
+        )
         return found
     stream = SampleStream(config.data, src.signature)
-    for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # finds samples that don't fit before any other work
+    for _ in stream.batches(_CHECKED_AT_ONCE, config.samples):  # fails early on samples that don't fit
         pass
     return found | {"samples": min(len(stream), config.samples)}
 
@@ -283,7 +286,7 @@ def is_transformer(model: onnx.ModelProto) -> bool:
     return "Attention" in ops or ("Softmax" in ops and any(True for _ in products))
 
 
-# NNCF's message if the ends of a range are NaN, and so not equal to themselves.
+# NNCF's message if the ends of a range are NaN.
 _NO_RANGE = "only support input_high == output_high"
 
 
@@ -303,13 +306,17 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     except ChildCrashed as error:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
-                f"a tensor inside the model is NaN on the calibration data of the form {task.config.form}, so it has "
+                f"a tensor inside the model is NaN on the calibration data for {task.config.form}, so it has "
                 "no range; correct the operation that makes the NaN, leave such samples out, or keep the nodes that "
-                "read the tensor in float with --quantize keep=NODE"
+                f"read the tensor in float with {option('quantize', ['keep=NODE'])}"
             ) from error
-        raise QuantizeFailed(f"quantization for {task.config.form} failed ({error}); try another form") from error
+        raise QuantizeFailed(
+            f"quantization for {task.config.form} failed ({error}); use fp32 or fp16 instead"
+        ) from error
     except OSError as error:
-        raise CannotWrite(f"can't write the form {task.config.form} ({error}); free some space") from error
+        raise CannotWrite(
+            f"can't write the model quantized for {task.config.form} ({error}); free some space"
+        ) from error
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:

@@ -1,4 +1,4 @@
-"""8-bit or 4-bit weights of large products, for models whose speed depends on reading their weights.
+"""Quantizes the weights of large products to 8 or 4 bits, for models whose speed depends on reading weights.
 
 Activations stay float32 in the file, so no calibration is needed. Runs in a child process: see ``quantize``.
 """
@@ -56,7 +56,7 @@ def run_nbits(task: Task) -> dict[str, Any]:
 def run_compressed(task: Task) -> dict[str, Any]:
     """Quantizes weights for OpenVINO with NNCF's compress_weights; returns the notes.
 
-    8-bit weights have a scale for each channel, 4-bit weights one for each block.
+    8-bit weights have a scale for each channel, and 4-bit weights have a scale for each block.
     """
     import nncf
 

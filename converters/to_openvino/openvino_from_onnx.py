@@ -18,6 +18,7 @@ from accel.runtimes.openvino import reason
 from accel.signature import TensorSpec
 from accel.sources.onnx.file import describe as describe_onnx
 from accel.sources.onnx.file import external_files, read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from ..graph.read_ir import RT_INFO, describe, load_openvino
@@ -39,9 +40,9 @@ class IrNotBuilt(BuildFailed):
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Converts ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
 
-    ``properties``: precision. ``notes``: openvino (version), operations, softmax_guards_removed,
-    reductions_rewritten. Raises ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the file is not ONNX, and
-    ``IrNotBuilt`` if OpenVINO can't convert the model.
+    The notes have the OpenVINO version, the number of operations, and the counts of both rewrites. Raises
+    ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't
+    convert the model.
     """
     _, declared = describe_onnx(src.path)
     external_files(read_proto(src.path))  # refuses weights outside the model's folder
@@ -65,7 +66,7 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
             "another opset"
         ) from error
     except OSError as error:
-        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
+        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another {option('out')}") from error
     signature, found = describe(out)
     ranges = {dim: known for dim, known in src.signature.dims.items() if dim in signature.dims}
     return Artifact(
@@ -83,7 +84,7 @@ def _names(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | int]:
-    """Converts ``path`` to an IR with ``names`` in it, and returns the notes. Runs in the child process."""
+    """Converts ``path`` to an IR that records ``names``, and returns the notes. Runs in the child process."""
     ov = load_openvino()
     try:
         model = ov.Core().read_model(str(path))
@@ -107,13 +108,13 @@ def convert(path: Path, out: Path, names: Mapping[str, Any]) -> dict[str, str | 
 def _refusal(name: str, said: str) -> str:
     """Returns the message for a model that OpenVINO refuses with the text ``said``.
 
-    OpenVINO takes fewer forms of Loop, Scan and If than ONNX allows, at any opset. The masked recurrent layers of Keras
-    become such a Loop.
+    OpenVINO refuses some kinds of Loop, Scan and If, at any opset. The masked recurrent layers of Keras become a Loop
+    that OpenVINO refuses.
     """
     found = _WITH_GRAPH.search(said)
     if found is None:
         return f"OpenVINO can't convert {name}: {shortened(said)}; export it with another opset"
     return (
         f"OpenVINO can't convert the operator {found[1]} of {name} ({shortened(found[2])}); another opset doesn't "
-        "help: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
+        "help: keep the model as ONNX, which ONNX Runtime runs (the target ort-cpu)"
     )

@@ -1,4 +1,4 @@
-"""A rewrite of reductions before quantized activations, which OpenVINO computes wrongly if they drop dims."""
+"""Rewrites reductions before quantized activations, because OpenVINO computes reductions wrongly that drop dims."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ _REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "
 
 
 def keep_reduced_dims(model: Any) -> int:
-    """Makes the reductions of a quantized ``ov.Model`` keep their dims, and squeezes those dims behind them.
+    """Makes the reductions of a quantized ``ov.Model`` keep their dims, and squeezes those dims after each reduction.
 
     Returns the number of rewritten reductions. The result is the same in exact arithmetic.
 
-    The CPU plugin (2026.4) fuses the elementwise operations after a reduction into it. If the reduction drops dims
-    (e.g. the mean over the tokens of a sentence), the plugin applies the factors of a following multiplication along
-    the wrong axis. NNCF's SmoothQuant puts such a multiplication before a FakeQuantize. The errors are 40% to 75%.
+    The CPU plugin (2026.4) fuses the elementwise operations after a reduction into the reduction. If the reduction
+    drops dims (e.g. the mean over the tokens of a sentence), the plugin applies the factors of a following
+    multiplication along the wrong axis. NNCF's SmoothQuant puts such a multiplication before a FakeQuantize. The errors
+    are 40% to 75%.
     """
     import openvino.opset13 as opset
 

@@ -1,10 +1,10 @@
-"""The removal of the guards behind torch's safe softmax from an OpenVINO model, if they can never act."""
+"""Removes the guards behind torch's safe softmax from an OpenVINO model, if the guards can never act."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Operators that make neither infinities nor NaN from finite numbers, unless the scores themselves overflow.
+# Operators that keep finite numbers finite unless the scores themselves overflow.
 _ARITHMETIC = frozenset({"Add", "Subtract", "Multiply", "MatMul"})
 _MOVEMENT = frozenset(
     {
@@ -23,7 +23,7 @@ def remove_softmax_guards(model: Any) -> int:
     fuses an attention into one kernel only without the guard.
 
     The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. Added to scores below
-    1e30 it gives the same float32 row as before, up to a constant.
+    1e30, the raised mask gives the same float32 row as before, up to a constant.
     """
     count = 0
     for guard in model.get_ordered_ops():
@@ -41,7 +41,7 @@ def remove_softmax_guards(model: Any) -> int:
 
 
 def _guarded(op: Any) -> Any | None:
-    """Returns the softmax whose NaN ``op`` turns into zeros; None if ``op`` is not such a guard."""
+    """Returns the softmax whose NaN ``op`` turns into zeros, or None if ``op`` is not such a guard."""
     if op.get_type_name() != "Select":
         return None
     condition, replacement, value = (op.input_value(i).get_node() for i in range(3))
@@ -79,7 +79,7 @@ def _finite(output: Any, masks: list[Any]) -> bool:
         elif kind == "Select":
             open_ends += inputs[1:]
         else:
-            return False  # an input of the model may hold -inf; Log and Divide may make it
+            return False  # an input of the model may hold -inf; Log and Divide may produce -inf
     return True
 
 

@@ -15,7 +15,7 @@ _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "TF_USE_LEGAC
 class NotTensorFlow(BuildFailed):
     """onnx2tf or the TFLite converter can't write the model.
 
-    ``operator``: the operator and the name of the node that was being written; empty if that is not known.
+    ``operator`` names the operator and the node that was being written, or is empty if unknown.
     """
 
     operator: str = ""
@@ -32,10 +32,10 @@ def run_with_keras2(target: str, what: str, timeout: float, **arguments: Any) ->
     Raises ``NotTensorFlow`` with the text ``what`` if the process dies or takes longer than ``timeout`` seconds.
     """
     try:
-        # The process that reads TensorFlow sources has another Keras, so it can't be used here.
+        # The process that reads TensorFlow sources has another Keras, so that process can't be used here.
         with Child(env=_ENV) as child:
             child.call(target, timeout=timeout, **arguments)
     except ChildCrashed as error:
-        raise NotTensorFlow(f"{what} ({one_line(error)[:240]}); choose another --to") from error
+        raise NotTensorFlow(f"{what} ({one_line(error)[:240]}); choose another format") from error
     except TimeoutError as error:
-        raise NotTensorFlow(f"{what}: it took longer than {timeout:g} s; choose another --to") from error
+        raise NotTensorFlow(f"{what}: the conversion took longer than {timeout:g} s; choose another format") from error

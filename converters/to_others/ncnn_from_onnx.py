@@ -24,13 +24,13 @@ _DTYPES = {"float32": "f32", "int32": "i32", "int64": "i64"}
 
 @dataclass(frozen=True, kw_only=True)
 class NcnnFromOnnxConfig(StageConfig):
-    """``timeout``: seconds until pnnx is stopped."""
+    """pnnx is stopped after ``timeout`` seconds."""
 
     timeout: float = 600.0
 
 
 class NcnnFailed(BuildFailed):
-    """pnnx or ncnn can't take the model. The message names the operator if they report it."""
+    """pnnx or ncnn can't take the model. The message names the operator if known."""
 
 
 def ncnn_from_onnx(src: Artifact, config: NcnnFromOnnxConfig, out: Path) -> Artifact:
@@ -131,12 +131,12 @@ def _advice(src: Artifact) -> str:
     kinds = {node.op_type for node in read_proto(src.path).graph.node}
     if loops := sorted(kinds & {"Loop", "Scan", "If"}):
         named = ", ".join(loops)
-        return f"it holds the operator {named}: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
+        return f"the model holds the operator {named}: keep it as ONNX, which ONNX Runtime runs (the target ort-cpu)"
     return "simplify the model or use another target"
 
 
 def _left_over(param: Path) -> list[str]:
-    """Returns the layer types that ncnn lacks: pnnx writes an operator that it can't translate under its own name."""
+    """Returns the layer types that ncnn lacks. pnnx writes an untranslated operator under the operator's own name."""
     found: dict[str, None] = {}
     for line in param.read_text(encoding="utf-8", errors="replace").splitlines()[2:]:
         kind = line.split()[0] if line.split() else ""

@@ -26,9 +26,9 @@ ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
 )
-# The options of onnx2tf that keep the ONNX layout of the inputs. The first converts to channels last inside, which
-# convolutions in TensorFlow need. The second transposes nothing: models that came from TensorFlow have their own
-# transposes.
+# The options of onnx2tf that keep the ONNX layout of the inputs. The first option converts to channels last inside,
+# which convolutions in TensorFlow need. The second option transposes nothing, because models from TensorFlow have their
+# own transposes.
 _RUNGS = {
     "channels last inside": "keep_ncw_or_nchw_or_ncdhw_input_names",
     "as it is": "keep_shape_absolutely_input_names",
@@ -37,7 +37,7 @@ _RUNGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModelFromOnnxConfig(StageConfig):
-    """``timeout``: seconds until onnx2tf is stopped."""
+    """onnx2tf is stopped after ``timeout`` seconds."""
 
     timeout: float = 1800.0
 
@@ -73,7 +73,7 @@ def saved_model_from_onnx(src: Artifact, config: SavedModelFromOnnxConfig, out: 
                 part.rename(out.parent / part.name)
             break
     else:
-        # An error with an operator says more than an error without.
+        # An error that names an operator says more than other errors.
         raise max(refused.values(), key=lambda error: bool(error.operator))
     main = out.parent / "saved_model.pb"
     rest = sorted(f for top in ("variables", "assets") for f in (out.parent / top).rglob("*") if f.is_file())
@@ -122,12 +122,12 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
         )
     except SystemExit as error:  # onnx2tf calls sys.exit if it gives up
         place = _operator_of(error)
-        raise NotTensorFlow(f"onnx2tf gave up on {place or 'an operator'}; choose another --to").at(place) from error
+        raise NotTensorFlow(f"onnx2tf gave up on {place or 'an operator'}; choose another format").at(place) from error
     except Exception as error:  # onnx2tf and TensorFlow may raise anything
         place = _operator_of(error)
-        at = f" (it was at {place})" if place else ""
+        at = f" (at {place})" if place else ""
         reason = one_line(f"{type(error).__name__}: {error}", 240)
-        message = f"onnx2tf can't write {path.name} as a SavedModel{at}: {reason}; choose another --to"
+        message = f"onnx2tf can't write {path.name} as a SavedModel{at}: {reason}; choose another format"
         raise NotTensorFlow(message).at(place) from error
     loaded = tf.saved_model.load(str(first))
     function = loaded.signatures["serving_default"]
@@ -165,7 +165,7 @@ def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
 
 
 def _operator_of(error: BaseException) -> str:
-    """Returns the operator and name of the ONNX node at which onnx2tf raised ``error``; empty if there is none."""
+    """Returns the operator and name of the ONNX node at which onnx2tf raised ``error``, or "" if unknown."""
     found, trace = "", error.__traceback__
     while trace is not None:
         node = trace.tb_frame.f_locals.get("graph_node")
@@ -176,7 +176,7 @@ def _operator_of(error: BaseException) -> str:
 
 
 def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
-    """Returns the file's names by the wanted names: onnx2tf replaces characters that Python identifiers can't have."""
+    """Returns the file's name for each wanted name. onnx2tf replaces characters that Python identifiers can't have."""
 
     def plain(name: str) -> str:
         return "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()
@@ -187,7 +187,9 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
         if not same and len(wanted) == len(given) == 1:
             same = given
         if not same:
-            raise NotTensorFlow(f"onnx2tf lost the name {name!r} (it has {', '.join(given)}); choose another --to")
+            raise NotTensorFlow(
+                f"onnx2tf lost the name {name!r} (the SavedModel has {', '.join(given)}); choose another format"
+            )
         found[name] = same[0]
     return found
 
@@ -195,7 +197,7 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
 def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
-    """Returns for each output the transposition into the layout of the ONNX file; empty if the layout is the same.
+    """Returns the transposition of each output into the layout of the ONNX file, empty if the layout is the same.
 
     onnx2tf prefers channels last. Both models are run, because shapes can't tell a square from its transpose. Raises
     ``NotTensorFlow`` if no transposition gives the right values.
@@ -224,10 +226,12 @@ def _turned(
         if not fits:
             raise NotTensorFlow(
                 f"onnx2tf changed the shape of the output {name!r} from {list(wanted[name].shape)} to "
-                f"{list(value.shape)}; choose another --to"
+                f"{list(value.shape)}; choose another format"
             )
         off, best = min(fits)
         if off > AXES_LIMIT * max(1.0, float(np.abs(wanted[name]).max(initial=0.0))):
-            raise NotTensorFlow(f"onnx2tf changed the values of the output {name!r}, by {off:.2g}; choose another --to")
+            raise NotTensorFlow(
+                f"onnx2tf changed the values of the output {name!r}, by {off:.2g}; choose another format"
+            )
         turned[name] = [] if best == sorted(best) else best
     return turned

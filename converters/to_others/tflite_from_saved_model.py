@@ -15,7 +15,7 @@ from .keras2_process import run_with_keras2
 
 @dataclass(frozen=True, kw_only=True)
 class TfliteFromSavedModelConfig(StageConfig):
-    """``timeout``: seconds until the conversion is stopped."""
+    """The conversion is stopped after ``timeout`` seconds."""
 
     timeout: float = 1800.0
 

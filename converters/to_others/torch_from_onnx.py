@@ -22,7 +22,7 @@ from .torch_operators import OPERATORS, OperatorNotThere, tensor
 if TYPE_CHECKING:
     import onnx
 
-# Below this opset, some operators have other semantics than the table (Softmax flattens).
+# Below this opset, some operators have other semantics than in ``OPERATORS`` (Softmax flattens).
 _OPSET = 13
 
 
@@ -57,7 +57,8 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     feeds = src.signature.example_inputs(**sizes)
     args = tuple(torch.from_numpy(feeds[spec.name]) for spec in src.signature.inputs)
     program: torch.export.ExportedProgram | None = None
-    # Without upper bounds first: a bounded program refuses larger sizes. Some models can only be exported with bounds.
+    # Tries without upper bounds first, because a bounded program refuses larger sizes. Some models can only be exported
+    # with bounds.
     for bounded in (False, True):
         try:
             program = torch.export.export(module, args, dynamic_shapes=(_dynamic(src, bounded),))
@@ -68,7 +69,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
             problem = error
     if program is None:
         raise NotTorch(
-            f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)}); choose another --to"
+            f"{src.path.name} can't be written as a PyTorch program ({one_line(problem)}); choose another format"
         ) from problem
     written = io.BytesIO()  # torch's own writer ends the process if the disk is full
     torch.export.save(program, written)
@@ -83,7 +84,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
 
 
 def _dynamic(src: Artifact, bounded: bool) -> tuple[dict[int, torch.export.Dim], ...]:
-    """Returns the dynamic axes of each input. ``bounded``: with upper bounds."""
+    """Returns the dynamic axes of each input, with upper bounds if ``bounded``."""
     dims = {
         name: export_dim(_symbol(name, i), r, open_end=not bounded)
         for i, (name, r) in enumerate(src.signature.dims.items())
@@ -152,7 +153,8 @@ class OnnxModule(torch.nn.Module):
         return tuple(tensor(self._value(values, name, False)) for name in self.outputs)
 
     def _value(self, values: Mapping[str, Any], name: str, as_size: bool) -> Any:
-        """Returns the value called ``name``. ``as_size``: a constant of axes or sizes as numbers, not as a tensor."""
+        """Returns the value called ``name``. If ``as_size``, returns a constant of axes or sizes as numbers, not as a
+        tensor."""
         if not name:
             return None
         if name in values:

@@ -1,7 +1,7 @@
 """ONNX operators as differentiable torch functions.
 
-Values are tensors. Shapes that the graph computes are lists of integers, which are symbols while a program is exported.
-So dynamic dims stay dynamic.
+Values are tensors. Computed shapes are lists of integers, or of symbols during an export, so that dynamic dims stay
+dynamic.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _gather(a: Attributes, x: Any, index: Any) -> Any:
 def _gather_elements(a: Attributes, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     axis = a.get("axis", 0) % x.ndim
     index = torch.where(index < 0, index + x.shape[axis], index)
-    # ONNX requires equal sizes on the other dims, and torch takes smaller ones.
+    # ONNX requires equal sizes on the other dims, and torch also takes smaller sizes.
     return torch.gather(x, axis, index)
 
 

@@ -1,4 +1,4 @@
-"""Building and checking engines, in a child process: native code reads files from outside here, and can crash."""
+"""Builds and checks engines in a child process, because native code that reads foreign files can crash."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 # take memory. The smaller sizes are for machines that limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# The fix for a text that TensorRT's parser gives as its reason. The first text that occurs in the reason counts.
+# The fix for each text in the reason that TensorRT's parser gives. The first text that occurs in the reason counts.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
@@ -64,9 +64,9 @@ def build(
 ) -> dict[str, Any]:
     """Builds ``model`` into ``out``; returns the network's inputs, outputs and kernels as plain values.
 
-    ``kept``: the folder of the timing cache, for a toolkit that has one. ``kernels``: None, or a folder: accel's
-    operators then become plugins if possible, and weights that plugins need transposed are written to the folder.
-    Raises ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
+    ``kept`` is the folder of the timing cache, if the toolkit has a timing cache. If ``kernels`` is a folder, accel's
+    operators become plugins if possible, and transposed weights for plugins are written to the folder. Raises
+    ``EngineNotBuilt``, ``UnsupportedHere`` or ``InvalidModel``.
     """
 
     def body() -> dict[str, Any]:
@@ -123,17 +123,17 @@ def build(
 
 
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
-    """Returns the fault that the toolkit finds in an engine file, without the file's name; None if there is none.
+    """Returns the fault that the toolkit finds in an engine file, without the file's name, or None.
 
-    ``plugins``: the engine calls accel's plugin library. The library then has to load: raises the errors of
-    ``load_plugin_library``.
+    ``plugins`` tells that the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if that
+    library can't be loaded.
     """
     trt = load_toolkit(toolkit)
     log = Log()
     runtime = trt.Runtime(make_logger(trt, log))
     data = path.read_bytes()
     if not data:
-        return "it is empty"
+        return "the file is empty"
     if problem := engine_problem(trt, log, runtime, data):
         return problem
     capability = _capability() if plugins else None
@@ -143,14 +143,14 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # Header and layout are read before the first call to CUDA. Without a GPU a good file fails only at that call.
+    # Header and layout are read before the first call to CUDA, so without a GPU a good file fails only at that call.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
-    return f"it is corrupt or truncated ({_first_reason(log.errors)})"
+    return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
 
 
 def _capability() -> str | None:
-    """Returns the compute capability of this machine's GPU; None without a GPU, or without a library to query it."""
+    """Returns the compute capability of this machine's GPU, or None without a GPU or a library to query the GPU."""
     try:
         return device_capability()
     except (UnsupportedHere, MissingExtra):
@@ -177,7 +177,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             thread.start()
             break
     else:
-        raise EngineNotBuilt("not enough memory for the stack of the builder; free some or raise ulimit -v")
+        raise EngineNotBuilt("not enough memory for the stack of the builder; free some memory or raise ulimit -v")
     threading.stack_size(before)
     thread.join()
     if failed:
@@ -188,16 +188,17 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
     try:
         builder = trt.Builder(logger)
-    except (TypeError, RuntimeError) as error:  # pybind raises these if a factory returns nothing
+    except (TypeError, RuntimeError) as error:  # pybind raises these errors if a factory returns nothing
         raise UnsupportedHere(
-            f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or with "
-            "--target tensorrt-rtx"
+            f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or for "
+            "the target tensorrt-rtx"
         ) from error
     return builder
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """Returns the network of ``model``. ``content``: bytes to parse in place of the file; weights lie beside the file.
+    """Returns the network of ``model``. ``content`` has bytes to parse in place of the file, whose weights lie beside
+    the file.
 
     Raises ``EngineNotBuilt`` if the parser refuses a node.
     """
@@ -276,7 +277,7 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
     if not hasattr(trt, "IProgressMonitor") or not hasattr(config, "progress_monitor"):
         return None
     lock = threading.Lock()  # TensorRT calls from its own threads
-    context = contextvars.copy_context()  # TensorRT's threads don't have the watcher
+    context = contextvars.copy_context()  # TensorRT's threads don't inherit the progress watcher
     progress = BuildProgress()
     sent = [-1.0]
 
@@ -312,7 +313,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
 def _capability_here(trt: Any) -> list[str]:
     """Returns the compute capability of an engine that was built without a list of compute capabilities.
 
-    A toolkit without a choice of compute capabilities builds for this machine's GPU. Otherwise the list is empty.
+    A toolkit without a choice of compute capabilities builds for this machine's GPU. Returns an empty list for a
+    toolkit with a choice.
     """
     if offered_capabilities(trt):
         return []

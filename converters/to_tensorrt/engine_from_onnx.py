@@ -16,6 +16,7 @@ from accel.runtimes.engine_options import HARDWARE
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, check_capability, toolkit_runtime
 from accel.signature import Dim, Signature, TensorSpec
 from accel.sources.onnx.file import describe_model, external_files, read_proto
+from accel.spelling import option
 from accel.stage import StageConfig
 
 from .profiles import OptimizationProfile, default_profile, merged_dims, parse_profiles
@@ -27,15 +28,16 @@ MAX_BUILDER_LEVEL = 5
 class EngineFromOnnxConfig(StageConfig):
     """The options of an engine. An engine has the precision of the graph, because networks are strongly typed.
 
-    ``toolkit``: ``tensorrt-rtx`` or ``tensorrt``. ``profiles``: ``input_ids=1x8,8x128,64x512`` (min, opt, max) for each
-    dynamic input. An input that is given again starts the next profile. If ``profiles`` is empty, the engine has one
-    profile with the signature's ranges. ``compute_capabilities``: GPUs to build for, such as ``8.6``; empty: the
-    toolkit's default. ``workspace_bytes``: the most device memory that a kernel may use as scratch; None: no limit.
-    ``builder_level``: 0 (quick to build) to 5 (quick to run); None: the toolkit's default. ``version_compatible``:
-    later versions of TensorRT can run the engine. ``hardware``: other GPUs that can run it, ``ampere-plus`` or
-    ``same-capability``. ``kernels``: accel's operators become plugins if ``tensorrt`` has one for them, else their
-    function bodies are built. ``plugin_library``: the sha256 of this machine's plugin library (empty: there is none).
-    ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps engines of different libraries apart.
+    ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has ``input_ids=1x8,8x128,64x512`` (min, opt, max) for
+    each dynamic input. A repeated input starts the next profile. If ``profiles`` is empty, the engine has one profile
+    with the signature's ranges. ``compute_capabilities`` lists the GPUs to build for, such as ``8.6`` (empty: the
+    toolkit's default). ``workspace_bytes`` limits the device memory that a kernel may use as scratch (None: no limit).
+    ``builder_level`` is 0 (quick to build) to 5 (quick to run), or None for the toolkit's default.
+    ``version_compatible`` lets later versions of TensorRT run the engine. ``hardware`` lets other GPUs run the engine,
+    ``ampere-plus`` or ``same-capability``. ``kernels`` builds accel's operators as plugins if ``tensorrt`` has a
+    plugin, else from their function bodies. ``plugin_library`` is the sha256 of this machine's plugin library, empty
+    without such a library. ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps engines of
+    different libraries apart.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -63,12 +65,12 @@ class EngineFromOnnxConfig(StageConfig):
         if self.toolkit == "tensorrt-rtx" and (self.version_compatible or self.hardware):
             raise UnsupportedHere(
                 "engines of tensorrt-rtx run with one version of the toolkit and on the named GPUs; leave out "
-                "version-compatible and hardware, and give --compute-capability for each GPU"
+                f"version-compatible and hardware, and give {option('compute_capabilities')} for each GPU"
             )
 
         if self.toolkit == "tensorrt-rtx" and self.kernels:
             raise UnsupportedHere(
-                "tensorrt-rtx can't use accel's plugins; leave out kernels, and it builds their function bodies"
+                "tensorrt-rtx can't use accel's plugins; leave out kernels to build their function bodies"
             )
         if self.kernels and not self.plugin_library:
             object.__setattr__(self, "plugin_library", _plugin_digest())
@@ -88,11 +90,10 @@ class EngineNotBuilt(BuildFailed):
 def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> Artifact:
     """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
 
-    The signature is that of the built network: its dims have the names they have in ``src``, and the ranges of the
-    profiles. ``properties``: toolkit, toolkit_version, compute_capabilities, precision, profiles, plugins (the
-    implementation of each of accel's operators; the library for an operator with two implementations, because the
-    engine needs the library). ``notes``: summary, kernels (the ONNX nodes of each kernel), profiles, warnings, plugins
-    (with the reason if it is the function body).
+    The signature is that of the built network. The network's dims have the names of the dims of ``src``, and the ranges
+    of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. For an operator
+    with two implementations, ``plugins`` has the library, because the engine needs the library. The notes have the ONNX
+    nodes of each kernel, the warnings, and the reason for each function body.
 
     Raises ``MissingExtra``, ``BadInputSpec`` for a profile, ``UnsupportedHere`` for a compute capability,
     ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for any other failure.
@@ -113,7 +114,7 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
             "toolkit_version": built["toolkit_version"],
             "compute_capabilities": built["compute_capabilities"],
             "precision": precision,
-            # Recorded here, because only a machine with a GPU can read them from the engine.
+            # Recorded here, because only a machine with a GPU can read profiles from the engine.
             "profiles": [profile.to_json() for profile in profiles],
             **build_options(config),
             **({"plugins": {row["operator"]: row["by"] for row in built["plugins"]}} if config.kernels else {}),
@@ -136,7 +137,7 @@ def _precision(path: Path) -> str:
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
-    """Returns the options of the builder that differ from its defaults. A rebuild needs them, too."""
+    """Returns the options of the builder that differ from its defaults. A rebuild needs these options, too."""
     names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}
@@ -166,7 +167,7 @@ def _build(model: Path, config: EngineFromOnnxConfig, profiles: list[dict[str, A
             "another opset"
         ) from error
     except OSError as error:
-        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another -o") from error
+        raise CannotWrite(f"can't write {out} ({error.strerror or error}); choose another {option('out')}") from error
     return built
 
 
@@ -194,13 +195,13 @@ def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[O
 
 
 def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
-    """Returns the fault of an engine file in one line; None if there is none. Needs no GPU.
+    """Returns the fault of an engine file in one line, or None. Needs no GPU.
 
-    First the bytes are compared with the manifest beside the file, if there is one: only this finds a flipped bit in
+    First compares the bytes with the manifest beside the file, if present. Only this comparison finds a flipped bit in
     the weights. Then the toolkit (default: the toolkit that the manifest names, else ``tensorrt-rtx``) reads the file
-    in a child process. Without a GPU it reads header and layout only, which finds a truncated or foreign file and a
-    damaged header. Accel's plugins are loaded before an engine that calls them: raises ``BadConfig`` or
-    ``UnsupportedHere`` if a plugin library is present and can't be loaded.
+    in a child process. Without a GPU the toolkit reads only header and layout, which finds a truncated or foreign file
+    and a damaged header. Accel's plugins are loaded before an engine that calls them. Raises ``BadConfig`` or
+    ``UnsupportedHere`` if a present plugin library can't be loaded.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"
@@ -220,5 +221,5 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
             "accel.converters.to_tensorrt.build:check", path=path, toolkit=toolkit, plugins=plugins
         )
     except ChildCrashed as error:
-        problem = f"it crashes the runtime ({error})"
+        problem = f"the file crashes the runtime ({error})"
     return f"{path}: {problem}; build it again" if problem else None

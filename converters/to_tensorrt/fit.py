@@ -1,4 +1,4 @@
-"""A graph rewritten for TensorRT: symmetric int8, no quantized biases, no float64. A gate compares the result."""
+"""Rewrites a graph for TensorRT: symmetric int8, no quantized biases, no float64. A gate compares the outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class FitTensorRtConfig(StageConfig):
 
 @dataclass
 class _Scale:
-    """A scale and zero point. ``symmetric`` makes them int8 with zero point 0 over the larger half of the old range."""
+    """A scale and zero point. ``symmetric`` returns the int8 scale with zero point 0 for the larger half of the old
+    range."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -49,7 +50,7 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # the same steps with another offset
+        if self.low == 0 and (offset == 128).all():  # the same scale with another offset
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
@@ -58,11 +59,11 @@ class _Scale:
 def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
 
-    An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric: exactly if it was uint8 with
-    zero point 128, else over the same range with a coarser step, which the gate compares. Nodes in float64 compute in
-    float32, as an engine silently does; inputs and outputs in float64 stay. ``notes``: the numbers of changed
-    ``biases``, ``weights`` and ``activations``, and ``float64`` if there was any. Raises ``NotFitted`` if the result
-    fails the checker.
+    An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. uint8 with zero point 128
+    stays exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 compute in
+    float32, as an engine silently does; inputs and outputs in float64 stay. The notes count the changed ``biases``,
+    ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises ``NotFitted`` if the
+    result fails the checker.
     """
     model = read_proto(src.path, weights=True)
     # A local function with float64 inside is inlined first, so that its nodes can be rewritten.
@@ -117,7 +118,7 @@ class _Fit:
         self.constants = constant_tensors(graph)
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
         self.gone: set[str] = set()  # outputs of the nodes to remove
-        self.before: dict[str, onnx.NodeProto] = {}  # nodes to insert, by the output of the node that they precede
+        self.before: dict[str, onnx.NodeProto] = {}  # nodes to insert, by the output of the following node
         for node in graph.node:  # a DequantizeLinear without zero point has the type of its QuantizeLinear
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
@@ -143,7 +144,7 @@ class _Fit:
         return zero is not None and bool(numpy_helper.to_array(zero).any())
 
     def _parameters(self, node: onnx.NodeProto, kind: int) -> _Scale | None:
-        """Returns scale and zero point; None if one of them is computed, as in dynamic quantization."""
+        """Returns scale and zero point, or None if one of them is computed, as in dynamic quantization."""
         scale = self.constants.get(node.input[1])
         has_zero = len(node.input) > 2 and bool(node.input[2])
         zero = self.constants.get(node.input[2]) if has_zero else None
@@ -185,7 +186,8 @@ class _Fit:
         self.counts["activations"] += node.op_type == "QuantizeLinear"
 
     def _clamp(self, node: onnx.NodeProto) -> None:
-        """Inserts a Relu: uint8 with zero point 0 cuts off negative values, and quantizers omit a Relu before it."""
+        """Inserts a Relu, because uint8 with zero point 0 cuts off negative values and quantizers then omit the
+        Relu."""
         name = f"{node.input[0]}/above_zero/{node.output[0]}"
         self.before[node.output[0]] = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
         node.input[0] = name

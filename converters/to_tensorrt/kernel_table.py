@@ -17,8 +17,8 @@ _END = ("I/O Tensors:", "Engine Metadata:", "Bindings:")
 
 
 def parse_layers(listing: str) -> list[dict[str, Any]]:
-    """Returns a row for each kernel: ``name``, ``type``, ``inputs`` and ``outputs`` (dtypes, each once), and ``onnx``
-    (the names of its ONNX nodes). Skips lines that don't describe a kernel."""
+    """Returns a dict for each kernel: ``name``, ``type``, ``inputs`` and ``outputs`` (distinct dtypes), and ``onnx``
+    (the names of the ONNX nodes). Skips lines that don't describe a kernel."""
     rows = []
     for line in listing.splitlines():
         if line.strip() in _END:
@@ -40,7 +40,8 @@ def parse_layers(listing: str) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts the kernels: in all, by ``types``, by output ``dtypes``, and those of several ONNX nodes (``fused``)."""
+    """Counts all kernels, kernels by ``types`` and by output ``dtypes``, and kernels of several ONNX nodes
+    (``fused``)."""
     return {
         "kernels": len(rows),
         "fused": sum(len(row["onnx"]) > 1 for row in rows),
@@ -52,8 +53,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def fusions(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Groups the kernels by their ONNX nodes.
 
-    ``fused``: several nodes in one kernel, the largest first. ``alone``: one node in one kernel. ``split``: nodes that
-    need several kernels, listed under ``kernels``. ``added``: kernels without a node, such as reformats and copies.
+    ``fused`` has the kernels of several nodes, the largest first. ``alone`` has the kernels of one node. ``split`` has
+    the nodes with several kernels, listed under ``kernels``. ``added`` has the kernels without a node, such as
+    reformats and copies.
     """
     homes: dict[str, list[str]] = {}
     for row in rows:

@@ -27,20 +27,21 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # the same as in accel.kernels.onnx.function, which would load torch
-# The library's plugins. They get the options of an operator, which its name holds, in fields.
+DOMAIN = "accel"  # equals the domain in accel.kernels.onnx.function, whose import would load torch
+# The library's plugins. Plugin fields hold the options that an operator's name encodes.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
 _VERSION = "1"  # the version of accel's plugins, and of TensorRT's quick plugins
-# The library's kernels load this many bytes at a time. A row length that is not a multiple rules out some kernels.
+# The library's kernels load this many bytes at a time. A row length that is not a multiple of ``_ALIGNED`` rules out
+# some kernels.
 _ALIGNED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginChoice:
-    """``operator``: its name in the domain ``accel``. ``nodes``: the number of its nodes that this choice covers.
-    ``by``: ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason``: why it is the function body."""
+    """``operator`` is a name in the domain ``accel``. ``nodes`` counts the operator's nodes that this choice covers.
+    ``by`` is ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason`` explains a function body."""
 
     operator: str
     nodes: int
@@ -54,8 +55,8 @@ class PluginChoice:
 def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[PluginChoice]:
     """Chooses an implementation for each of accel's operators in ``model``, and registers the plugins with TensorRT.
 
-    ``capability``: the compute capability of the GPU. An operator with two implementations has two rows, the library's
-    last. Returns an empty list if the model has none of accel's operators. Raises the errors of
+    ``capability`` is the compute capability of the GPU. An operator with two implementations has two choices, the
+    library's last. Returns an empty list if the model has none of accel's operators. Raises the errors of
     ``load_plugin_library``.
     """
     nodes = defaultdict(list)
@@ -88,7 +89,8 @@ def _sizes(model: onnx.ModelProto) -> dict[str, Sequence[int]]:
 
 
 def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
-    """Tells whether the plugin library takes ``node`` for any number of rows. ``sizes``: shapes of the initializers."""
+    """Tells whether the plugin library takes ``node`` for any number of rows. ``sizes`` has the shapes of the
+    initializers."""
     from accel.kernels.onnx.function import FusedConv2d, FusedGemm
 
     function = _parsed(node.op_type)
@@ -103,7 +105,7 @@ def _fits(node: onnx.NodeProto, sizes: Mapping[str, Sequence[int]]) -> bool:
     shape = sizes.get(node.input[1], ())
     if len(shape) != (4 if isinstance(function, FusedConv2d) else 2):
         return False
-    # N and K of a product; output and input channels of a convolution.
+    # The sizes are N and K of a product, or output and input channels of a convolution.
     return not any(size % step for size in shape[:2])
 
 
@@ -148,7 +150,7 @@ def _quick(operator: str, capability: str) -> tuple[str, str]:
         register(function, arch=arch)
     except AccelError as error:
         return FUNCTION_BODY, one_line(error)
-    except Exception as error:  # any error of a compiler or of TensorRT: the function body computes the same
+    except Exception as error:  # after any error of a compiler or of TensorRT, the function body is used
         return FUNCTION_BODY, f"{type(error).__name__}: {one_line(error)}"
     return QUICK_PLUGIN, ""
 
@@ -165,13 +167,13 @@ def _parsed(operator: str) -> Any:
 def with_plugins(
     model: onnx.ModelProto, choices: Sequence[PluginChoice], source: Path, folder: Path
 ) -> tuple[bytes, Path]:
-    """Returns the bytes of ``model`` for TensorRT's parser, and the path beside which its weights lie.
+    """Returns the bytes of ``model`` for TensorRT's parser, and the path beside which the weights lie.
 
     ``model`` was read from ``source``. The path is in ``folder`` if some weights are transposed.
 
-    Versions of the parser differ in whether they prefer plugins or function bodies. So nodes that a plugin takes name
-    their plugin, and their function body is removed. The library has one plugin for all products and one for all
-    convolutions, so the options in an operator's name become attributes.
+    Some versions of the parser prefer function bodies to plugins. So nodes with a plugin name the plugin, and their
+    function body is removed. The library has one plugin for all products and one for all convolutions, so the options
+    in an operator's name become attributes.
     """
     takers: dict[str, set[str]] = {}
     for choice in choices:
@@ -200,7 +202,7 @@ def with_plugins(
 
 
 def take_fp8_bodies(model: onnx.ModelProto) -> bool:
-    """Gives accel's fp8 functions in ``model`` the bodies that TensorRT takes; tells whether there are any."""
+    """Gives accel's fp8 functions in ``model`` the bodies that TensorRT takes; returns whether any function changed."""
     changed = False
     for function in model.functions:
         if function.domain != DOMAIN or "fp8" not in function.name:
@@ -214,9 +216,9 @@ def take_fp8_bodies(model: onnx.ModelProto) -> bool:
 
 
 def bodies_note(choices: Sequence[Mapping[str, Any]]) -> str:
-    """Returns one line about the operators without a plugin; empty if there are none.
+    """Returns one line about the operators without a plugin, or "" if every operator has a plugin.
 
-    ``choices``: results of ``PluginChoice.to_json``.
+    ``choices`` are results of ``PluginChoice.to_json``.
     """
     left = [choice for choice in choices if choice["by"] == FUNCTION_BODY]
     if not left:

@@ -1,4 +1,4 @@
-"""The nodes of an ONNX graph that TensorRT will refuse, with cause and fix, found before anything is built."""
+"""Finds the nodes of an ONNX graph that TensorRT would refuse, with cause and fix, before the build."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
 # The fixes to advise if the rewritten graph computes other outputs.
-NEEDS_FLOAT64 = "change the model so that float32 is enough, or use --target ort-cpu, which computes in float64"
+NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
-# The first compute capability that has the type.
+# The first compute capability that has the dtype.
 FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISIONS["fp8"].min_capability}
 
 # The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
@@ -37,7 +37,8 @@ _QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A node that TensorRT refuses. ``node``: its name, or its first output. ``safe``: ``fit_tensorrt`` rewrites it."""
+    """A node that TensorRT refuses. ``node`` is its name, or its first output. ``safe`` means that ``fit_tensorrt``
+    rewrites the node."""
 
     node: str
     operator: str
@@ -57,8 +58,8 @@ def preflight(
 ) -> list[Refusal]:
     """Returns every node of ``path`` that TensorRT refuses or silently computes as something else.
 
-    ``capabilities``: the GPUs to build for. ``supported``: whether the toolkit's parser knows each operator, if it
-    could be asked. ``read``: the model in the file, if it was read already. Raises ``InvalidModel`` if ``path`` is not
+    ``capabilities`` lists the GPUs to build for. ``supported`` tells whether the toolkit's parser knows each operator,
+    and may be empty. ``read`` is the model in the file, if already loaded. Raises ``InvalidModel`` if ``path`` is not
     an ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
@@ -77,7 +78,7 @@ def preflight(
 
 
 def refused(found: Sequence[Refusal], model: str) -> str:
-    """Returns one sentence about all refusals, with the nodes of one cause together."""
+    """Returns one sentence about all refusals, grouped by cause."""
     groups: dict[tuple[str, str], list[Refusal]] = {}
     for row in found:
         groups.setdefault((row.cause, row.fix), []).append(row)
@@ -90,7 +91,8 @@ def refused(found: Sequence[Refusal], model: str) -> str:
 
 
 def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
-    """Returns whether the toolkit's parser knows each operator of the model. Native code: call it in a child process.
+    """Returns whether the toolkit's parser knows each operator of the model. Call in a child process: the parser can
+    crash.
 
     Raises ``UnsupportedHere`` if the toolkit can't build for one of ``capabilities``.
     """
@@ -120,7 +122,7 @@ def known_operators(trt: Any, builder: Any, logger: Any, model: onnx.ModelProto)
 
 
 def empty_network(trt: Any, builder: Any) -> Any:
-    """Returns a new network, strongly typed if this TensorRT has a flag for that."""
+    """Returns a new network, strongly typed if this TensorRT has a flag for strong typing."""
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return builder.create_network(0 if flag is None else 1 << int(flag))
 
@@ -149,7 +151,7 @@ def _quantization(graph: onnx.GraphProto, types: Mapping[str, int]) -> Iterator[
 
 
 def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
-    """Returns the dtype that a QuantizeLinear gives or a DequantizeLinear takes; 0 if unknown."""
+    """Returns the output dtype of a QuantizeLinear or the input dtype of a DequantizeLinear, or 0 if unknown."""
     from onnx import TensorProto
 
     if len(node.input) > 2 and node.input[2]:
@@ -181,7 +183,8 @@ def _nonzero(tensor: onnx.TensorProto | None) -> bool:
 
 
 def computes_in_float64(graph: onnx.GraphProto) -> bool:
-    """Tells whether ``graph`` has float64 inside but not at its inputs and outputs: ``fit_tensorrt`` rewrites that."""
+    """Tells whether ``graph`` has float64 inside but not at inputs and outputs, so that ``fit_tensorrt`` can rewrite
+    the graph."""
     from onnx import TensorProto
 
     if any(v.type.tensor_type.elem_type == TensorProto.DOUBLE for v in (*graph.input, *graph.output)):
@@ -241,7 +244,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
     """Returns the dtype of an input or output of ``node`` that TensorRT lacks, or "" if TensorRT has all dtypes.
 
-    Ignores QuantizeLinear and DequantizeLinear: ``_quantization`` checks them.
+    Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """
     from onnx import TensorProto
 
@@ -290,7 +293,7 @@ def parser_says(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> d
             toolkit=toolkit,
             capabilities=tuple(capabilities),
         )
-    except UnsupportedHere:  # about the compute capability that was asked for
+    except UnsupportedHere:  # an error about the requested compute capability
         raise
     except (AccelError, TypeError, RuntimeError) as error:
         report(f"{toolkit} can't be asked about operators: {one_line(error)}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from accel.errors import BadInputSpec
 from accel.signature import DimRange, Signature
+from accel.spelling import is_command_line, option
 
 _SHAPE = re.compile(r"^\d+(x\d+)*$")
 _FORM = "write NAME=MIN,OPT,MAX, e.g. input_ids=1x8,8x128,64x512"
@@ -39,7 +40,7 @@ class InputShapes:
         return f"{self.name}={','.join('x'.join(map(str, shape)) for shape in (self.min, self.opt, self.max))}"
 
     def range(self, axis: int, step: int = 1) -> DimRange:
-        """Returns the sizes of an axis. Raises ``BadInputSpec`` if one of them is not a multiple of ``step``."""
+        """Returns the sizes of an axis. Raises ``BadInputSpec`` if a size is not a multiple of ``step``."""
         try:
             return DimRange(self.min[axis], self.opt[axis], self.max[axis], step)
         except BadInputSpec as error:
@@ -49,7 +50,7 @@ class InputShapes:
     def parse(cls, text: str) -> InputShapes:
         """Reads min, opt and max of an input from a text such as ``input_ids=1x8,8x128,64x512``.
 
-        Raises ``BadInputSpec`` if the text has another form.
+        Raises ``BadInputSpec`` for any other text.
         """
         name, equals, rest = text.strip().rpartition("=")  # a tensor's name may contain "=", and a shape can't
         shapes = rest.split(",")
@@ -61,7 +62,7 @@ class InputShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationProfile:
-    """The shapes of all dynamic inputs in one profile, and the range of each dynamic dim that follows from them."""
+    """The shapes of all dynamic inputs in one profile, and the resulting range of each dynamic dim."""
 
     inputs: tuple[InputShapes, ...]
     dims: dict[str, DimRange]
@@ -74,8 +75,8 @@ class OptimizationProfile:
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
     """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
 
-    An input that is given a second time starts the second profile. Raises ``BadInputSpec`` for an unknown or missing
-    input, a wrong rank, another size of a fixed dim, min > opt or opt > max, and different ranges for the same dim.
+    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, a wrong rank,
+    another size of a fixed dim, min > opt or opt > max, and different ranges for the same dim.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -88,14 +89,15 @@ def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[Optimiza
 
 
 def default_profile(signature: Signature) -> OptimizationProfile | None:
-    """Returns the profile of the signature's own ranges; None if the model has no dynamic dims."""
+    """Returns the profile of the signature's own ranges, or None if the model has no dynamic dims."""
     if not signature.dims:
         return None
     return checked_profile(_shapes_at(signature, signature.dims), signature)
 
 
 def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> OptimizationProfile:
-    """Returns a profile of these shapes. Raises ``BadInputSpec`` if they contradict ``signature`` or one another."""
+    """Returns a profile of these shapes. Raises ``BadInputSpec`` if the shapes contradict ``signature`` or one
+    another."""
     specs = {spec.name: spec for spec in signature.inputs}
     dims: dict[str, DimRange] = {}
     given_by: dict[str, str] = {}
@@ -127,7 +129,7 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
 
 
 def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
-    """Returns the range of each dim over all profiles; ``opt`` is that of the first profile."""
+    """Returns the range of each dim over all profiles, with the ``opt`` of the first profile."""
     merged: dict[str, DimRange] = {}
     for profile in profiles:
         for dim, found in profile.dims.items():
@@ -139,20 +141,21 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
     """Raises ``BadInputSpec`` with the shapes to add if a dynamic input isn't ``given``.
 
-    The advised shapes take the ranges of ``dims``, which the other inputs have, and for further dims those of the
-    signature.
+    The advised shapes take the ranges of ``dims`` from the other inputs, and all other ranges from the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]
     if missing:
         names = ", ".join(repr(shapes.name) for shapes in missing)
-        lines = " ".join(f"--profile {shlex.quote(str(shapes))}" for shapes in missing)
+        texts = [shlex.quote(str(shapes)) if is_command_line() else str(shapes) for shapes in missing]
         several = "s" if len(missing) > 1 else ""
-        raise BadInputSpec(f"the profile has no shapes for the dynamic input{several} {names}; add {lines}")
+        raise BadInputSpec(
+            f"the profile has no shapes for the dynamic input{several} {names}; add {option('profiles', texts)}"
+        )
 
 
 def _shapes_at(signature: Signature, ranges: Mapping[str, DimRange]) -> list[InputShapes]:
-    """Returns the shapes of each dynamic input at min, opt and max of these ranges."""
+    """Returns the shapes of each dynamic input at min, opt and max of ``ranges``."""
     sizes = [{dim: getattr(ranges[dim], end) for dim in signature.dims} for end in ("min", "opt", "max")]
     inputs = []
     for spec in signature.inputs:

@@ -1,4 +1,4 @@
-"""The check of an ONNX file before TensorRT reads it. TensorRT's parser takes some models and misreads them."""
+"""Checks an ONNX file before TensorRT reads the file, because TensorRT's parser misreads some models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_onnx(
     path: Path, model: onnx.ModelProto, capabilities: Sequence[str] = (), supported: Mapping[str, bool] | None = None
 ) -> None:
-    """Raises an error if TensorRT can't build ``path``. ``model``: the result of ``read_proto(path)``.
+    """Raises an error if TensorRT can't build ``path``. ``model`` is the result of ``read_proto(path)``.
 
     Raises ``InvalidModel`` if the ONNX checker refuses the file (TensorRT takes an empty or text file for an empty
     network), and ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes as something else.

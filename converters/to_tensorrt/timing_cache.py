@@ -1,8 +1,8 @@
-"""TensorRT's timing cache: the builder's measurements of its kernels on this GPU, kept for later builds.
+"""TensorRT's timing cache: the builder's measurements of kernels on this GPU, saved for later builds.
 
-(TensorRT's developer guide, "The timing cache".) Only the data-center toolkit has one: TensorRT for RTX measures
-nothing during a build and has its own cache where the engine runs. The file name holds the version of the toolkit and
-the compute capability of the GPU. TensorRT checks both itself, too.
+(TensorRT's developer guide, "The timing cache".) Only the data-center toolkit has a timing cache. TensorRT for RTX
+measures nothing during a build, and caches kernels where the engine runs. The file name holds the version of the
+toolkit and the compute capability of the GPU. TensorRT checks the version and the GPU itself, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def timing_file(folder: Path, version: str, capability: str) -> Path:
 
 
 def use_timing_cache(config: Any, file: Path) -> None:
-    """Gives the kept measurements to the builder's ``config``, or an empty cache to fill.
+    """Gives the saved measurements to the builder's ``config``, or an empty timing cache to fill.
 
-    Ignores a cache that is damaged or of another GPU, because a timing cache only makes builds quicker.
+    Ignores a timing cache that is damaged or of another GPU, because a timing cache only makes builds quicker.
     """
     for known in (_read(file), b""):
         cache = config.create_timing_cache(known)
@@ -48,7 +48,8 @@ def keep_timing_cache(config: Any, file: Path) -> None:
 
 
 def _read(file: Path) -> bytes:
-    """Returns the kept bytes if their checksum is right, else none. Native code reads the bytes next."""
+    """Returns the saved bytes if their checksum is right, else no bytes. The checksum protects the native code that
+    reads the bytes."""
     try:
         content = file.read_bytes()
     except OSError:

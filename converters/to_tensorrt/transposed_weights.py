@@ -1,7 +1,7 @@
-"""Weights in the layout (N, K) of the plugin library's products, for graphs that have (K, N).
+"""Transposes weights from (K, N) in a graph to (N, K), the layout of the plugin library's products.
 
 The transposed weights are written to a file beside links to the model's own weight files. The model's own file and
-folder stay as they are.
+folder stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ONE_BYTE = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
 
 
 def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], source: Path, folder: Path) -> Path:
-    """Replaces the second input of ``nodes`` by its transpose; returns the path beside which all weights lie.
+    """Replaces the second input of ``nodes`` by its transpose; returns the path beside which all weight files lie.
 
     ``model`` was read from ``source``. The second inputs are initializers of rank 2 with a dtype of one or two bytes.
     An initializer that nothing else uses is removed from the model. Only one weight at a time is in memory.
@@ -66,7 +66,7 @@ def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], s
 
 
 def _values(tensor: TensorProto, folder: Path) -> np.ndarray[Any, Any]:
-    """Returns the values of a matrix as unsigned integers of the same size, because numpy lacks some of the dtypes."""
+    """Returns the values of a matrix as unsigned integers of the same size, because numpy lacks some dtypes."""
     unit = np.dtype("<u1" if tensor.data_type in _ONE_BYTE else "<u2")
     if uses_external_data(tensor):
         held = TensorProto()

@@ -12,7 +12,7 @@ from .units import NATIVE
 ARCHS = (80, 86, 89, 90, 100, 120)
 # The shared memory that a block can have, in bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-# The PTX instruction that the product has to become: of the warp, the warpgroup, or the tensor memory.
+# The PTX instruction that a matrix product has to compile to, by architecture.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 # PTX's names of the operand types. kind::f16 of the tensor memory covers fp16 and bf16, which a descriptor tells apart.
 _OPERAND = {"fp16": "f16", "bf16": "bf16", "int8": "s8", "fp8_e4m3": "e4m3"}
@@ -24,7 +24,7 @@ FIRST_FP8 = 89
 class Config:
     """A configuration: tile sizes in elements, warps, stages.
 
-    The K of the tile is in bytes: 128 are 64 fp16 or 128 int8.
+    The K of the tile is in bytes: 128 bytes are 64 fp16 or 128 int8 numbers.
     """
 
     name: str
@@ -49,23 +49,25 @@ class Config:
 
 
 def product(config: Config, dtype: str, arch: int) -> str:
-    """Returns the tensor-core instruction and operand type that ``config`` has to become in PTX, e.g. ``mma.sync s8``.
+    """Returns the tensor-core instruction and operand type that ``config`` has to compile to in PTX, e.g. ``mma.sync
+    s8``.
 
     Returns "" if the kernel uses no tensor cores (fp32, quantization).
     """
     if config.op == "quantize_rowwise" or dtype == "fp32":
         return ""
-    if config.block_m >= 64:  # the rows of a product of the warpgroup or the tensor memory
+    if config.block_m >= 64:  # wgmma and tcgen05.mma take at least 64 rows
         instruction = INSTRUCTION[arch]
         return f"{instruction} {(_KIND if instruction == 'tcgen05.mma' else _OPERAND)[dtype]}"
-    # On sm_90 and sm_100 the warp's product has no fp8. fp8 is widened to fp16, which holds every fp8 value.
+    # On sm_90 and sm_100, mma.sync has no fp8. fp8 is widened to fp16, which holds every fp8 value.
     widened = dtype == "fp8_e4m3" and arch in (90, 100)
     return f"mma.sync {'f16' if widened else _OPERAND[dtype]}"
 
 
 ALL = ("fp16", "bf16", "int8", "fp8_e4m3")
 TMA_ARCHS = (90, 100, 120)
-# A small tile needs eight warps to load single elements. With four it spills registers if nothing is a multiple of 16.
+# A small tile needs eight warps to load single elements. With four warps, a small tile spills registers if no size is a
+# multiple of 16.
 CONFIGS: tuple[Config, ...] = (
     Config(name="gemm_128x128", op="gemm", kernel="gemm", dtypes=ALL, archs=ARCHS,
            block_m=128, block_n=128, block_k_bytes=128, warps=8, stages=3),
@@ -100,9 +102,9 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HandWritten:
-    """A kernel of ``csrc`` without tensor cores, which every compiled library has: its name, its dtypes, its work.
+    """A kernel of ``csrc`` without tensor cores, which every compiled library has.
 
-    ``tile``: M, N and K as in ``rows``. The 16 rows of gemv are the most that it takes.
+    ``tile`` has M, N and K as in ``rows``. gemv takes at most 16 rows.
     """
 
     name: str
@@ -122,9 +124,9 @@ HAND_WRITTEN: dict[str, HandWritten] = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Returns the table of ``accel kernels list``: one row a configuration, with its dtypes and architectures.
+    """Returns the table of ``accel kernels list``: one row per configuration, with its dtypes and architectures.
 
-    ``tile``: M and N in elements, K in bytes. 0 means not tiled.
+    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled.
     """
     found = []
     for config in CONFIGS:

@@ -10,12 +10,12 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Returns the folder of compiled libraries and of the tuned table.
 
-    This is ``kernels`` in ``$ACCEL_CACHE_DIR``, or in the user's cache.
+    The folder is ``kernels`` in ``$ACCEL_CACHE_DIR``, or in the user's cache.
     """
     return _folder(os.environ.get("ACCEL_CACHE_DIR"))
 
 
-@lru_cache(maxsize=4)  # asked before every launch
+@lru_cache(maxsize=4)  # called before every launch
 def _folder(given: str | None) -> Path:
     if given:
         return Path(given) / "kernels"

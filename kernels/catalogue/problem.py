@@ -1,4 +1,4 @@
-"""Makes a spec from tensors. Checks the operands once, and refuses a wrong one with the fix."""
+"""Makes a spec from tensors. Checks the operands once, and refuses wrong operands with the fix."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def conv_spec(
 ) -> ConvSpec:
     """Returns the spec of these tensors.
 
-    ``geometry``: (stride, padding, dilation). Raises ``BadFeeds`` if they don't match.
+    ``geometry`` is (stride, padding, dilation). Raises ``BadFeeds`` if shapes, dtypes or devices don't match.
     """
     if x.dim() != 4 or weight.dim() != 4:
         raise BadFeeds("fused_conv2d takes x as (N, H, W, C) and weight as (O, kernel height, kernel width, C)")

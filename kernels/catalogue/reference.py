@@ -120,14 +120,14 @@ def accumulate_torch(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> 
 def gemm_torch(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Computes ``spec`` with sums and epilogue in ``compute``. Returns (M, N) in that dtype."""
+    """Computes ``spec`` with sums and epilogue in ``compute``. Returns (M, N) in ``compute``."""
     return epilogue_torch(spec.epilogue, accumulate_torch(a, b, compute), operands)
 
 
 def conv2d_torch(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Computes ``spec`` with sums and epilogue in ``compute``. Takes NHWC, and returns NHWC in that dtype."""
+    """Computes ``spec`` with sums and epilogue in ``compute``. Takes NHWC, and returns NHWC in ``compute``."""
     wide = torch.float64 if x.dtype == torch.int8 else compute
     product = torch.nn.functional.conv2d(
         x.to(wide).permute(0, 3, 1, 2),
@@ -164,7 +164,7 @@ def gemm_bound(
     The sum of K products in any order is within K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1), u = 2**-23
     because tensor cores truncate and the CPU rounds. The scales and the bias add four roundings. The activation
     multiplies the error by its slope and adds the error of its own exp or erf (2**-20 of its input, a GPU's fast exp).
-    The residual and the rounding to the output dtype follow.
+    The residual and the rounding to the output dtype add the last errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

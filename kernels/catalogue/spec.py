@@ -6,8 +6,8 @@
 and ``out`` (M, N). Products are summed in fp32 (int8: exactly, in int32), the epilogue runs in fp32, and ``out`` is
 rounded once.
 
-A convolution is the same product with M = images * output height * output width, K = kernel height * kernel width *
-input channels and N = output channels. The images that a convolution takes and returns are NHWC.
+A convolution is a product with M = images * output height * output width, K = kernel height * kernel width * input
+channels and N = output channels. The images that a convolution takes and returns are NHWC.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_INT8_K = (2**31 - 1) // (128 * 128)
 class EpilogueSpec:
     """The operations between the product and the output.
 
-    ``act``: one of ``ACTS``. ``out_dtype``: one of ``OUT_DTYPES``. The four flags tell which operands there are. Raises
-    ``UnknownName`` for another activation or dtype.
+    ``act`` is one of ``ACTS``, and ``out_dtype`` one of ``OUT_DTYPES``. The four flags tell which operands exist.
+    Raises ``UnknownName`` for another activation or dtype.
     """
 
     act: str = "none"

@@ -1,7 +1,7 @@
-"""Lists the tensor-core GEMMs in CUTLASS: families of tiles, and the translation units that hold them.
+"""Lists the tensor-core GEMMs in CUTLASS: families of tiles, and the translation units that hold the tiles.
 
-A family is one source, ``csrc/cutlass/<family>.cu``. A unit is that source for one pair of input and output dtype, with
-all tiles of the family. A configuration has the name that the source gives it: ``sm90_int8_bf16_pingpong_64x128``.
+A family is one source, ``csrc/cutlass/<family>.cu``. A unit is a family's source for one pair of input and output
+dtypes, with all tiles of the family. The source names each configuration, e.g. ``sm90_int8_bf16_pingpong_64x128``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FP8: tuple[Pair, ...] = (("fp8_e4m3", "fp16"), ("fp8_e4m3", "bf16"))
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile: the M and N of the problem that it covers, its K in bytes, and the input dtypes that have it."""
+    """A tile: its M and N in the problem, its K in bytes, and its input dtypes."""
 
     m: int
     n: int
@@ -37,11 +37,11 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A source.
+    """A source file of tiles.
 
-    ``archs``: the architectures that it can be compiled for. ``least`` and ``most``: the lowest and highest compute
-    capability (90 for 9.0) that it runs on. ``instructions``: SASS instructions by input dtype. Every kernel has one of
-    them.
+    ``archs`` lists the architectures that the source compiles for. ``least`` and ``most`` are the lowest and highest
+    compute capability (90 for 9.0) of the family. ``instructions`` has the SASS instruction of every kernel, by input
+    dtype.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """Returns the pair of dtypes as the names of configurations have it: ``fp16``, ``int8_bf16``."""
+        """Returns the pair of dtypes as in configuration names: ``fp16``, ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property
@@ -149,7 +149,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeConfig:
-    """A tile of a unit of the library. ``block_m`` and ``block_n``: the rows and columns of the output in a tile."""
+    """A tile of a unit of the library. ``block_m`` and ``block_n`` are the rows and columns of the output in a tile."""
 
     unit: Unit
     tile: str
@@ -196,7 +196,7 @@ def units_for(archs: Sequence[str]) -> Iterator[tuple[Unit, tuple[str, ...]]]:
 
 
 def cutlass_includes() -> list[Path]:
-    """Returns the folders of the CUTLASS headers. Raises ``MissingExtra`` if their package isn't installed."""
+    """Returns the folders of the CUTLASS headers. Raises ``MissingExtra`` if the package of CUTLASS isn't installed."""
     found = importlib.util.find_spec("cutlass_library")
     if found is None or found.origin is None:
         raise MissingExtra("nvidia-cutlass", "kernels")

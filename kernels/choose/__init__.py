@@ -1,4 +1,4 @@
-"""Choosing and calling a kernel: the choice, its dispatch, the tuner and the table of its results.
+"""Chooses and calls a kernel: the choice, the dispatch, the tuner and the table of tuning results.
 
-In: a spec, the tensors, and the GPU that is there. Out: the result of the chosen kernel, and the reason for the choice.
+In: a spec, the tensors, and this machine's GPU. Out: the result of the chosen kernel, and the reason for the choice.
 """

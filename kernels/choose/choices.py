@@ -1,7 +1,7 @@
 """Chooses the implementation that computes a problem.
 
-Compute capability and layout decide which kernels can run. Of these the tuner's choice is taken, else a choice by size.
-If no kernel can run, the reference computes the problem, with the same dtype semantics. The dtype never changes.
+Compute capability and layout decide which kernels can run. The tuner's choice wins, else the choice by size. If no
+kernel can run, the reference computes the problem, with the same dtype semantics. The dtype never changes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..catalogue.spec import BYTES, ConvSpec, GemmSpec
 from ..catalogue.units import NATIVE, NativeConfig
 
 SMALL_M = 16
-# The number of tiles that fill a chip: the multiprocessors of the smallest data-center GPU. A tile is too large if the
-# problem has fewer tiles of its size.
+# The number of tiles that fill a chip: the multiprocessors of the smallest data-center GPU. A tile is too large if a
+# problem has fewer than ``ENOUGH_TILES`` tiles of its size.
 ENOUGH_TILES = 108
 AnyConfig = Config | NativeConfig | HandWritten
 
@@ -65,7 +65,8 @@ def candidates(
     native: Collection[str] = (),
     residual_dtype: str | None = None,
 ) -> list[AnyConfig]:
-    """Returns every configuration that computes ``spec`` on this compute capability. Arguments as for ``choose``."""
+    """Returns every configuration that computes ``spec`` on this compute capability. The arguments are those of
+    ``choose``."""
     arch = family(capability)
     if arch is None:
         return []
@@ -73,7 +74,7 @@ def candidates(
     found: list[AnyConfig] = []
     if triton_installed:
         found += [c for c in CONFIGS if c.op == op and c.supports(spec.in_dtype, arch)]
-    # The compiled kernels read a residual in the output's dtype. To round another residual would lose precision.
+    # The compiled kernels read a residual in the output's dtype. Rounding another residual would lose precision.
     own_residual = residual_dtype in (None, spec.epilogue.out_dtype) or not spec.epilogue.residual
     if isinstance(spec, ConvSpec):
         if "im2col" in native and of_patches(spec, capability, tma_layout, native, residual_dtype).config is not None:
@@ -130,11 +131,11 @@ def choose(
 ) -> Choice:
     """Chooses the implementation of ``spec`` on a device of this compute capability (None for the CPU).
 
-    ``dense``: ``a`` is (M, K) and ``b`` (N, K) transposed, both dense. ``tma_layout``: both are dense and at addresses
-    that are multiples of 16; for a convolution, the weights are. ``native``: the kernels of the compiled library, from
-    CUTLASS and ``HAND_WRITTEN``. ``residual_dtype``: None for the dtype of the output. ``tuned_name``: the tuner's
-    choice for this problem. ``vectors``: each operand has one stride of 1, and its other strides and its address are
-    multiples of 16 (see ``in_vectors``).
+    ``dense`` tells that ``a`` is (M, K) and ``b`` (N, K) transposed, both dense. ``tma_layout`` tells that both
+    operands (the weights of a convolution) are dense and at addresses that are multiples of 16. ``native`` names the
+    kernels of the compiled library, from CUTLASS and ``HAND_WRITTEN``. ``residual_dtype`` is None for the dtype of the
+    output. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` tells that each operand has one stride of
+    1, and its other strides and its address are multiples of 16 (see ``in_vectors``).
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
@@ -163,7 +164,7 @@ def choose(
             reason = f"Triton, which computes whole convolutions, is not installed; patches multiplied by {product}"
             return Choice(config=HAND_WRITTEN["im2col"], reason=reason)
         large = spec.gemm.m >= 4096 and spec.gemm.n >= 64 and spec.in_dtype != "fp32"
-        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # otherwise a large tile spills
+        large = large and vectors and spec.c_in % 16 == spec.c_out % 16 == 0  # otherwise a large tile spills registers
         name = "conv2d_128x64" if large else "conv2d_64x64"
         return Choice(config=get(name), reason=f"{spec.gemm.m} output pixels x {spec.c_out} channels on sm_{arch}")
     compiled = [config for config in usable if isinstance(config, NativeConfig)]
@@ -186,7 +187,7 @@ def choose(
 
 
 def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
-    """Says in words why gemv (one block per column of the output) suits the problem. Returns "" if tiles are better."""
+    """Returns why gemv (one block per column of the output) suits the problem, or "" if tiles are better."""
     if not triton_installed:
         return "and Triton is not installed"
     if spec.in_dtype == "fp32":
@@ -195,7 +196,7 @@ def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
 
 
 def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """Chooses the largest tile that fills the chip, in the family for this GPU, or else the smallest tile there is."""
+    """Chooses the largest tile that fills the chip, in the family for this GPU, or else the smallest tile."""
     newest = max(config.unit.family.least for config in compiled)
     own = [config for config in compiled if config.unit.family.least == newest]
 

@@ -27,7 +27,7 @@ from ..catalogue.units import NativeConfig
 from . import tuned
 from .choices import AnyConfig, Choice, choose, choose_quantize, of_patches
 
-# The bytes of patches that are multiplied at a time if a convolution is computed from its patches.
+# The bytes of patches that a convolution multiplies at a time.
 PATCH_BYTES = 256 << 20
 
 
@@ -42,10 +42,10 @@ def why(
     tuned_name: str | None = None,
     vectors: bool = False,
 ) -> str:
-    """Says in one sentence which implementation would run, and why. Arguments as for ``choose``.
+    """Says in one sentence which implementation would run, and why. The arguments are those of ``choose``.
 
-    ``native``: None for the kernels of the built library. ``tuned_name``: None for the tuner's choice on the current
-    GPU, if that GPU has this compute capability.
+    ``native`` is None for the kernels of the built library. ``tuned_name`` is None for the tuner's choice on the
+    current GPU, if that GPU has this compute capability.
     """
     if native is None:
         native = native_names(capability)
@@ -149,7 +149,7 @@ def _product_of_patches(
 ) -> torch.Tensor:
     """Multiplies patches with the compiled library.
 
-    Chooses the kernel for each part, as the last part may be smaller.
+    Chooses the kernel for each chunk of images, as the last chunk may be smaller.
     """
     capability = capability_of(columns)
     assert capability is not None
@@ -184,7 +184,7 @@ def choose_for(
     b: torch.Tensor,
     operands: Mapping[str, torch.Tensor] | None = None,
 ) -> Choice:
-    """Chooses the implementation of ``spec`` for these tensors. ``operands``: the operands of the epilogue."""
+    """Chooses the implementation of ``spec`` for these tensors. ``operands`` are the operands of the epilogue."""
     residual = (operands or {}).get("residual")
     capability = capability_of(a)
     if capability is None:
@@ -202,7 +202,7 @@ def choose_for(
     )
 
 
-_choose_again = lru_cache(maxsize=4096)(choose)  # a model asks the same question in every layer and step
+_choose_again = lru_cache(maxsize=4096)(choose)  # a model repeats the same choice in every layer and step
 
 
 def capability_of(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -217,7 +217,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def is_dense(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tells whether ``a`` (M, K) and ``b`` (K, N), transposed, are dense.
 
-    Returns True for an image and weights, because they are made dense if needed.
+    Returns True for an image and weights, because both are made dense if needed.
     """
     return b.dim() == 4 or (a.is_contiguous() and b.t().is_contiguous())
 
@@ -259,8 +259,7 @@ def device_of(index: int) -> tuned.Device:
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Returns the version of the loaded driver, e.g. ``580.65.06``.
 
-    If the system doesn't tell, returns the driver's CUDA version, e.g. 13000, which most updates don't change. Returns
-    0 if there is no driver.
+    Falls back to the driver's CUDA version, e.g. 13000, which most updates don't change. Returns 0 without a driver.
     """
     with contextlib.suppress(OSError):
         if found := re.search(r"^NVRM version: .*?\s(\d+(?:\.\d+)+)\s", file.read_text(), re.MULTILINE):
@@ -269,9 +268,9 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def _triton_version() -> str:
-    """Returns the version of Triton, or "" if it isn't installed.
+    """Returns the version of Triton, or "" if Triton isn't installed.
 
-    PyTorch's builds bring Triton under other names (pytorch-triton), which the installer's records use.
+    PyTorch's builds install Triton under other package names (pytorch-triton).
     """
     if not has_triton():
         return ""
@@ -293,7 +292,7 @@ def _tuned_name(spec: GemmSpec | ConvSpec, device: torch.device) -> str | None:
 def native_names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     """Returns the kernels of the compiled library for this compute capability (None for any).
 
-    Empty without a library.
+    Returns an empty set without a library.
     """
     from ..native import launch as native_launch
 

@@ -1,7 +1,7 @@
 """The tuner: times every configuration of a problem, and verifies the fastest before it is stored.
 
-``choose_fastest`` decides, from a timer and candidates that are passed in. ``tune`` passes in the kernels of a product
-or a convolution and the GPU that is there.
+``choose_fastest`` picks one of the given candidates with the given timer. ``tune`` calls ``choose_fastest`` with the
+kernels of a product or a convolution on this machine's GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Operands = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 # The products of BERT-base and of a 7B decoder: N, K.
 LAYERS = ((768, 768), (3072, 768), (768, 3072), (4096, 4096), (11008, 4096), (4096, 11008))
 ROWS = (1, 16, 128, 1024, 4096)
-# The convolutions of ResNet-50 at a batch of 8: the first one, the 3x3 of each stage, and one between two stages.
+# The convolutions of ResNet-50 at a batch of 8: the first convolution, the 3x3 convolution of each stage, and those
+# between two stages.
 CONVOLUTIONS = (
     ConvSpec(images=8, height=224, width=224, c_in=3, c_out=64, kernel=(7, 7), stride=(2, 2), padding=(3, 3)),
     *(
@@ -42,9 +43,9 @@ CONVOLUTIONS = (
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # a shorter call may be dominated by Python
+LAUNCH_MICROSECONDS = 500.0  # Python's overhead may dominate a shorter call
 MOST_SETS = 256  # sets of operands: enough for sets of 1 MiB, the weights of BERT-base's smallest layer
-RECORDED_CALLS = MOST_SETS  # calls in a graph: each set once, which takes milliseconds even with the smallest kernel
+RECORDED_CALLS = MOST_SETS  # calls in a CUDA graph, one per set, which take milliseconds even with the smallest kernel
 BLOCKS = 5
 
 
@@ -52,7 +53,7 @@ BLOCKS = 5
 class Candidate:
     """A candidate.
 
-    ``run``: the call that is timed. ``error``: runs it once more and returns its largest error / bound.
+    ``run`` is the timed call. ``error`` runs the kernel once more and returns the largest error / bound.
     """
 
     name: str
@@ -64,8 +65,8 @@ class Candidate:
 class Tuned:
     """The result of tuning a problem.
 
-    ``entry``: the winner, None if no candidate was right. ``timed``: microseconds by name. ``refused``: the reason by
-    name, for candidates that failed, or were faster than the winner and wrong.
+    ``entry`` is the winner, or None if no candidate was right. ``timed`` has the microseconds of each candidate.
+    ``refused`` has the reasons of candidates that failed, or were faster than the winner and wrong.
     """
 
     key: Key
@@ -75,10 +76,9 @@ class Tuned:
 
 
 def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable[[Run], float], table: Table) -> Tuned:
-    """Times every candidate, verifies them from the fastest on, and puts the first right one into ``table``.
+    """Times every candidate, verifies from the fastest on, and puts the first right candidate into ``table``.
 
-    ``timer``: returns the microseconds of a call. A candidate that raises, or whose error is over the bound, is
-    refused.
+    ``timer`` returns the microseconds of a call. A candidate that raises, or whose error is over the bound, is refused.
     """
     timed: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -112,8 +112,8 @@ def specs(
 ) -> list[GemmSpec]:
     """Returns the products to tune: ``shapes`` (M, N, K), by default the layers of BERT-base and of a 7B decoder.
 
-    ``added``: the terms added to the product, each one of ``ADDED``. int8 and fp8 are tuned for fp16 and bf16 output.
-    Raises ``UnknownName`` for another term.
+    ``added`` lists the terms added to the product, each one of ``ADDED``. int8 and fp8 are tuned for fp16 and bf16
+    output. Raises ``UnknownName`` for another term.
     """
     for words in added:
         if words not in ADDED:
@@ -165,7 +165,7 @@ def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | Non
 def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0) -> Operands:
     """Returns random operands by name: ``a`` (M, K), ``b`` (N, K) transposed, and the operands of the epilogue.
 
-    For a convolution: the image, the weights, and the operands of the epilogue. The sums stay within fp16.
+    For a convolution, returns the image, the weights, and the operands of the epilogue. The sums stay within fp16.
     """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec
@@ -173,7 +173,7 @@ def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0)
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, device=device)
 
-    # Unscaled int8 sums would overflow fp16. With numbers under 16 they fit, up to a K of some ten thousand.
+    # Unscaled int8 sums would overflow fp16. With numbers under 16, the sums fit up to a K of some ten thousand.
     e = spec.epilogue
     end = 128 if e.row_scale or e.col_scale or e.out_dtype != "fp16" else 16
 
@@ -205,7 +205,7 @@ def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
 def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
     """Returns several sets of operands, together so large (``ROTATED_BYTES``) that no call finds its set in a cache.
 
-    Returns at most ``MOST_SETS`` sets. Together they are smaller than that if a set has less than 1 MiB.
+    Returns at most ``MOST_SETS`` sets, even if these have fewer bytes in all.
     """
     first = operands_for(spec, device)
     bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])
@@ -244,7 +244,8 @@ def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tens
 
 
 def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns some rows, (rows, K), of the matrix that a convolution multiplies. ``rows``: numbers of output pixels."""
+    """Returns some rows, (rows, K), of the matrix that a convolution multiplies. ``rows`` has the indices of output
+    pixels."""
     column, rest = rows % spec.out_width, rows // spec.out_width
     line, image = rest % spec.out_height, rest // spec.out_height
 
@@ -261,7 +262,7 @@ def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Returns ``x`` viewed as integers of the same size, because few operators take float8.
 
-    In some versions of torch, indexing doesn't take it.
+    In some versions of torch, indexing doesn't take float8.
     """
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
@@ -270,7 +271,7 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
     """Returns the error that the sums of fp8 tensor cores add to the bound.
 
     The tensor cores keep about 14 bits of a sum (DeepSeek-V3 report, section 3.3.2). Every four steps, the sum is added
-    to an fp32 sum. Each of the four steps can add 2**-13 of the largest partial sum.
+    to an fp32 sum. Each step can add an error of 2**-13 of the largest partial sum.
     """
     magnitude = a.double().abs() @ b.double().abs()
     for name, dim in (("row_scale", 1), ("col_scale", 0)):
@@ -295,7 +296,7 @@ def microseconds(run: Run) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / calls
 
-    block(3)  # compiles, and wakes the clocks
+    block(3)  # compiles the kernel, and raises the GPU's clocks
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:
@@ -332,7 +333,7 @@ def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
     Raises ``UnsupportedHere`` if there is no GPU, or no configuration for the problem on it.
     """
     if not torch.cuda.is_available():
-        raise UnsupportedHere("no NVIDIA GPU here; accel kernels tune times the kernels on the GPU that is there")
+        raise UnsupportedHere("no NVIDIA GPU here; run accel kernels tune on the machine with the GPU")
     where = torch.device("cuda", device)
     with torch.cuda.device(where):
         sets = rotated_operands(spec, where)

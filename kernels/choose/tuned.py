@@ -1,6 +1,6 @@
 """The tuned table: a JSON file that gives the fastest configuration of each problem on a GPU.
 
-``accel kernels tune`` writes it and dispatch reads it. The file is always replaced whole.
+``accel kernels tune`` writes the table, and dispatch reads the table. Writes replace the whole file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGEST_BUCKET = 8192
 
 
 def bucket(m: int) -> int:
-    """Returns the power of two at or above ``m``, at most 8192. Problems of one bucket share an entry."""
+    """Returns the power of two at or above ``m``, at most 8192. Problems in one bucket share an entry."""
     return min(1 << (m - 1).bit_length(), LARGEST_BUCKET)
 
 
@@ -30,7 +30,7 @@ def bucket(m: int) -> int:
 class Device:
     """The device that a measurement holds for.
 
-    ``library``: the hash of all kernel sources and the compiler's version.
+    ``library`` is the hash of all kernel sources and the compiler's version.
     """
 
     gpu: str
@@ -72,7 +72,7 @@ def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The winner, its median time, and its largest error over the bound when it was verified (at most 1)."""
+    """The winner, its median time, and its largest verified error over the bound (at most 1)."""
 
     config: str
     microseconds: float
@@ -80,7 +80,7 @@ class Entry:
 
 
 class Table:
-    """The entries of a file. A missing or damaged file, or one of another format, counts as empty."""
+    """The entries of a file. A missing or damaged file, or a file of another format, counts as empty."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_path()
@@ -99,7 +99,7 @@ class Table:
         return self.entries.get(key.text)
 
     def put(self, key: Key, entry: Entry) -> None:
-        """Adds ``entry`` and writes the file, with the entries that others have added meanwhile.
+        """Adds ``entry`` and writes the file, with the entries that other processes added meanwhile.
 
         Raises ``CannotWrite``.
         """

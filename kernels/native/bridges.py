@@ -55,11 +55,11 @@ def build_for_onnxruntime(
 ) -> Built:
     """Builds accel's operators for the CPU as a library for ``SessionOptions.register_custom_ops_library``.
 
-    The names of a model's convolutions hold their sizes, so the session options have to list them:
+    The names of a model's convolutions hold sizes, so the session options have to list each name:
     ``custom_op.FusedConv2d.0``.
 
-    ``include``: the folder of ``onnxruntime_cxx_api.h``, of the runtime's version or an older one. The archives of ONNX
-    Runtime's releases have it, its wheels don't. Raises ``UnsupportedHere`` without this header or without g++, and
+    ``include`` is the folder of ``onnxruntime_cxx_api.h``, of the runtime's version or older. ONNX Runtime's release
+    archives have this header, and its wheels don't. Raises ``UnsupportedHere`` without the header or g++, and
     ``BuildFailed`` with the compiler's first error.
     """
     check_headers(onnxruntime=include)
@@ -96,9 +96,9 @@ def build_for_tensorrt(
 ) -> Built:
     """Builds ``accel::FusedGemm_gemm_nt_*`` and ``FusedConv2d`` as plugins for TensorRT 10 and later.
 
-    ``IPluginRegistry.load_library`` loads them. ``include``: the folder of ``NvInferRuntime.h``. TensorRT's archives
-    and -dev packages have it, its wheels don't. ``kernels``: the compiled library that the plugins call, by default the
-    one of ``accel kernels build``. The kernel library has to stay at its path.
+    ``IPluginRegistry.load_library`` loads the plugins. ``include`` is the folder of ``NvInferRuntime.h``. TensorRT's
+    archives and -dev packages have this header, and its wheels don't. ``kernels`` is the compiled library that the
+    plugins call, by default that of ``accel kernels build``. The kernel library has to stay at its path.
 
     Raises ``UnsupportedHere`` without the header, the library or g++, and ``BuildFailed`` with the compiler's first
     error.
@@ -130,7 +130,7 @@ def build_for_tensorrt(
 
 
 def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None = None) -> Path | None:
-    """Returns the TensorRT plugins to load, or None: ``$ACCEL_TENSORRT_LIBRARY``, else the newest that fits.
+    """Returns the library of TensorRT plugins to load, or None: ``$ACCEL_TENSORRT_LIBRARY``, else the newest that fits.
 
     Plugins fit if they were built from the present sources, and their kernel library has tensor-core GEMMs for this
     compute capability (None for any).

@@ -35,7 +35,7 @@ Progress = Callable[[str, float | None], None]
 class Built:
     """A built library, its contents, and whether it came from the cache.
 
-    ``warnings``: the GPU assembler's warnings about speed (spilled registers, serialized wgmma).
+    ``warnings`` has the GPU assembler's warnings about speed (spilled registers, serialized wgmma).
     """
 
     path: Path
@@ -68,8 +68,9 @@ def build(
 ) -> Built:
     """Builds the library for these architectures (``sm_90a``), or takes it from the cache if the sources are the same.
 
-    ``units``: the CUTLASS units to compile, by default all of these architectures. ``()`` compiles none and needs no
-    CUTLASS. ``jobs``: the number of files at a time, by default one per core. A file takes up to 3 GB.
+    ``units`` names the CUTLASS units to compile, by default all units of these architectures. ``()`` compiles no units
+    and needs no CUTLASS. ``jobs`` is the number of files to compile at a time, by default one per core. A file takes up
+    to 3 GB of memory.
 
     Raises ``UnknownName`` for an unknown architecture or unit, ``UnsupportedHere`` without nvcc, ``MissingExtra``
     without the headers of CUTLASS, and ``BuildFailed`` with the compiler's first error.
@@ -89,7 +90,7 @@ def build(
         Job(name=unit.name, command=(*flags, *unit.flags, *_includes(), *_codes(own), str(SOURCES / unit.source)))
         for unit, own in units_for(wanted)
         if units is None or unit.name in units
-    ]  # the long ones first
+    ]  # the longest compilations first
     link = [nvcc, "-shared", "-cudart=static"]
     # An upgrade puts other headers at the same path.
     headers = (cutlass_includes()[0] / "cutlass" / "version.h").read_text() if jobs_found else ""
@@ -100,7 +101,7 @@ def build(
 
 
 def _codes(archs: Sequence[str]) -> list[str]:
-    # The long form: -arch=sm_90a also compiles for plain sm_90 with some versions of nvcc.
+    # The long option is needed, because -arch=sm_90a also compiles for plain sm_90 with some versions of nvcc.
     return [f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}" for arch in archs]
 
 
@@ -109,7 +110,8 @@ def _includes() -> list[str]:
 
 
 def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
-    """Builds the same sources for the CPU, for the tests. ``sanitize``: as for -fsanitize (``address,undefined``)."""
+    """Builds the kernel sources for the CPU, for tests. ``sanitize`` is the value of -fsanitize
+    (``address,undefined``)."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise UnsupportedHere("g++ is not installed here; install it to run the kernels on the host")
@@ -135,8 +137,8 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
 def find_library(cache: Path | None = None, *, capability: tuple[int, int] | None = None) -> Path | None:
     """Returns the library to run, or None: ``$ACCEL_KERNEL_LIBRARY``, else the best built from the present sources.
 
-    The best has the most tensor-core GEMMs, and of equals it is the newest. ``capability``: the compute capability that
-    the library needs code for, None for any.
+    The best library has the most tensor-core GEMMs, and among equals is the newest. The library needs code for the
+    compute capability ``capability`` (None for any).
     """
     given = os.environ.get(CHOSEN)
     if given:
@@ -218,9 +220,9 @@ def compile_library(
 ) -> Built:
     """Compiles ``compiled`` in parallel and links the results to ``file`` in the cache.
 
-    ``also``: further inputs that the result depends on. ``noted``: further entries of its record.
+    ``also`` has further inputs that the library depends on. ``noted`` has further entries of the library's record.
     """
-    from .compilers import Compilers, scratch_beside  # here, because compilers.py needs POSIX and the rest doesn't
+    from .compilers import Compilers, scratch_beside  # imported here, because only compilers.py needs POSIX
 
     version = subprocess.run([link[0], "--version"], capture_output=True, text=True, check=True).stdout
     digest = sources_digest()

@@ -75,7 +75,7 @@ def _unlock(descriptor: int | None) -> None:
 
 
 class Compilers:
-    """The compilers of one build. Leaving the ``with`` ends the running ones. Temporary files go into ``scratch``."""
+    """The compilers of one build. Leaving the ``with`` ends running compilers. Temporary files go into ``scratch``."""
 
     def __init__(self, scratch: Path) -> None:
         self._environment = {**os.environ, "TMPDIR": str(scratch)}
@@ -90,11 +90,11 @@ class Compilers:
         self.end()
 
     def run(self, command: list[str]) -> str:
-        """Runs a command and returns its output. Raises ``BuildFailed`` with its first error."""
+        """Runs a command and returns its output. Raises ``BuildFailed`` with the command's first error."""
         with self._changing:
             if self._ended:
-                raise BuildFailed("the build was stopped before it compiled this file; run it again")
-            # A separate process group: nvcc starts other compilers, and the end of the build has to end them too.
+                raise BuildFailed("the build was stopped before this file was compiled; run the build again")
+            # A separate process group, because nvcc starts other compilers, which have to end with the build.
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -110,7 +110,9 @@ class Compilers:
         if process.returncode:
             lines = [line.strip() for line in (err + out).splitlines() if re.search(r"error|fatal", line)]
             first = lines[0] if lines else f"exit code {process.returncode}"
-            raise BuildFailed(f"{Path(command[0]).name} failed: {first[:300]}; run it by hand: {' '.join(command)}")
+            raise BuildFailed(
+                f"{Path(command[0]).name} failed: {first[:300]}; run the command by hand: {' '.join(command)}"
+            )
         return err + out
 
     def end(self) -> None:

@@ -43,7 +43,7 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     """Returns the kernels of the library that this compute capability can run (None for all).
 
-    These are the tensor-core GEMMs and, in every library, the kernels of ``HAND_WRITTEN``.
+    The kernels are the tensor-core GEMMs and, in every library, those of ``HAND_WRITTEN``.
     """
     library = installed(capability)
     if library is None:
@@ -73,7 +73,7 @@ def _library_for(device: torch.device) -> tuple[Library, int]:
     on_gpu = device.type == "cuda"
     library = installed(torch.cuda.get_device_capability(device) if on_gpu else None)
     if library is None:
-        raise UnsupportedHere("no kernel library of these sources here; run accel kernels build --arch native")
+        raise UnsupportedHere("no kernel library was built from these sources; run accel kernels build --arch native")
     return library, int(torch.cuda.current_stream(device).cuda_stream) if on_gpu else 0
 
 
@@ -82,13 +82,13 @@ def run_gemm(
 ) -> torch.Tensor:
     """Computes ``spec`` by ``config`` of the installed library: ``a`` (M, K) and ``b`` (N, K) transposed, both dense.
 
-    Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch never passes one.
+    Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch never passes such a residual.
     """
     e = spec.epilogue
     residual = operands.get("residual")
     if residual is not None and residual.dtype != TORCH_DTYPES[e.out_dtype]:
         raise BadFeeds(
-            f"{config.name} takes a residual in {e.out_dtype}, and this one is {residual.dtype}; use another kernel"
+            f"{config.name} takes a residual in {e.out_dtype}, and the residual is {residual.dtype}; use another kernel"
         )
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
@@ -108,8 +108,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # The variable holds the memory until the call is in the stream. torch's allocator then reuses the memory only after
-    # the call has run.
+    # ``workspace`` holds the memory until the call is in the stream. torch's allocator then reuses the memory only
+    # after the call has run.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)

@@ -28,7 +28,7 @@ _SIGNATURES = {
 
 
 class Problem(ctypes.Structure):
-    """``accel_gemm_problem``: addresses, sizes, dtypes."""
+    """The C struct ``accel_gemm_problem`` of addresses, sizes and dtypes."""
 
     _fields_: ClassVar[Any] = [
         *[(name, _POINTER) for name in ("a", "b", "out", "bias", "residual", "row_scale", "col_scale")],
@@ -44,7 +44,7 @@ class Library:
     """A library made by ``accel kernels build``. The library loads without a GPU, but calls of the library then raise
     ``UnsupportedHere``.
 
-    Raises ``BuildFailed`` if the file is not such a library, or has another interface version.
+    Raises ``BuildFailed`` if the file is not a kernel library, or has another interface version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class Library:
     ) -> None:
         """Quantizes ``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``, all addresses.
 
-        Raises as ``check`` does.
+        Raises the errors of ``check``.
         """
         arguments = (x, DTYPES[dtype], q, DTYPES[q_dtype], scales, rows, columns, row_stride, stream)
         self.check(self._library.accel_quantize_rowwise(*arguments))
@@ -127,7 +127,7 @@ class Library:
         return size.value
 
     def gemm(self, config: str, problem: Problem) -> None:
-        """Computes ``problem`` by the tensor-core GEMM ``config``. Raises as ``check`` does."""
+        """Computes ``problem`` by the tensor-core GEMM ``config``. Raises the errors of ``check``."""
         self.check(self._library.accel_gemm(self.gemms.get(config, -1), ctypes.byref(problem)))
 
     def im2col(
@@ -139,7 +139,8 @@ class Library:
         geometry: tuple[int, int, int, int, int, int, int, int],
         stream: int = 0,
     ) -> None:
-        """Writes the patches of ``x`` (NHWC) as rows. ``geometry``: kernel, stride, padding, dilation as (h, w)."""
+        """Writes the patches of ``x`` (NHWC) as rows. ``geometry`` has kernel, stride, padding and dilation as (h,
+        w)."""
         numbers = (ctypes.c_int32 * 8)(*geometry)
         self.check(self._library.accel_im2col(x, columns, element_size, *shape, numbers, stream))
 
@@ -158,7 +159,7 @@ class Library:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tells whether a shared library is complete. To load a truncated library kills the process (SIGBUS)."""
+    """Tells whether a shared library is complete. Loading a truncated library kills the process (SIGBUS)."""
     try:
         with path.open("rb") as stream:
             header = stream.read(64)
@@ -167,8 +168,8 @@ def _is_whole(path: Path) -> bool:
         return False
     if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # 64-bit
         return False
-    # The section table is at the end of the file: its offset, the size of an entry, the number of entries (ELF-64,
-    # figure 2).
+    # The header has the offset, the entry size and the number of entries of the section table, which ends the file
+    # (ELF-64, figure 2).
     (offset,) = struct.unpack_from("<Q", header, 0x28)
     entry, number = struct.unpack_from("<HH", header, 0x3A)
     return bool(offset + entry * number <= size)

@@ -14,7 +14,7 @@ _MMA = re.compile(r"\b([A-Z]*MMA)\b")
 
 
 def find_cuobjdump() -> Path:
-    """Returns Triton's cuobjdump, or the one on PATH. Raises ``MissingExtra`` if there is neither."""
+    """Returns Triton's cuobjdump, or else the cuobjdump on PATH. Raises ``MissingExtra`` without cuobjdump."""
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         own = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

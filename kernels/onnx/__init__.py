@@ -1,4 +1,5 @@
 """The kernels as ONNX operators: function bodies for any runtime, export from PyTorch, fusion of graphs.
 
-In: an ONNX model or an exported program. Out: the model with `accel::FusedGemm` and its relatives, each with a body.
+In: an ONNX model or an exported program. Out: the model with accel's operators (`accel::FusedGemm`...), each with a
+function body.
 """

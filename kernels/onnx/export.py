@@ -1,4 +1,4 @@
-"""Support for ``torch.onnx.export``: a fused module exports to ``accel::FusedGemm`` and its relatives.
+"""Support for ``torch.onnx.export``: a fused module exports to ``accel::FusedGemm`` and similar operators.
 
     program = torch.onnx.export(module, args, dynamo=True, custom_translation_table=translation_table())
     add_functions(program.model_proto)
@@ -32,7 +32,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def add_functions(model: onnx.ModelProto) -> list[str]:
-    """Gives every node of the domain ``accel`` a body if it has none, in place. Returns the names of the added bodies.
+    """Gives every node of the domain ``accel`` without a body a function body, in place. Returns the names of the added
+    bodies.
 
     Raises ``UnknownName`` for a node that is not one of accel's operators.
     """
@@ -85,7 +86,7 @@ def _fused_gemm(
         dtype=operand if out_dtype is None else int(out_dtype),
     )
     operands = [x for x in (a, b, bias, row_scale, col_scale, residual) if x is not None]
-    # The function needs bias and residual in one dtype, while the operator takes any.
+    # The function needs bias and residual in one dtype, while the operator takes any dtype.
     return _call(function.name, _cast(operands, function.dtypes))
 
 
@@ -106,7 +107,7 @@ def _fused_conv2d(
     dtype = int(x.dtype)
     if col_scale is not None or dtype not in DTYPES or (out_dtype is not None and int(out_dtype) != dtype):
         raise UnsupportedHere(
-            "accel::fused_conv2d with scales or with another output dtype has no ONNX form; export the unfused module"
+            "accel::fused_conv2d with scales or another output dtype has no ONNX operator; export the unfused module"
         )
     geometry = {"stride": stride, "padding": padding, "dilation": dilation}
     function = FusedConv2d(

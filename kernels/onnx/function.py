@@ -86,10 +86,10 @@ def _epilogue(bias: bool, act: str, residual: bool, dtype: int) -> list[str]:
 class FusedGemm:
     """The operator ``act(row_scale * col_scale * (A @ B) + bias) + residual``.
 
-    ``product``: ``matmul`` (A of any rank), ``gemm_nn`` or ``gemm_nt`` (matrices; with ``nt``, B is (N, K)). ``dtype``:
-    the dtype of every operand and of the output, one of ``DTYPES``. ``operand``: another dtype for A and B. With
-    ``operand`` or scales the body computes in fp32, and scales are fp32. The inputs that exist are in this order: A, B,
-    bias, row_scale, col_scale, residual.
+    ``product`` is ``matmul`` (A of any rank), ``gemm_nn`` or ``gemm_nt`` (matrices; with ``nt``, B is (N, K)).
+    ``dtype`` is the dtype of every operand and of the output, one of ``DTYPES``. ``operand`` is another dtype for A and
+    B. With ``operand`` or scales the body computes in fp32, and scales are fp32. The existing inputs are in this order:
+    A, B, bias, row_scale, col_scale, residual.
     """
 
     product: str
@@ -105,7 +105,7 @@ class FusedGemm:
         if self.act not in ACTS or self.product not in PRODUCTS:
             raise UnknownName(f"no FusedGemm for {self.product} and {self.act}; the activations are {', '.join(ACTS)}")
         if self.dtype not in DTYPES or self.operand not in (None, *OPERANDS):
-            raise UnknownName(f"no FusedGemm for this dtype; its output is one of {', '.join(DTYPES.values())}")
+            raise UnknownName(f"no FusedGemm for this dtype; the output is one of {', '.join(DTYPES.values())}")
 
     @property
     def wide(self) -> bool:
@@ -131,7 +131,7 @@ class FusedGemm:
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
         """Returns the body for this opset.
 
-        ``tensorrt``: for fp8, returns a body that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
+        With ``tensorrt``, returns a body for fp8 that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
         """
         if self.wide:
             return self._wide(opset, tensorrt)
@@ -150,8 +150,8 @@ class FusedGemm:
         formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
         a, b = formal["a"], formal["b"]
         if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
-            # With a scale of 1: TensorRT takes neither MatMulInteger nor a cast. ONNX Runtime fuses this to
-            # MatMulInteger.
+            # DequantizeLinear has a scale of 1, because TensorRT takes neither MatMulInteger nor a cast. ONNX Runtime
+            # fuses the nodes to MatMulInteger.
             unit = body.constant(1.0, "unit")
             a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:
@@ -187,7 +187,7 @@ class QuantizeRowwise:
     def function(self, opset: int, *, tensorrt: bool = False) -> onnx.FunctionProto:
         """Returns the body for this opset.
 
-        ``tensorrt``: for fp8, returns a body that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
+        With ``tensorrt``, returns a body for fp8 that TensorRT's parser takes and ONNX Runtime 1.31 doesn't.
         """
         body = _Body(self.name, TensorProto.FLOAT, opset)
         add, constant = body.add, body.constant
@@ -267,7 +267,7 @@ class FusedConv2d:
 
 
 def parse(name: str) -> FusedGemm | FusedConv2d | QuantizeRowwise:
-    """Returns the operator of that name. Raises ``UnknownName`` if there is none."""
+    """Returns the operator called ``name``. Raises ``UnknownName`` for any other name."""
     by_name = {text: dtype for dtype, text in DTYPES.items()}
     operands = {text: dtype for dtype, text in OPERANDS.items()}
     epilogue = rf"(_bias)?(?:_({'|'.join(ACTS[1:])}))?(_residual)?_({'|'.join(by_name)})"

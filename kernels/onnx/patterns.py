@@ -1,6 +1,6 @@
 """Replaces ``act(A @ W + bias) + residual`` by ``accel::FusedGemm`` in an ONNX graph.
 
-Replaces the same pattern of a convolution by ``accel::FusedConv2d``.
+Replaces a convolution with such an epilogue by ``accel::FusedConv2d``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 import onnx
 from accel.errors import UnsupportedHere
+from accel.spelling import option
 from onnx import helper, numpy_helper
 
 from ..catalogue.reference import act_numpy
@@ -21,7 +22,7 @@ from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, F
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
 _ROUNDED = 2e-3  # the largest change of an activation at _POINTS if its constants are bf16
-_LONGEST = 12  # the most nodes of an activation; GELU by tanh has nine
+_LONGEST = 12  # the largest number of nodes of an activation; GELU by tanh has nine
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -41,7 +42,7 @@ _ACT_WITH = {"Erf": "gelu_erf", "Tanh": "gelu_tanh", "Sigmoid": "silu", "Exp": "
 class _Match:
     """A chain of nodes found so far: its operation, its operands, its last value, its nodes.
 
-    ``geometry``: the sizes of a convolution, None for a product.
+    ``geometry`` has the sizes of a convolution, and is empty for a product.
     """
 
     product: str
@@ -77,7 +78,7 @@ class _Graph:
         kept = {value.name for value in model.graph.output}
         for node in model.graph.node:
             kept |= {name for inner in _subgraphs(node) for name in _names(inner)}
-        self.kept = kept  # values that are seen outside the graph
+        self.kept = kept  # values that are read outside the graph
         self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
 
     def only_user(self, name: str) -> onnx.NodeProto | None:
@@ -114,13 +115,13 @@ class _Graph:
 def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
     """Replaces every match in ``model``, in place. Returns the names of the functions, in graph order.
 
-    Raises ``UnsupportedHere`` below opset 13 or IR 8, which can't hold the function.
+    Raises ``UnsupportedHere`` below opset 13 or IR 8, which can't hold functions.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
         raise UnsupportedHere(
             f"the model has opset {opset} and IR {model.ir_version}, and local functions need opset {MIN_OPSET} and IR "
-            f"{MIN_IR}; export it again with --opset 20"
+            f"{MIN_IR}; export it again with {option('opset', 20)}"
         )
     graph = _Graph(model)
     functions: dict[str, onnx.FunctionProto] = {}
@@ -262,8 +263,8 @@ def _take_act(match: _Match, graph: _Graph) -> None:
 def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
     """Finds an activation of ``x`` written out in arithmetic. Returns its name and its nodes, the result last.
 
-    GELU can be written in many ways, so its values decide. Computes everything that follows from ``x`` and constants,
-    until it ends in one value. Then compares this value with the activation that uses the same function.
+    GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
+    until a single value remains, and compares that value with the activation that uses the same function (e.g. Erf).
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

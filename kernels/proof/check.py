@@ -1,4 +1,4 @@
-"""Runs every proof about the kernels that this machine allows, one row per proof."""
+"""Runs every proof about the kernels that this machine allows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from . import interpret
 class Proof:
     """A row.
 
-    ``passed`` is None if this machine can't run the proof. ``detail`` tells the result, or what is missing.
+    ``passed`` is None if this machine can't run the proof. ``detail`` tells the result, or the missing tool.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Proof:
 
 
 def check(*, every: bool = False, progress: Progress = lambda _message, _fraction: None) -> list[Proof]:
-    """Yields each proof. ``every``: compiles every shipped configuration (minutes) instead of one an architecture."""
+    """Returns the proofs. ``every`` compiles every shipped configuration (minutes) instead of two per architecture."""
     return list(_proofs(every, progress))
 
 
@@ -63,7 +63,8 @@ def _proofs(every: bool, progress: Progress) -> Iterator[Proof]:
 
 
 def _own_cache() -> Path:
-    """Returns a separate cache folder. In the user's cache, dispatch would find this library, which has no GEMMs."""
+    """Returns a separate cache folder. In the user's cache, dispatch would find the proof's library, which has no
+    GEMMs."""
     return cache_folder() / "check"
 
 
@@ -83,7 +84,7 @@ def _tensor_cores(progress: Progress) -> Proof:
     what = "tensor-core GEMMs (CUTLASS)"
     path = find_library(capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
     if path is None:
-        missing = "no library of these sources here; run accel kernels build --arch sm_90a (minutes)"
+        missing = "no library was built from these sources; run accel kernels build --arch sm_90a (minutes)"
         return Proof(what=what, passed=None, detail=missing)
     progress("reading the library", None)
     try:

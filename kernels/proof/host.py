@@ -19,7 +19,7 @@ M, N, K = 3, 5, 33
 def hand_written_errors(library: Library) -> dict[str, float]:
     """Returns the largest error / bound (1 is the limit) of each kernel of a host library, by dtype and activation.
 
-    Quantization and patches have to be exact: 0 if they are, else infinity.
+    Quantization and patches have to be exact, and any difference counts as infinity.
     """
     found = {}
     for dtype in HAND_WRITTEN["gemv"].dtypes:
@@ -44,7 +44,8 @@ def hand_written_errors(library: Library) -> dict[str, float]:
 
 
 def body_errors() -> dict[str, float]:
-    """Returns the largest error / bound of the bodies in ONNX Runtime, by product and activation. Empty without it."""
+    """Returns the largest error / bound of the bodies in ONNX Runtime, by product and activation. Returns an empty dict
+    without ONNX Runtime."""
     try:
         import onnxruntime
     except ImportError:

@@ -4,7 +4,7 @@ Uses small tiles, so that a small problem takes many tiles. Also runs each confi
 problem just larger than one tile.
 
 ``TRITON_INTERPRET=1 python -m accel.kernels.proof.interpret [source file] [case]`` prints one JSON object: the largest
-error over the proven bound (1 is the limit) by case. ``run`` does this in a separate process.
+error over the proven bound (1 is the limit) by case. ``run`` runs this module in a separate process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ACT = dict(zip(("fp16", "bf16", "int8", "fp8_e4m3", "fp32"), ACTS, strict=True))
 def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dict[str, float]:
     """Returns the largest error / bound in the interpreter, for each case whose name contains ``case``.
 
-    ``source``: another file with the kernels. Raises ``MissingExtra`` without Triton, and ``ChildCrashed`` if a kernel
-    did not run.
+    ``source`` is another file with the kernels. Raises ``MissingExtra`` without Triton, and ``ChildCrashed`` if a
+    kernel did not run.
     """
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -212,7 +212,7 @@ def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], de
     tiles = -(-spec.gemm.m // 32) * 2
     kernel[(tiles,)](first(x), first(w), *map(first, operands.values()), *scalars, out, **constants)
     exact = reference.conv2d_torch(spec, x, w, operands)
-    # fp32 sums and one rounding of the result, for which the interpreter truncates to bfloat16.
+    # The limit covers fp32 sums and one rounding of the result, which truncates to bfloat16 in the interpreter.
     unit = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-7}[dtype]
     limit = unit * exact.abs() + 1e-5 * float(exact.abs().max())
     return reference.error_over_bound(out.cpu().permute(0, 2, 3, 1), exact, limit)
@@ -224,7 +224,7 @@ def cases(kernels: Any) -> dict[str, Any]:
     for config in CONFIGS:
         for dtype in config.dtypes:
             if config.op == "gemm":
-                # TMA needs rows of a multiple of 16 bytes
+                # TMA needs row lengths that are multiples of 16 bytes
                 for sizes in ((37, 45, 48), (1, 1, 16)) if "tma" in config.name else ((37, 45, 53), (1, 1, 1)):
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
@@ -256,7 +256,7 @@ def cases(kernels: Any) -> dict[str, Any]:
             found[name] = (plugin_conv, (dtype, given, geometry))
     for source in ("fp16", "bf16", "fp32"):
         for dtype in ("int8", "fp8_e4m3"):
-            for columns in (37, 2100, 9000):  # the last row is longer than the part in registers
+            for columns in (37, 2100, 9000):  # 9000 elements don't fit in registers
                 found[f"quantize {source} {dtype} {columns}"] = (quantize, (kernels, source, dtype, columns))
     return found
 

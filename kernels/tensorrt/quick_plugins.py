@@ -3,8 +3,8 @@
     register(FusedGemm(product="gemm_nt", act="gelu_erf", bias=True, residual=False, dtype=TensorProto.FLOAT16))
 
 registers ``accel::FusedGemm_gemm_nt_bias_gelu_erf_fp16``, the name of the operator in the ONNX files. The engine holds
-the PTX and needs neither Triton nor accel to run. This works with TensorRT (``tensorrt.plugin``). TensorRT-RTX has no
-such plugins.
+the PTX and needs neither Triton nor accel to run. Quick plugins work with TensorRT (``tensorrt.plugin``), but not with
+TensorRT-RTX.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from ..triton.cross import POINTERS
 from ..triton.launch import GROUP, tile
 
 TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # output dtypes, as attributes of tensorrt
-# Plain PTX of this architecture runs on every later one. PTX with wgmma or tensor memory runs only on its own.
+# Plain PTX of this architecture runs on every later architecture. PTX with wgmma or tensor memory runs on one
+# architecture only.
 PORTABLE_ARCH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginKernel:
-    """The kernel for TensorRT. ``ptx``: the code, whose entry is ``name``.
+    """A kernel for TensorRT. ``ptx`` is the code, whose entry is ``name``.
 
-    Each program computes ``block_m`` x ``block_n``. The parameters are the inputs, the sizes and the output. The sizes
-    of a product are M, N, K. The sizes of a convolution are pixels and channels of the output, then channels, height
-    and width of the image, height and width of the output.
+    Each program computes ``block_m`` x ``block_n`` elements. The parameters are the inputs, the sizes and the output.
+    The sizes of a product are M, N, K. The sizes of a convolution are pixels and channels of the output, then channels,
+    height and width of the image, height and width of the output.
     """
 
     name: str
@@ -122,7 +123,7 @@ def without_scratch(ptx: str, kept: int) -> str:
     for at in range(kept, len(parameters)):
         if re.search(rf"\b{re.escape(entry[1])}_param_{at}\b", body):
             raise BuildFailed(
-                "the kernel reads Triton's scratch memory, which TensorRT doesn't provide; don't register it"
+                "the kernel reads Triton's scratch memory, which TensorRT doesn't provide; don't register the operator"
             )
     text = ",\n\t".join(parameters[:kept])
     return ptx[: entry.start(2)] + text + ptx[entry.end(2) :]

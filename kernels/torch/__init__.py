@@ -1,4 +1,4 @@
-"""The kernels in PyTorch: operators, modules, and `fuse`, which puts them in the place of a module's layers.
+"""The kernels in PyTorch: operators, modules, and `fuse`, which replaces a module's layers by fused modules.
 
-In: tensors or an `nn.Module` in eval mode. Out: the results, or a fused copy of the module that was verified.
+In: tensors or an `nn.Module` in eval mode. Out: the results, or a verified fused copy of the module.
 """

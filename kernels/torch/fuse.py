@@ -1,7 +1,7 @@
 """``accel.fuse(module)``: replaces Linear and Conv+BN, with activation and residual, by fused operations.
 
-Traces the module with torch.fx. If it can't be traced, replaces its Linear and Conv2d modules one by one, together with
-their neighbors in an ``nn.Sequential``. The result is compared with the original before it is returned.
+Traces the module with torch.fx. If the module can't be traced, replaces its Linear and Conv2d modules one by one,
+together with their neighbors in an ``nn.Sequential``. Compares the fused module with the original.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A fused operation: its place, its parts, and its difference if it was verified on its own."""
+    """A fused operation: its name, its parts, and its difference from the original if verified alone."""
 
     name: str
     operation: str
@@ -46,8 +46,9 @@ class Match:
 class FuseReport:
     """The report of ``fuse``.
 
-    ``matches``: the fused operations. ``left``: the name of each layer that was left, with the reason. ``traced``:
-    torch.fx traced the module. ``difference``: the largest difference, against ``limit``.
+    ``matches`` lists the fused operations. ``left`` has the name of each unfused layer, with the reason. ``traced``
+    tells whether torch.fx traced the module. ``difference`` is the largest difference, and ``limit`` the allowed
+    difference.
     """
 
     matches: tuple[Match, ...]
@@ -64,13 +65,13 @@ class FuseReport:
 def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None) -> tuple[nn.Module, FuseReport]:
     """Returns a fused copy of ``module``, and the report. ``module`` itself stays unchanged.
 
-    ``example_inputs``: the positional inputs to verify the copy with. Without them no shape is known: residual sums
-    aren't fused, a module that can't be traced (control flow, optional inputs) is fused layer by layer, and each fused
-    layer is verified on its own with random inputs.
+    ``example_inputs`` are the positional inputs to verify the copy with. Without example inputs, residual sums aren't
+    fused, because no shape is known. A module that can't be traced (control flow, optional inputs) is then fused layer
+    by layer, and each fused layer is verified alone with random inputs.
 
-    Raises ``UnsupportedHere`` if a part of ``module`` is in training mode, and ``GateFailed`` if the outputs differ.
+    Raises ``UnsupportedHere`` if a submodule is in training mode, and ``GateFailed`` if the outputs differ.
     """
-    # Checks every part, because a folded batch norm would use other statistics than it would compute in training mode.
+    # Checks every submodule, because a folded batch norm can't compute new statistics as in training mode.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
@@ -147,7 +148,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        for gone in reversed(taken):  # only these: an unused node may still write to its input
+        for gone in reversed(taken):  # no other nodes: an unused node may still write to its input
             traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)
@@ -161,9 +162,10 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    ``joined``: fuses a layer with the modules after it in a Sequential. This is wrong if code calls them one by one.
+    ``joined`` fuses a layer with the modules after it in a Sequential, which is wrong if code calls the modules one by
+    one.
     """
-    # named_children() would leave out the second place of a module that occurs twice.
+    # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     skip = 0
     for at, (name, child) in enumerate(children):
@@ -209,9 +211,9 @@ def _operation(layer: nn.Module) -> str:
 
 
 def _obstacle(layer: nn.Module) -> str:
-    """Says why this layer can't be replaced, or returns "" if it can."""
+    """Returns why this layer can't be replaced, or "" if it can."""
     if type(layer) not in (nn.Linear, nn.Conv2d):
-        return f"{type(layer).__name__} is a class of its own"
+        return f"{type(layer).__name__} is a subclass"
     if torch.nn.utils.parametrize.is_parametrized(layer):
         return "its weights are computed (parametrized)"
     if layer._forward_hooks or layer._forward_pre_hooks:

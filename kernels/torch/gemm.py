@@ -1,4 +1,4 @@
-"""The Python face of the kernels: ``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``.
+"""The Python interface of the kernels: ``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``.
 
 The three functions are PyTorch operators (``torch.ops.accel``), which are differentiable and which ``torch.compile``
 keeps whole. On the CPU, an operator runs the reference with the GPU's arithmetic. On a GPU, an operator runs the kernel
@@ -32,10 +32,10 @@ def fused_gemm(
 
     ``a`` (M, K) and ``b`` (K, N) have any strides, and both are float32, float16, bfloat16, int8 or float8_e4m3fn.
     ``bias`` is (N,), ``residual`` (M, N), ``row_scale`` (M,) and ``col_scale`` (N,). A scale of one element applies to
-    all.
+    all rows or columns.
 
-    ``act``: none, relu, gelu_tanh, gelu_erf or silu. ``out_dtype``: by default the dtype of ``a``; int8 and float8
-    inputs need it. Sums and epilogue are fp32 (int8: int32 sums), and the output is rounded once.
+    ``act`` is none, relu, gelu_tanh, gelu_erf or silu. ``out_dtype`` is the dtype of ``a`` by default, and required for
+    int8 and float8 inputs. Sums and epilogue are fp32 (int8: int32 sums), and the output is rounded once.
 
     Raises ``BadFeeds`` for operands that don't match, and ``UnknownName`` for an unknown activation.
     """
@@ -62,7 +62,7 @@ def fused_conv2d(
     """Returns ``act(col_scale * conv2d(x, weight) + bias) + residual``, NHWC, in ``out_dtype``.
 
     ``x`` is (N, H, W, C), ``weight`` (O, kernel height, kernel width, C), one group. ``bias`` and ``col_scale`` are
-    (O,), and ``residual`` has the shape of the output. dtypes, ``act`` and errors as for ``fused_gemm``.
+    (O,), and ``residual`` has the shape of the output. dtypes, ``act`` and errors are those of ``fused_gemm``.
     """
     geometry = [_pair(*named) for named in (("stride", stride), ("padding", padding), ("dilation", dilation))]
     col_scale = _spread(col_scale, weight.shape[0] if weight.dim() else 1)

@@ -21,7 +21,7 @@ POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "f
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
 MOST_IMPRECISE = 128  # as in csrc/cutlass/sm90.cu
 # The arguments that dispatch requires to be multiples of 16 for a large tile (one of the strides is 1), and the
-# kernels' own memory. Rows, pixels and the epilogue's operands can be anything.
+# kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -47,7 +47,7 @@ class Compiled:
 
     @property
     def problem(self) -> str:
-        """Says in words what is wrong with the kernel, or returns ""."""
+        """Returns the fault of the kernel in words, or "" if there is no fault."""
         if self.shared > SHARED_LIMIT[self.arch]:
             return f"{self.shared} bytes of shared memory, and sm_{self.arch} has {SHARED_LIMIT[self.arch]}"
         if self.spilled:
@@ -65,9 +65,9 @@ def compile_config(
 ) -> Compiled:
     """Compiles ``config`` for ``dtype`` and sm_``arch``.
 
-    ``epilogue``: by default every operand, and fp16 output. ``sums``: compiles the kernel that adds up the parts, for a
-    configuration that splits K. ``aligned``: the arguments in ``DIVISIBLE`` are multiples of 16. Otherwise nothing is
-    known of any address, size or stride, and Triton loads single elements, which takes more registers than vectors.
+    ``epilogue`` has every operand and fp16 output by default. ``sums`` compiles the kernel that adds up the partial
+    sums of a split K. ``aligned`` makes the arguments in ``DIVISIBLE`` multiples of 16. Without alignment, Triton loads
+    single elements, which takes more registers than vectors.
 
     Raises ``MissingExtra`` without Triton, and ``UnsupportedHere`` if the configuration isn't shipped for that arch.
     """
@@ -98,7 +98,7 @@ def compile_config(
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options: dict[str, Any] = {"enable_fp_fusion": True}
-    if not sums:  # the second kernel uses the compiler's defaults
+    if not sums:  # ``sum_parts`` uses the compiler's defaults
         options |= {"num_warps": config.warps, "num_stages": config.stages}
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(made.asm["cubin"])

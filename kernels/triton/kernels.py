@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The Triton source of all kernels, with one epilogue for all of them.
+"""The Triton source of all kernels, with one shared epilogue.
 
 The kernels are a pointer GEMM (with split-K), a persistent GEMM on TMA descriptors, an implicit-GEMM convolution, and
 row-wise quantization.
@@ -33,7 +33,7 @@ def finish(
 ):  # fmt: skip
     """Applies scales, bias, activation and residual in fp32 to a tile of the product, rounds once, stores with a mask.
 
-    ``FIRST``: rows are the pixels of channels-first images, PIXELS an image.
+    With ``FIRST``, rows are the pixels of channels-first images, PIXELS per image.
     """
     x = acc.to(tl.float32)
     if HAS_ROW:
@@ -207,7 +207,7 @@ def store_quotients(v, scale, q, at, K, QMAX: tl.constexpr, INTEGER: tl.constexp
 
 @triton.jit
 def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr):
-    """Quantizes one row a program: finds its largest magnitude, then its quotients.
+    """Quantizes one row per program: finds its largest magnitude, then its quotients.
 
     A NaN in the row makes the scale NaN. The first BK elements stay in registers. Only the rest of a longer row is read
     twice.

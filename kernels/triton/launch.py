@@ -43,7 +43,8 @@ def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> d
 
 
 def _epilogue_of(operands: dict[str, torch.Tensor], placeholder: torch.Tensor) -> list[torch.Tensor]:
-    """Returns every operand that an epilogue can have, dense. A missing one is ``placeholder``, which isn't read."""
+    """Returns every operand that an epilogue can have, dense. A missing operand is ``placeholder``, which isn't
+    read."""
     names = ("bias", "residual", "row_scale", "col_scale")
     return [operands[name].contiguous() if name in operands else placeholder for name in names]
 
@@ -58,7 +59,7 @@ def run_gemm(
     *,
     interpreted: bool = False,
 ) -> torch.Tensor:
-    """Computes ``spec`` by ``config``. ``kernels``: the module with the Triton source."""
+    """Computes ``spec`` by ``config``. ``kernels`` is the module with the Triton source."""
     e = spec.epilogue
     out = torch.empty(spec.m, spec.n, dtype=TORCH_DTYPES[e.out_dtype], device=a.device)
     given = _epilogue_of(operands, a)
@@ -128,7 +129,7 @@ def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tenso
 def row_config(columns: int, dtype: str) -> Config:
     """Returns the configuration whose block holds a row in registers, at most 16 elements a thread.
 
-    The block has at least 1024 elements and at most as many as the largest shipped one.
+    The block has at least 1024 elements and at most as many as the largest shipped block.
     """
     largest = get("quantize_8192")
     block = min(max(1 << (columns - 1).bit_length(), 1024), largest.block_k(dtype))

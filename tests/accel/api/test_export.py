@@ -145,7 +145,7 @@ def test_the_ladder_says_why(my_model: Path, tmp_path: Path, own_cache: Path, mo
     made = accel.export(f"{my_model}:make", inputs=[SPEC], out=tmp_path / "my.onnx")
     notes = made.history[0]["notes"]
     assert notes["rung"] == "legacy"
-    assert "its outputs are off: output at batch=1" in notes["refused"]["dynamo"]
+    assert "the file's outputs are off: output at batch=1" in notes["refused"]["dynamo"]
 
 
 def test_no_rung_is_right(tmp_path: Path, cli: Any) -> None:

@@ -245,7 +245,7 @@ def test_a_refused_export_takes_its_weights_with_it(tmp_path: Path, monkeypatch:
     (tmp_path / "net.py").write_text(LINEAR)
     src = Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"]).open()
     made = run_stage("onnx_from_torch", src, OnnxFromTorchConfig(), cache=StageCache(tmp_path / "cache"))
-    assert "its outputs are off" in made.history[-1]["notes"]["refused"]["dynamo"]
+    assert "the file's outputs are off" in made.history[-1]["notes"]["refused"]["dynamo"]
     assert {path.name for path in made.path.parent.glob("*.weights")} == set(made.companions)
 
 

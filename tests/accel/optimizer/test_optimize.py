@@ -155,7 +155,7 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
     result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
     rows = {row.precision: row for row in result.candidates[1:]}
     assert rows["bf16"].status == "rejected"
-    assert "--opset 22" in rows["bf16"].reason
+    assert "opset=22" in rows["bf16"].reason
     assert rows["fp16"].status == "chosen"
     assert rows["int8"].status == "not tried"
     assert "--data" in rows["int8"].reason

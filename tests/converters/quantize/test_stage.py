@@ -269,7 +269,7 @@ def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
     """Fails if a cast to fp16 leaves scales in float32, because the engine then computes everything in float32."""
     src = conv_net(tmp_path / "m.onnx", opset=17)
     made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
-    with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*--opset 19"):
+    with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*opset=19"):
         cast(made, CastConfig(), tmp_path / "h.onnx")
 
 
@@ -367,7 +367,7 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedHere, match="quantized already"):
         quantize(made, QuantizeConfig(), out)
     old = conv_net(tmp_path / "old.onnx", opset=12)
-    with pytest.raises(UnsupportedHere, match=r"opset >= 13.*--opset 20"):
+    with pytest.raises(UnsupportedHere, match=r"opset >= 13.*opset=20"):
         quantize(old, QuantizeConfig(), out)
     assert not out.exists()
 

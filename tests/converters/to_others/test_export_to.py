@@ -269,4 +269,4 @@ def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(AccelError) as caught:
         accel.export(tmp_path / "a.onnx", to="ncnn", out=tmp_path / "out")
     assert said in str(caught.value)
-    assert "it holds the operator Loop: keep it as ONNX" in str(caught.value)
+    assert "the model holds the operator Loop: keep it as ONNX" in str(caught.value)

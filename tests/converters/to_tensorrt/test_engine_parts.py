@@ -147,7 +147,7 @@ def test_engine_options_that_are_none(text: str) -> None:
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
     """Fails if TensorRT-RTX accepts version_compatible, which breaks the build, or a hardware compatibility level,
     which TensorRT-RTX silently ignores."""
-    with pytest.raises(UnsupportedHere, match="--compute-capability for each"):
+    with pytest.raises(UnsupportedHere, match="compute_capabilities= for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from accel.converters.to_tensorrt.profiles import InputShapes, default_profile, merged_dims, parse_profiles
 from accel.errors import BadInputSpec
 from accel.signature import DimRange, Signature, TensorSpec
+from accel.spelling import on_command_line
 
 SIGNATURE = Signature(
     (
@@ -77,7 +78,7 @@ WRONG = {
     "ranks that differ": (["ids=1x4,2,4x16", GOOD[1]], "same rank"),
     "a fixed dim": ([GOOD[0], "pairs=4x4x3,8x8x4,16x16x4"], "fixed to 3"),
     "an unknown input": ([*GOOD, "tokens=1,2,3"], "names an unknown input; the inputs are ids, pairs, scale"),
-    "a dynamic input left out": ([GOOD[0]], "dynamic input 'pairs'; add --profile pairs=4x4x3,8x8x3,16x16x3"),
+    "a dynamic input left out": ([GOOD[0]], "dynamic input 'pairs'; add profiles=['pairs=4x4x3,8x8x3,16x16x3']"),
     "two shapes": (["ids=1x4,2x8"], "write NAME=MIN,OPT,MAX"),
     "no name": (["=1x4,2x8,4x16"], "write NAME=MIN,OPT,MAX"),
     "no equals": (["1x4,2x8,4x16"], "write NAME=MIN,OPT,MAX"),
@@ -99,7 +100,7 @@ def test_the_missing_line_can_be_copied() -> None:
     """Fails if the lines printed for missing inputs and the given inputs don't form a valid profile. The signature
     gives the range of a dim that no given input has."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
-    with pytest.raises(BadInputSpec) as caught:
+    with on_command_line(), pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)
     said, _, line = str(caught.value).partition("; add ")
     assert said.endswith("dynamic inputs 'ids', 'a mask'")
