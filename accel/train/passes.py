@@ -23,7 +23,7 @@ class Passes(Protocol):
     """Computes the gradients of a step and leaves them in the parameters."""
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
-        """Runs the forward pass of ``batches``, and the backward pass of the sum of the losses times ``forth``.
+        """Runs the forward passes of ``batches``, and the backward pass of the sum of the losses times ``forth``.
 
         Returns [sum of losses, counted targets] of this rank.
         """
@@ -60,7 +60,7 @@ class Accumulated:
 
 
 def take_part(outputs: torch.Tensor) -> None:
-    """Runs the backward pass of a rank without a sample, because the other ranks wait for it in their collectives."""
+    """Runs the backward pass of a rank without a sample, because the other ranks wait for this rank in collectives."""
     local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
     torch.autograd.backward((local * 0).sum())
 

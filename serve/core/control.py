@@ -14,14 +14,14 @@ from ..protocol.inference import Code, Parameter, ServeError, StatisticsRow
 
 
 class Control(Protocol):
-    """Each method raises ``ServeError`` if the command is refused or fails. ``owner``: the name of the token that a
+    """Each method raises ``ServeError`` if the command is refused or fails. ``owner`` is the name of the token that a
     region of shared memory belongs to, "" on a server without tokens."""
 
     def load(self, name: str, config: str | None) -> None:
-        """Load or reload a model. ``config``: a ModelConfig as JSON that replaces the model's ``config.pbtxt``."""
+        """Load or reload a model. ``config`` is a ModelConfig as JSON that replaces the model's ``config.pbtxt``."""
 
     def unload(self, name: str, dependents: bool) -> None:
-        """Unload a model. ``dependents``: also unload the steps of an ensemble."""
+        """Unload a model. ``dependents=True`` also unloads the steps of an ensemble."""
 
     def unload_others(self, kept: Collection[str]) -> None:
         """Unload every model whose name is not in ``kept``."""

@@ -23,7 +23,7 @@ HANDLE_BYTES = 64
 
 
 class Ipc(Protocol):
-    """The CUDA calls that this module needs. ``address`` is an address in GPU memory, ``host`` one in host memory."""
+    """The CUDA calls that this module needs. ``address`` is in GPU memory, ``host`` is an address in host memory."""
 
     def open(self, handle: bytes, device: int) -> int:
         """Returns the address of the memory that ``handle`` shares."""
@@ -44,7 +44,7 @@ def available() -> bool:
     """Tells whether this machine has an NVIDIA GPU and the package ``cuda.bindings``."""
     try:
         return has_nvidia_gpu() and importlib.util.find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:  # there is no package cuda at all
+    except ModuleNotFoundError:  # the package cuda is not installed at all
         return False
 
 
@@ -96,13 +96,14 @@ class CudaRegion:
     _closed: bool = False
 
     def read(self, offset: int, size: int) -> memoryview:
-        """Returns a copy of ``size`` bytes from ``offset``. The caller has checked that they lie within the region."""
+        """Returns a copy of ``size`` bytes from ``offset``. The caller has checked that the slice lies within the
+        region."""
         found = np.empty(size, dtype=np.uint8)
         self._copy(self.ipc.from_gpu, found.ctypes.data, self.address + offset, size)
         return memoryview(found)  # type: ignore[arg-type]
 
     def write(self, offset: int, body: bytes | bytearray | memoryview) -> None:
-        """Copy ``body`` to ``offset``. The caller has checked that it fits into the region."""
+        """Copy ``body`` to ``offset``. The caller has checked that ``body`` fits into the region."""
         source = np.frombuffer(body, dtype=np.uint8)
         self._copy(self.ipc.to_gpu, self.address + offset, source.ctypes.data, source.nbytes)
 

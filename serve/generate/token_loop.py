@@ -37,7 +37,7 @@ _KEYS = ("stream_tokens", "stream_logits", "stream_mask", "stream_positions", "s
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoop:
-    """The tensors of a token loop. ``states``: output name -> input name. The module's docstring explains the rest."""
+    """The tensors of a token loop. ``states`` maps output names to input names. See the module's docstring."""
 
     tokens: str
     logits: str
@@ -142,7 +142,7 @@ class TokenLoopSession:
         self._one_by_one = self._specs[loop.tokens].shape[1] == 1
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        """Yields one ``token`` per step, (rows, 1). Raises ``BadFeeds`` if the prompt is empty."""
+        """Yields one ``token`` of shape (rows, 1) per step. Raises ``BadFeeds`` if the prompt is empty."""
         loop = self._loop
         given = np.asarray(feeds[loop.tokens])
         if not given.size:
@@ -169,7 +169,8 @@ class TokenLoopSession:
             given = token[:, None] if loop.states else np.concatenate([given, token[:, None]], axis=1)
 
     def _made(self, piece: np.ndarray, before: int) -> dict[str, np.ndarray]:
-        """Returns the tokens ``piece`` with their mask and positions. ``before``: number of tokens in the states."""
+        """Returns the tokens ``piece`` with their mask and positions. ``before`` is the number of tokens in the
+        states."""
         loop, (rows, length) = self._loop, piece.shape
         made = {loop.tokens: piece}
         if loop.mask is not None:
@@ -180,10 +181,10 @@ class TokenLoopSession:
         return made
 
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
-        """Returns the state before the first token, zeros.
+        """Returns zeros, the state before the first token.
 
-        A dynamic dim has the size that the feeds give it. A dynamic dim that only states have, such as the tokens so
-        far, starts with size 0.
+        A dynamic dim has its size in the feeds. A dynamic dim that only states have, such as the tokens so far, starts
+        with size 0.
         """
         known = {
             dim: size

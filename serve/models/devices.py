@@ -21,8 +21,7 @@ _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | None:
     """Returns the runtime that the instance groups ask for, or None for the artifact's default runtime.
 
-    Raises ``BadRepository`` if this machine can't run the model there: a model never runs on another device than its
-    config says.
+    Raises ``BadRepository`` if this machine can't run the model on that device: no other device replaces it.
     """
 
     def refused(what: str) -> BadRepository:

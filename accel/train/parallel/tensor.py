@@ -79,7 +79,7 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tells whether ``pattern`` matches a module's ``name``, part by part between the dots."""
+    """Tells whether ``pattern`` matches a module's ``name``, component by component between the dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -87,8 +87,8 @@ def fits(name: str, pattern: str) -> bool:
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
     """Cuts the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place. Names don't change.
 
-    ``sequence``: sequence parallel too. Raises ``BadConfig`` if a size doesn't divide by the ranks. A vocabulary
-    needn't divide.
+    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size, except the vocabulary's, doesn't divide by the
+    ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -198,8 +198,8 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
 
-    Raises ``TrainingFailed`` with the first parameter whose gradients differ. The module of this parameter saw only a
-    part of the sequence or of the hidden states, and each rank would continue with different weights.
+    Raises ``TrainingFailed`` with the first parameter whose gradients differ. The parameter's module saw only a part of
+    the sequence or of the hidden states, so the ranks' weights would diverge.
     """
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:

@@ -48,8 +48,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains ``config`` into the folder ``out`` and returns the report of rank 0: steps, loss, metrics.
 
-    ``nproc``: processes on this machine. ``nnodes``: the number of machines, or ``MIN:MAX``, which meet at
-    ``rendezvous``. If ``out`` holds checkpoints, training goes on from the newest, and ``fresh`` starts over.
+    ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines, or ``MIN:MAX``, which
+    meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest, or starts over with
+    ``fresh``.
 
     Raises the error of the first rank that failed. The message has the first error of every rank.
     """
@@ -116,7 +117,7 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
 
 
 def _goes_on(out: Path) -> str:
-    """Says in words at which step the same command resumes."""
+    """Returns a clause that says at which step the same command resumes."""
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"
@@ -143,8 +144,9 @@ def first_errors(
 ) -> AccelError:
     """Returns one error for the whole run.
 
-    ``ranks``: the ranks of this machine. ``killed``: the signal of each killed rank. If no rank was killed, the error
-    has the class and the message of the earliest error. The first errors of the other ranks follow in the message.
+    ``ranks`` are the ranks of this machine. ``killed`` maps each killed rank to the signal. If no rank was killed, the
+    error has the class and the message of the earliest error. The first errors of the other ranks follow in the
+    message.
     """
     found = []
     for file in (out / ERRORS).glob("rank-*.json"):
@@ -238,7 +240,7 @@ def _tell(body: dict[str, Any]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and its ranks, which run in a session of their own."""
+    """Ends torchrun and the ranks, which run in a separate session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
@@ -250,7 +252,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """Returns ``path``, or accel's example config of that name, so that ``examples/digits.toml`` works anywhere."""
+    """Returns ``path`` or, if missing, accel's example config of that name, so that ``examples/digits.toml`` works
+    anywhere."""
     if path.is_file() or path.parent.name != "examples":
         return path
     root = Path(accel.__file__).resolve().parent
