@@ -34,8 +34,7 @@ def measure_rows(
     Writes ``stem``.json and ``page`` after each row. If no row is missing, writes only ``page``, from the recorded
     rows.
 
-    If a row fails, prints the error and leaves the row out. The other rows are measured, and the next run tries the row
-    again.
+    If a row fails, prints the error and continues without the row, which the next run tries again.
     """
     for name in asked.rows:
         if name not in names:

@@ -1,4 +1,4 @@
-"""Trains a small image model, and takes it to its fastest form on this machine: python examples/optimize_image.py
+"""Trains a small image model, and optimizes the model for this machine: python examples/optimize_image.py
 
 Needs accel-toolchain[openvino,report] and scikit-learn (for the images).
 """
