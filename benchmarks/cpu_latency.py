@@ -5,10 +5,10 @@ accurate?
     python benchmarks/cpu_latency.py small-cnn-b1 --again
 
 Each row is a model at one batch size. A row compares, in paired blocks: PyTorch eager and torch.compile, ONNX Runtime
-in fp32 and with quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each row is
-written as soon as it is measured (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later.
-The page tells whether the goal is met. The script needs a quiet machine. On two cores it is meant to take less than 25
-minutes (the page shows the time of each row), and less with ``--rounds 7 --seconds 0``.
+in fp32 and with quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each measured row
+is written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells
+whether the goal is met. The script needs a quiet machine. On two cores the script should take less than 25 minutes (the
+page shows the time of each row), and less with ``--rounds 7 --seconds 0``.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A model with its data and the artifacts that the other tools made of it. ``failed`` maps a tool that failed to
-    the tool's error."""
+    """A model with its data and the artifacts that the other tools made of the model. ``failed`` maps a tool that
+    failed to the tool's error."""
 
     model: Model
     folder: Path
@@ -143,8 +143,8 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
     """Quantizes with onnxruntime.quantization.quantize_static: default settings, per channel, after ONNX Runtime's
-    pre-processing. If symbolic shape inference fails, the pre-processing skips it, as ONNX Runtime's documentation says
-    for transformers."""
+    pre-processing. If symbolic shape inference fails, the pre-processing skips the inference, as ONNX Runtime's
+    documentation advises for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -234,8 +234,8 @@ def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
 
 def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
     """Compares accel's choice with the fastest candidate of a row. Returns a verdict and a sentence. The verdict is
-    True if the choice is the fastest or within the noise of the fastest, and False if it is slower. The verdict is None
-    if the interval extends beyond the noise, so that the row proves neither.
+    True if the choice is the fastest or within the noise of the fastest, and False if the choice is slower. The verdict
+    is None if the interval extends beyond the noise, so that the row proves neither.
 
     Uses the same paired rounds and the same noise floor as every verdict of accel bench.
     """
@@ -258,7 +258,7 @@ def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
 
 
 def goal(rows: dict[str, Any]) -> str:
-    """Returns a sentence that tells whether these rows meet the goals, and which rows miss them."""
+    """Returns a sentence that tells whether these rows meet the goals, and names the rows that miss a goal."""
     short: list[str] = []
     ratios: list[float] = []
     for name, found in rows.items():

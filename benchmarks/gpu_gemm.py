@@ -5,7 +5,7 @@
     python benchmarks/gpu_gemm.py --go-on         # adds the rows that an earlier run had no time for
     python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
 
-Each row computes act(a @ b + bias) on random data. Operands rotate, so that no call finds them in the L2 cache. The
+Each row computes act(a @ b + bias) on random data. Rotating operands keep a call's operands out of the L2 cache. The
 files are written after every row, so an interrupted run keeps its results. The measurements run in a separate process.
 If a kernel kills that process or hangs, the row says so and the next row starts in a new process. Needs an NVIDIA GPU.
 """
@@ -161,7 +161,7 @@ def gpu_answers() -> bool:
 
 
 def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """Returns one row: microseconds of each implementation, the chosen kernel, and the kernel's error over the bound."""
+    """Returns one row: microseconds of each implementation, the chosen kernel, and its error over the bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune(spec, table)
@@ -305,7 +305,7 @@ def write(body: dict[str, Any], folder: Path) -> None:
 def part_of(text: str) -> tuple[int, int]:
     part, _, of = text.partition("/")
     if not (part.isdecimal() and of.isdecimal() and int(part) < int(of)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4, 1/4, 2/4 or 3/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part; write 0/4, 1/4, 2/4 or 3/4")
     return int(part), int(of)
 
 
@@ -318,9 +318,9 @@ def read(folder: Path) -> dict[str, Any]:
 def supervise(
     command: Sequence[str], seconds: float, folder: Path, stalled: float = STALLED, go_on: bool = False
 ) -> int:
-    """Runs ``command`` with ``--seconds`` until it finishes or the time is over, and returns its exit status. Adds
-    ``--go-on`` from the second start on, or from the first with ``go_on``. Records a row as failed if it kills its
-    process or takes longer than ``stalled`` seconds, and torch.compile of a row as failed if it kills its process."""
+    """Runs ``command`` with ``--seconds`` until ``command`` finishes or the time is over, and returns the exit status.
+    Adds ``--go-on`` from the second start on, or from the first with ``go_on``. Records a row as failed if the row
+    kills the process or exceeds ``stalled`` seconds, and a row's torch.compile as failed if it kills the process."""
     end = time.monotonic() + seconds
     if not go_on:
         (folder / "gpu_gemm.json").unlink(missing_ok=True)  # from an earlier run
@@ -346,8 +346,8 @@ def supervise(
 
 
 def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> tuple[int | None, bool]:
-    """Returns the exit status of a process, or None if it hung and was killed. Also tells whether the process wrote any
-    results: a crash before the first write is not the fault of a row."""
+    """Returns the exit status of a process, or None for a hanging process, which is killed. Also tells whether the
+    process wrote any results: a crash before the first write is not the fault of a row."""
     file = folder / "gpu_gemm.json"
 
     def written() -> int:
@@ -382,7 +382,7 @@ def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
         other.append("rows")
     if other:
         file = folder / "gpu_gemm.json"
-        raise SystemExit(f"{file}: nothing is added, it differs in {', '.join(other)}; without --go-on it is replaced")
+        raise SystemExit(f"{file} differs in {', '.join(other)}, so no row is added; without --go-on it is replaced")
     return before
 
 

@@ -7,8 +7,8 @@
 
 Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
 still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded: the
-library is $ACCEL_KERNEL_LIBRARY, or else the one in $ACCEL_CACHE_DIR (default: build/gpu), or else it is built there
-with nvcc.
+library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu), or else nvcc builds the
+library there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
 # A GPU machine may have other versions than constraints.txt. Warnings of other versions must not fail a test.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-# -v prints each test on a line of its own: a run that is cut off or crashes prints no summary with the names.
+# -v prints each test on a separate line, because a run that is cut off or crashes prints no summary with the names.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
 FAILURE = re.compile(r"^(\S+\.py::.+?) (?:FAILED|ERROR|Fatal Python error)\b", re.MULTILINE)
 PASSED = re.compile(r"\b\d+ passed\b")

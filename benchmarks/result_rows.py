@@ -1,4 +1,4 @@
-"""Benchmarks of several rows. Each row is written as soon as it is measured, so an interrupted run continues later."""
+"""Benchmarks of several rows. Each measured row is written at once, so an interrupted run continues later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure_rows(
     measure: Callable[[str], dict[str, Any]],
     page: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Measures the requested rows (default: all) that ``stem``.json lacks, or all of them again with ``--again``.
+    """Measures the requested rows (default: all) that ``stem``.json lacks, or with ``--again`` all requested rows.
     Writes ``stem``.json and ``page`` after each row. If no row is missing, writes only ``page``, from the recorded
     rows.
 

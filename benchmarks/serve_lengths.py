@@ -5,9 +5,9 @@
 One `accel serve` process serves MiniLM (real weights) twice: `grouped` with the defaults, and `padded` with the
 parameter `length_grouping: none`, which pads each batch, in the order of arrival, to its longest text. The texts are
 the documents of the Lee corpora, their sentences and the words of WordSim353, mixed. In every round each model first
-gets as many requests as it can take (64 under way). Then each model gets half of that rate at random instants, which
-measures the latency. Every answer is compared with the unbatched answer for the same text. Needs a quiet machine. Only
-127.0.0.1 is loaded.
+gets the maximum load (64 requests in flight). Then each model gets half of that rate at random instants, which measures
+the latency. Every answer is compared with the unbatched answer for the same text. Needs a quiet machine. Only 127.0.0.1
+is loaded.
 """
 
 from __future__ import annotations

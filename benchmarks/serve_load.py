@@ -183,7 +183,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     after = settled(port, model)
     success, fail = after[0] - before[0], after[1] - before[1]
     ((answered, under_way),) = sent
-    # A request cut off at the end may have been answered or canceled, and a canceled one counts as failed.
+    # A request cut off at the end may have been answered or canceled, and canceled requests count as failed.
     lost, twice = max(0, answered - success), max(0, success + fail - answered - under_way)
     sent.append((lost, twice))
     if lost or twice:
@@ -207,7 +207,7 @@ def settled(port: int, model: str) -> tuple[int, int]:
 
 def exactly(port: int, body: Path, count: int, concurrency: int) -> int:
     """Sends ``count`` requests, waits for all, and returns the number of answers. Raises RuntimeError if an answer is
-    missing, because the server can't count requests that never reached it."""
+    missing, because the server can't count requests that never arrived."""
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-n", str(count), "-d", str(body)]
     words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
     answered = answers(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
@@ -297,7 +297,7 @@ def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool)
 
     The operating system assigns connections to a server's processes at random, so few connections are spread unevenly.
     So the time is cut into ``DEALS`` parts with new connections each. The warm-up is a separate run, because h2load
-    does not count the requests of its own warm-up.
+    does not count the requests of its built-in warm-up.
     """
     log = body.with_suffix(".log")
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]

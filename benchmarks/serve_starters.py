@@ -33,8 +33,8 @@ class Scenario:
 
 @contextlib.contextmanager
 def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str, str] | None = None) -> Iterator[int]:
-    """Starts the server, waits until it listens, and yields its port. Afterwards ends the server and its children as a
-    process group."""
+    """Starts the server, waits until the server listens, and yields the port. Afterwards ends the server and its
+    children as a process group."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
         words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=log, stderr=log, start_new_session=True

@@ -41,9 +41,9 @@ from accel.timing.statistics import speedup
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
-# The kind of bare loop for each ZeRO stage.
+# The bare loop to compare with at each ZeRO stage.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
-_TURNS = "TRAIN_OVERHEAD_TURNS"  # set in the processes that are ranks
+_TURNS = "TRAIN_OVERHEAD_TURNS"  # set in the processes of the ranks
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 

@@ -1,8 +1,8 @@
 """Draws the README's picture from the committed benchmark results of MiniLM: ``python docs/figures.py`` writes
 docs/images/*.svg.
 
-The left half shows what happens to a model. The right half plots every candidate of a real ``accel optimize`` run by
-its latency and its task metric.
+The left half shows the stages of accel. The right half plots every candidate of a real ``accel optimize`` run by its
+latency and its task metric.
 """
 
 from __future__ import annotations

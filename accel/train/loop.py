@@ -145,7 +145,7 @@ class Trainer:
         )
 
     def one_step(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """Runs one optimizer step and returns its figures.
+        """Runs one optimizer step and returns the step's figures.
 
         Loss and gradient are means over every counted target of the global batch. The gradients of sums are divided
         once by the count over all ranks and micro-batches.
@@ -290,7 +290,8 @@ class Trainer:
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Returns the metrics of the unsharded weights as plain numbers.
 
-        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if it returns anything but numbers by name.
+        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if ``evaluate`` returns anything but numbers
+        by name.
         """
         assert self.evaluate is not None
         name = self.config.evaluate
@@ -373,7 +374,7 @@ class Trainer:
         self.checkpoints.save(state, run)
 
     def resume(self) -> None:
-        """Loads the newest finished checkpoint, if there is one, from any world size and ZeRO stage."""
+        """Loads the newest finished checkpoint, if any, from any world size and ZeRO stage."""
         if not self.checkpoints.complete():
             return
         found = self.checkpoints.load_newest(self._wanted, self.config.model)

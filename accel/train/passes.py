@@ -20,7 +20,7 @@ from .precision import autocast, parameter_dtype
 
 
 class Passes(Protocol):
-    """Computes the gradients of a step and leaves them in the parameters."""
+    """Computes the gradients of a step into the parameters' ``grad``."""
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
         """Runs the forward passes of ``batches``, and the backward pass of the sum of the losses times ``forth``.

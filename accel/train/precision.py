@@ -58,7 +58,7 @@ def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
 class MasterOptimizer:
     """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensor shards. Each rank holds copies only of its own shards.
+    Works on plain parameters and on DTensor shards. Each rank holds copies of only the rank's shards.
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str) -> None:

@@ -38,6 +38,6 @@ class Ranks:
     def counts(self) -> bool:
         """Tells whether the sum over all ranks includes this rank's loss and target count.
 
-        The ranks of one tensor-parallel group see the same targets, so only the first of them counts.
+        The ranks of a tensor-parallel group see the same targets, so only the first rank of the group counts.
         """
         return self.tp is None or self.tp.get_local_rank() == 0

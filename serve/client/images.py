@@ -94,7 +94,7 @@ class ImageInput:
 def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> ImageInput:
     """Returns the image input of a model, from its ``ModelMetadataResponse`` and ``ModelConfig``.
 
-    Raises ``BadData`` if the model doesn't take exactly one image, or ``mean`` and ``std`` don't fit it.
+    Raises ``BadData`` if the model doesn't take exactly one image, or ``mean`` and ``std`` don't fit the model.
     """
     found = []
     formats = {tensor.name: proto.enum_name("ModelInput.Format", tensor.format) for tensor in config.input}

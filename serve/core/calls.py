@@ -37,7 +37,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             if name not in model.outputs:
                 raise invalid(f"unexpected inference output '{name}' for model '{model.name}'")
         if len(set(names)) != len(names):
-            raise invalid(f"an output is asked for twice for model '{model.name}'")
+            raise invalid(f"an output is requested twice for model '{model.name}'")
     return _with_parameters(
         InferenceRequest(
             model=model.name,

@@ -169,7 +169,7 @@ class InferenceServer:
     # Inference
 
     def infer(self, call: InferCall, reply: Reply) -> Ticket:
-        """Check the call, run it, and call ``reply``: once, or several times for a decoupled model. ``reply`` is called
+        """Check and run the call, and call ``reply``: once, or several times for a decoupled model. ``reply`` is called
         on any thread, possibly before this method returns. Raises ``ServeError`` if the call is refused."""
         return self._infer(call, reply) if self.tracing is None else self.tracing.infer(self._infer, call, reply)
 
@@ -207,8 +207,8 @@ class InferenceServer:
             raise
 
     def _read(self, model: ServedModel, call: InferCall, arrived: int) -> InferenceRequest:
-        """Returns the request that ``call`` describes. The statistics of the model count a malformed call as a failure,
-        as the executor counts a request that it refuses."""
+        """Returns the request that ``call`` describes. The model's statistics count a malformed call as a failure, just
+        like a refused request."""
         try:
             if call.single and model.scheduling.decoupled:
                 raise ServeError(
@@ -229,7 +229,7 @@ class InferenceServer:
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
         memory = self.memory.of(call.owner)
-        spoiled = False  # True if a response of the model couldn't be turned into a reply
+        spoiled = False  # True if a response of the model couldn't be converted to a reply
 
         def answer(found: InferenceResponse | ServeError) -> None:
             nonlocal spoiled
@@ -379,7 +379,7 @@ class InferenceServer:
 
     @property
     def taking(self) -> bool:
-        """Tells whether the server takes new requests, which it does until ``drain``."""
+        """Tells whether the server takes new requests, which ends with ``drain``."""
         return not self._draining
 
     @property

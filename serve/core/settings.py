@@ -38,7 +38,7 @@ class _Sampler:
 
 
 class TraceSettings:
-    """The trace settings of the server, and of each model that overrides them.
+    """The trace settings of the server, and the overrides of each model.
 
     ``url`` is the endpoint that gets the OpenTelemetry traces of one request in ``rate``. Without a URL the settings
     can be read and changed but nothing is traced, as in Triton without a trace file.
@@ -84,8 +84,8 @@ class TraceSettings:
             return {model: dict(own) for model, own in self._own.items() if own}
 
     def change(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
-        """Set each setting of ``changes``, or clear it if its value is None. Raises ``ServeError`` INVALID_ARGUMENT if
-        a setting is unknown or its value is not allowed."""
+        """Set each setting of ``changes``, or clear settings whose value is None. Raises ``ServeError``
+        INVALID_ARGUMENT if a setting is unknown or its value is not allowed."""
         for key, value in changes.items():
             if key not in self._start:
                 raise invalid(f"invalid trace setting '{key[:64]}'; there are {', '.join(self._start)}")

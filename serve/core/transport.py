@@ -26,7 +26,7 @@ class Slice:
 
 @dataclass(slots=True)
 class WireInput:
-    """An input as the client sent it. The input's data is either in ``raw`` (bytes), in ``values`` (a list) or in
+    """An input in the client's encoding. The input's data is either in ``raw`` (bytes), in ``values`` (a list) or in
     ``slice`` (shared memory)."""
 
     name: str

@@ -78,7 +78,7 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
         "metadata": {"name": wanted.name, "labels": labels},
         "spec": {
             "selector": {"matchLabels": selector},
-            # An update starts a new replica before it stops an old one.
+            # An update starts a new replica before stopping an old replica.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {"metadata": {"labels": labels}, "spec": spec},
         },

@@ -11,7 +11,7 @@ stream_positions  the input for the positions of the given tokens: (rows, length
 stream_end        the token that ends a row
 stream_steps      the largest number of generated tokens (256)
 
-The next token is the one with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), as a
+The next token is the token with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), as a
 response for each step.
 """
 
@@ -67,7 +67,7 @@ class TokenLoop:
 def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None:
     """Returns the token loop that a model's config declares, or None if the model isn't decoupled.
 
-    Raises ``BadRepository`` if a decoupled model declares no token loop, or one that doesn't fit its signature.
+    Raises ``BadRepository`` if a decoupled model declares no token loop, or a loop that doesn't fit the signature.
     """
     options = {k: v.string_value for k, v in config.parameters.items() if k.startswith(_PREFIX)}
     decoupled = config.model_transaction_policy.decoupled
@@ -83,7 +83,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         raise refused(f"unknown parameter {unknown[0]}; use {', '.join(_KEYS)} or {_STATE}OUTPUT")
     if missing := [key for key in _KEYS[:2] if not options.get(key)]:
         raise refused(
-            f"it is decoupled, and only a token loop streams: the parameter {missing[0]} is missing; name the loop's "
+            f"a decoupled model needs a token loop, and the parameter {missing[0]} is missing; name the loop's "
             f"input and output with {' and '.join(_KEYS[:2])}, or take model_transaction_policy out"
         )
     inputs = {spec.name: spec for spec in signature.inputs}

@@ -82,7 +82,7 @@ def complete(
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts; take name out of it"
+            f"the config of model '{name}' says name '{config.name}', but the folder's name counts; take name out"
         )
     config.name = name
     platform, backend = PLATFORMS[kind]
@@ -268,7 +268,7 @@ def scheduling(
     for tensor in config.input:
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
-                f"model '{name}', input '{tensor.name}': the model has no default for it, so it can't be optional; "
+                f"model '{name}', input '{tensor.name}': an input without a default can't be optional; "
                 "take optional out, or export the model with an initializer of that name (the mask of a model that is "
                 "batched by length is made by the server)"
             )

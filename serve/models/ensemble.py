@@ -1,5 +1,5 @@
-"""Ensembles: several models that serve as one. A step's outputs are the inputs of other steps. A step runs as soon as
-all its inputs exist."""
+"""Ensembles: several models that serve as a single model. A step's outputs are the inputs of other steps. A step runs
+as soon as all its inputs exist."""
 
 from __future__ import annotations
 

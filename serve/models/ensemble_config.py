@@ -33,7 +33,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts; take name out of it"
+            f"the config of model '{name}' says name '{config.name}', but the folder's name counts; take name out"
         )
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")

@@ -222,7 +222,7 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"{path} has no valid manifest, and nothing else says what an engine takes; build it again, or write "
+            f"{path} has no valid manifest, and nothing else has the engine's inputs; build it again, or write "
             f"{CONFIG} with its input and output"
         )
     companions = KINDS[kind].companions_of(path)

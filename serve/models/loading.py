@@ -167,8 +167,8 @@ def _supported(config: ModelConfig, name: str) -> None:
 
 
 def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:
-    """Runs the samples of the config's ``model_warmup``. Without samples it runs once at the smallest batch size and
-    once at the largest."""
+    """Runs the samples of the config's ``model_warmup``. Without samples, the model runs once at the smallest and once
+    at the largest batch size."""
     if config.model_warmup:
         for sample in config.model_warmup:
             feeds = _sample(sample, config, artifact)

@@ -29,7 +29,7 @@ def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> 
     for spec in found:
         if not named[spec.name].optional:
             raise BadRepository(
-                f"model '{name}', input '{spec.name}': the model has a default for it; write optional: true beside it"
+                f"model '{name}', input '{spec.name}': the model has a default for the input; write optional: true"
             )
         if config.max_batch_size and (batch is None or spec.shape[:1] != (batch,)):
             raise BadRepository(

@@ -1,8 +1,8 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
     models/<name>                  a link to the model's folder in the store
-    store/<digest>/<name>/...      a complete copy of the model as it was at one time
-    store/<digest>/files.json      the mark of each file: ETag, time of change, size
+    store/<digest>/<name>/...      a complete copy of one state of the model store/<digest>/files.json      the mark of
+    each file: ETag, time of change, size
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,

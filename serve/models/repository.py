@@ -358,7 +358,7 @@ class Repository:
                 entry.lacks_step = isinstance(error, StepMissing) and override is None
                 if old is not None:
                     made[version] = old
-        # If all new versions are broken, the old ones keep serving.
+        # If all new versions are broken, the old versions keep serving.
         if not made:
             made = dict(entry.versions)
         self._publish(name, entry, dict(sorted(made.items(), key=lambda item: int(item[0]))), failed)
@@ -410,7 +410,7 @@ class Repository:
                 log.exception("polling the repository failed")
 
     def poll_once(self) -> None:
-        """Loads new and changed models and unloads removed ones. Raises ``BadRepository`` and changes nothing if the
+        """Loads new and changed models and unloads removed models. Raises ``BadRepository`` and changes nothing if the
         remote address can't be read."""
         self._refresh()
         loaded = False

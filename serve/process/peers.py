@@ -264,7 +264,7 @@ def _connect(path: str, key: bytes, patience: float) -> Connection:
 
 
 def _limit(connection: Connection | socket.socket, seconds: float) -> None:
-    """Make a read or write of ``connection`` raise ``BlockingIOError`` if it takes more than ``seconds``."""
+    """Make reads and writes of ``connection`` raise ``BlockingIOError`` after ``seconds``."""
     given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

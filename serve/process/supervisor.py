@@ -149,7 +149,7 @@ class Supervisor:
                     self._running[index] = again
 
     def _died(self, index: int, running: _Running, code: int) -> float:
-        """Log that a process died, and return the seconds until it is restarted.
+        """Log that a process died, and return the seconds until the restart.
 
         Raises ``BadRepository`` if no process has served yet and the dead process reports a reason or has died too
         often. Once a process has served, a dead process no longer ends the others, because a missing file may come

@@ -4,7 +4,8 @@ The candidates are the head of the queue and the requests behind it that have th
 the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size. The rules, in
 order:
 
-1. If the first requests together have a preferred number of rows, they are a batch at once. The largest such number
+1. If the first requests together have a preferred number of rows, these requests are a batch at once. The largest such
+number
    counts.
 2. Otherwise the candidates are a batch as soon as no further request fits, or the oldest has waited ``max_delay_us``.
    A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The other half is left
@@ -132,7 +133,9 @@ class RowBatching:
 
     def _check_profiles(self, rows: int, sizes: Sequence[int]) -> None:
         if not sizes:
-            raise invalid(f"the shapes are off the optimization profiles of model '{self.name}'; pad or cut them")
+            raise invalid(
+                f"the shapes are outside the optimization profiles of model '{self.name}'; pad or cut the inputs"
+            )
         if rows > sizes[-1]:
             raise invalid(f"inference request batch-size must be <= {sizes[-1]} at these shapes for '{self.name}'")
 

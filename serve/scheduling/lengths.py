@@ -1,4 +1,4 @@
-"""Batching of inputs that differ in one dim, so that a short input is not padded to the length of a long one.
+"""Batching of inputs that differ in one dim, so that a short input is not padded to the length of a long input.
 
 The waiting requests are sorted by length and cut into the batches with the least total cost. The best cut of the first
 i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). This is
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # The largest number of waiting requests to cut into batches, because the queue's lock is held during the cut.
 _WINDOW = 64
 
-# Requests that can still be in time go before a late request. The late request goes first again after it has waited
-# for this many delay bounds, or for half of its own timeout or deadline.
+# Requests that can still be in time go before a late request. After this many delay bounds, or half of the request's
+# timeout or deadline, a late request goes first again.
 _PATIENCE = 3
 
 
@@ -140,8 +140,8 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Whenever a batch would begin late, the batch with the highest cost per request among the batches up to this one
-        is postponed. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one machine
+        Whenever a batch would begin late, the most expensive batch per request up to and including this batch is
+        postponed. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one machine
         sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority level
         are compared.
         """
@@ -216,7 +216,7 @@ class LengthBatchingRows(RowBatching):
         )
 
     def sizes_of(self, entries: Sequence[Entry]) -> Sequence[int]:
-        """Returns the batch sizes that the model takes if ``entries`` are padded to the longest of them."""
+        """Returns the batch sizes that the model takes if ``entries`` are padded to the longest entry."""
         if self._fitting is None:
             return self.sizes
         return self._fitting.of(self._shapes_at(entries[0], max(self._length(entry.request) for entry in entries)))

@@ -108,5 +108,5 @@ class Scheduling:
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Returns the inputs that the server makes if a client leaves them out: the mask of lengths."""
+        """Returns the inputs that the server makes for a client that sends none: the mask of lengths."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

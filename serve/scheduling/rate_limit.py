@@ -115,7 +115,7 @@ class RateLimiter:
 
 
 class Gate:
-    """The gate that the runs of one model pass."""
+    """The rate limit of one model: a run calls ``enter`` and ``leave``."""
 
     def __init__(self, limiter: RateLimiter, need: Mapping[str, int], priority: int, wake: Callable[[], None]) -> None:
         self._limiter = limiter

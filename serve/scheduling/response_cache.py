@@ -147,7 +147,7 @@ class CachingExecutor:
         return hit
 
     def _keeping(self, key: Key, looked_up: int, answer: Answer) -> Answer:
-        """Wraps ``answer`` so that a response is cached before it is delivered."""
+        """Wraps ``answer`` so that a response is cached before delivery."""
 
         def keep(result: InferenceResponse | ServeError) -> None:
             start = self._clock()

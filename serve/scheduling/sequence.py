@@ -1,9 +1,9 @@
 """Stateful models: the requests of a sequence run in their order, and the server keeps the sequence's state.
 
-The inner executor has at most one request of a sequence at a time and batches requests of different sequences. If a
-request fails or is canceled, the state stays as it was before the request. After a failed start the sequence has no
-state. The requests that already wait behind the failed request, up to the next start, fail too (FAILED_PRECONDITION),
-because the caller relied on success.
+The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
+or canceled request leaves the state unchanged. After a failed start the sequence has no state. The requests that
+already wait behind the failed request, up to the next start, fail too (FAILED_PRECONDITION), because the caller relied
+on success.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Sequence:
         self.waiting: deque[_Step] = deque()
         self.running: _Step | None = None
         self.pumped = False
-        self.open = False  # True if the last taken request doesn't end the sequence
+        self.open = False  # True if the last accepted request doesn't end the sequence
         self.last_used = 0.0
 
 
@@ -277,7 +277,7 @@ class SequenceExecutor:
         self._fail(failed, error)
 
     def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
-        """Answers steps that the inner executor never got."""
+        """Answers steps that never reached the inner executor."""
         for step in steps:
             with self._lock:
                 self._recorder.received()

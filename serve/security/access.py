@@ -78,7 +78,7 @@ class Access:
         if token is None or not matching:
             raise ServeError(
                 Code.UNAUTHENTICATED,
-                "this server wants a token that it knows; send the header authorization: Bearer TOKEN",
+                "this server wants a known token; send the header authorization: Bearer TOKEN",
             )
         return matching[0]
 

@@ -1,8 +1,8 @@
-"""Checkpoints. Each is written beside its place and renamed, and can be read on any world size and ZeRO stage.
+"""Checkpoints. Each checkpoint is written atomically and can be read on any world size and ZeRO stage.
 
     RUN/checkpoints/step-00000200/   DCP shards and their .metadata, and run.json: step, loss scale, config, model
-    RUN/checkpoints/best.json        the step that is the best so far, and the metric
-    RUN/final/                       the model for ``accel export`` (see ``accel.train.checkpoints.final``)
+    RUN/checkpoints/best.json        the best step so far, and the metric RUN/final/                       the model for
+    ``accel export`` (see ``accel.train.checkpoints.final``)
 
 A folder without ``run.json`` is unfinished, and no run resumes from it. ``run.json`` is written last, after every
 rank's shards are on disk, and after that the folder gets its name. ``run.json`` holds the size and CRC-32 of each file.
@@ -66,9 +66,9 @@ class Checkpoints:
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Writes ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
 
-        Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes them in
-        the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, ideally once no rank
-        is ``writing``.
+        Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes the copies
+        in the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, ideally once no
+        rank is ``writing``.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -255,7 +255,7 @@ class Checkpoints:
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:
-            with warnings.catch_warnings():  # torch warns if a process runs alone
+            with warnings.catch_warnings():  # torch warns about DCP in a single process
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 reader = dcp.FileSystemReader(path)
                 dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)

@@ -84,8 +84,7 @@ def write_run(
 ) -> None:
     """Writes ``final/`` of a run into ``folder`` (rank 0): the weights, the factory and its declaration, some inputs.
 
-    ``names`` are the names of the inputs of the model's ``forward``. ``code`` holds the model's ``sources`` at the
-    start of the run.
+    ``names`` are the names of ``forward``'s inputs. ``code`` holds the model's ``sources`` at the start of the run.
     """
     from accel.sources.python_object import load_object
 

@@ -39,7 +39,7 @@ class PrecisionConfig:
 
     @property
     def resolved(self) -> str:
-        """Returns the mode. A name of apex is replaced by the mode that it stands for."""
+        """Returns the mode. Resolves a name of apex to the precision mode."""
         return APEX.get(self.mode, self.mode)
 
 
@@ -105,7 +105,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the steps.
 
-    The rate rises for ``warmup`` steps. Then it follows the curve ``name`` down to ``floor`` times ``lr``.
+    The rate rises for ``warmup`` steps. Then the rate follows the curve ``name`` down to ``floor`` times ``lr``.
     """
 
     name: str = "constant"
@@ -190,7 +190,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Returns the config of a TOML file, each ``key=value`` or ``table.key=value`` of ``overrides`` applied to it.
+        """Returns the config of a TOML file, overridden by each ``key=value`` or ``table.key=value`` of ``overrides``.
 
         Raises ``BadConfig`` if the file can't be read, names an unknown key, or has a value of the wrong type.
         """

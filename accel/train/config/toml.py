@@ -26,7 +26,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except FileNotFoundError:
         raise BadConfig(f"{path} does not exist; give a training config, e.g. examples/digits.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise BadConfig(f"{path} is not a TOML file ({one_line(error, None)}); correct it") from error
+        raise BadConfig(f"{path} is not a TOML file ({one_line(error, None)}); correct the file") from error
     for text in overrides:
         override(body, text)
     return body

@@ -5,8 +5,8 @@ sequences of 128 positions. The longest document comes first, and each goes into
 room (best fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
-``F.scaled_dot_product_attention`` sees only the positions of its own document. The padding at the end of a sequence has
-targets of -100, which aren't counted.
+In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
+sequence has targets of -100, which aren't counted.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # the sequences with each amount of room left
-    rooms: list[int] = []  # the amounts of room that some sequence has, sorted
+    spare: dict[int, list[int]] = {}  # the sequences by free room
+    rooms: list[int] = []  # the existing amounts of free room, sorted
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
         if place == len(rooms):
@@ -106,7 +106,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 class OwnDocument(AroundAttention):
-    """A context in which attention sees only the positions of its own document.
+    """A context in which a position attends only to positions of the same document.
 
     ``documents`` are int64[batch, positions].
     """

@@ -41,7 +41,7 @@ class PowerSGD:
     first step of a process. So this class saves the state by parameter whenever the buckets change.
 
     Only the mean error over the ranks matters, because the approximation is linear in the gradients. So a checkpoint
-    saves one copy, and any number of ranks can load it.
+    saves one copy of the state, which any number of ranks can load.
     """
 
     def __init__(self, module: DistributedDataParallel, config: ParallelConfig) -> None:

@@ -1,6 +1,6 @@
 """Ulysses context parallel: ranks share the sequences of a batch, and share the heads during attention.
 
-Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays as it is. One module (``parallel.cp_split``, which
+Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module (``parallel.cp_split``, which
 embeds tokens and positions) works on whole sequences, and its output is cut. After this module, every call of
 ``F.scaled_dot_product_attention`` gets all positions of a share of the heads, through two all-to-alls. Every other
 module has to treat each position alone. A sample checks that before training. ZeRO sees each rank as a data-parallel

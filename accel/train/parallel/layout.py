@@ -29,7 +29,7 @@ def patience(config: TrainConfig) -> timedelta:
 def join(config: TrainConfig) -> Ranks:
     """Joins the process group that torchrun's environment variables describe, and returns this rank and its meshes.
 
-    Without these variables the process is a world of one rank.
+    Without the variables of torchrun, the world size is 1.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     check(config, world)

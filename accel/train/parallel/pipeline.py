@@ -6,7 +6,8 @@
     zero-bubble  two stages a rank in a V, backward in two halves       Qi et al. 2024, "Zero Bubble", ZB-V
 
 The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names (a ``ModuleList``
-stands for its entries). ``forward`` has to run these modules one after the other, which a sample checks before the cut.
+stands for its entries). ``forward`` has to run the modules of the chain one after the other, which a sample checks
+before the cut.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def chain(module: nn.Module) -> list[str]:
         try:
             part = module.get_submodule(name)
         except AttributeError:
-            raise BadConfig(f"pipeline_chain names {name}, which is not in the model; correct it") from None
+            raise BadConfig(f"pipeline_chain names {name}, which is not in the model; correct the name") from None
         several = isinstance(part, nn.ModuleList)
         found += [f"{name}.{index}" for index, _ in part.named_children()] if several else [name]
     return found
@@ -166,7 +167,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][n]: the cost of the most expensive of k runs over the first n parts, and where the last run begins
+    # best[k][n] is the cost of the most expensive of k runs over the first n parts, and the start of the last run
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k

@@ -10,10 +10,10 @@
 Column and row cuts: Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel: Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch, sequence,
 hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the sequence, and
-``row`` reduces and scatters it.
+``row`` reduce-scatters the sequence.
 
-The model's code sees plain tensors. Only the logits stay a DTensor, and the cross entropy works on them without a
-gather. The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
+The model's code sees plain tensors. Only the logits stay a DTensor, on which the cross entropy works without a gather.
+The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _styles(part: nn.Module, style: str, gathered: _Gathered, *, sequence: bool)
 
 
 class _Gathered:
-    """Keeps the last gathered tensor, so that columns with the same input (query, key, value) gather it only once."""
+    """Caches the last gathered tensor, so that columns with the same input (query, key, value) share a single
+    gather."""
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor, int, bool, DTensor] | None = None

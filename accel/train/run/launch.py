@@ -52,7 +52,7 @@ def train(
     meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest, or starts over with
     ``fresh``.
 
-    Raises the error of the first rank that failed. The message has the first error of every rank.
+    Raises the error of the first rank that failed, with the first error of every rank in the message.
     """
     _valid(config, nproc, nnodes, rendezvous)
     runnable(config)
@@ -74,7 +74,7 @@ def train(
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
-        # With a store shared with the rendezvous, the ranks of a restart would read the stale keys of the killed ones.
+        # With a store shared with the rendezvous, the ranks of a restart would read stale keys of the killed ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc)),
     }

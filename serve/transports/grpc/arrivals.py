@@ -1,8 +1,8 @@
 """Cancels calls whose message takes too long to arrive.
 
 grpcio's synchronous server gives a call its thread before the message has arrived. A client that never finishes its
-message holds that thread, and enough such clients hold every thread. This module cancels slow calls once they hold more
-than half of the threads.
+message holds that thread, and enough such clients hold every thread. This module cancels slow calls once slow calls
+hold more than half of the threads.
 """
 
 from __future__ import annotations

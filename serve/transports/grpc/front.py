@@ -1,7 +1,7 @@
 """``GrpcTransport``: GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
 
-A call holds a thread of the pool while it waits. A thread for each call takes about half the processor time of an event
-loop for each request (measured), and threads that wait cost nothing.
+A waiting call holds a thread of the pool. A thread for each call takes about half the processor time of an event loop
+for each request (measured), and threads that wait cost nothing.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Servicer:
     def _received(
         self, behavior: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]
     ) -> Callable[[Iterator[bytes], Any], Any]:
-        """Returns a function that waits for the message of a call, parses it and passes it to ``behavior``.
+        """Returns a function that waits for the message of a call, and passes the parsed message to ``behavior``.
 
         The function takes a stream, because grpcio can cancel a call that waits for a message of a stream. On the wire,
         a call with one message and a stream of one message are the same.
@@ -377,7 +377,7 @@ def _given(request: Any) -> dict[str, Any]:
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # another thread released the lock: the answer and the end of the call came together
+    except RuntimeError:  # another thread released the lock, because the answer and the end of the call came together
         return
 
 

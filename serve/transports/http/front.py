@@ -1,4 +1,4 @@
-"""``HttpTransport``: REST v2 with binary tensors, health probes and metrics, on aiohttp in a thread of its own."""
+"""``HttpTransport``: REST v2 with binary tensors, health probes and metrics, on aiohttp in a separate thread."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class _Rest:
     # Health and metadata
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.json_response({"live": True})  # Triton's body is empty, but KServe's client reads it
+        return web.json_response({"live": True})  # Triton sends an empty body, but KServe's client reads the body
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         ready = self._server.healthy()
