@@ -93,7 +93,7 @@ def names(same: int = SAME, late: int = DELAYED) -> list[str]:
 
 def run(name: str, artifacts: Mapping[str, Artifact], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the benchmark once as a user would, and returns the result row. The run times the baseline, a second copy of
-    the baseline, and the candidate that the name asks for.
+    the baseline, and the candidate with this name.
 
     ``settings`` are rounds, block_seconds and budget_seconds of ``measure``.
     """

@@ -207,7 +207,7 @@ def markdown(body: dict[str, Any]) -> str:
     lines += [f"{line}  " for line in (shared.pop() if len(shared) == 1 else ["The machine is said with each row."])]
     lines += ["Made by `python benchmarks/cpu_latency.py`. Medians over paired blocks in separate processes.", ""]
     lines += [goal(rows)]
-    lines += ["", body["remark"]] if "remark" in body else []  # about this machine, written by hand
+    lines += ["", body["remark"]] if "remark" in body else []  # handwritten notes about this machine
     for name, found in rows.items():
         chosen = found["optimize"]["chosen"]["name"]
         lines += ["", f"## {found['title']}, batch {found['batch']} (`{name}`, {found['seconds']} s)", ""]

@@ -293,7 +293,7 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
 
 
 def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
-    """Sends requests on ``concurrency`` connections, one under way on each, for ``seconds`` after a second of warm-up.
+    """Sends requests on ``concurrency`` connections, one in flight on each, for ``seconds`` after a second of warm-up.
 
     The operating system assigns connections to a server's processes at random, so few connections are spread unevenly.
     So the time is cut into ``DEALS`` parts with new connections each. The warm-up is a separate run, because h2load

@@ -59,7 +59,7 @@ class Row:
 
 
 class Callers:
-    """Threads that each keep one request under way, for a given number of seconds."""
+    """Threads that each keep one request in flight, for a given number of seconds."""
 
     def __init__(self, asks: list[Ask], inputs: list[Feeds], wanted: np.ndarray) -> None:
         self._asks, self._inputs, self._wanted = asks, inputs, wanted

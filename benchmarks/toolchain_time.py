@@ -5,8 +5,8 @@
 
 Rows: accel's export and optimize, the same again (everything from the cache), optimum (export, then its ONNX Runtime
 quantizer) and Olive (export, dynamic int8). Each of the other tools is installed into a separate virtual environment
-below ``--environments``. If a tool can't be installed, its row says why. Times are in seconds and cover the whole
-commands, imports included. Memory is the largest sum over a command's processes. Needs a quiet machine.
+below ``--environments``. If a tool can't be installed, the tool's row gives the reason. Times are in seconds and cover
+the whole commands, imports included. Memory is the largest sum over a command's processes. Needs a quiet machine.
 """
 
 from __future__ import annotations

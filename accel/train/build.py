@@ -78,7 +78,7 @@ def make(spec: str, seed: int) -> Any:
 
 
 def make_data(config: TrainConfig) -> Any:
-    """Returns the training samples of ``config``, packed if ``config`` asks for packing.
+    """Returns the training samples of ``config``, packed if ``config.pack`` is set.
 
     Raises ``BadData`` if the factory doesn't make a map-style dataset of ``(inputs, targets)``.
     """
@@ -125,7 +125,7 @@ def make_model(spec: str, seed: int) -> nn.Module:
 
 
 def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[Any]) -> Built:
-    """Returns this rank's part of the model, cut, sharded and recomputed as ``config`` says."""
+    """Returns this rank's part of the model, with the pipeline, sharding and recomputation of ``config``."""
     p, mode = config.parallel, config.precision.resolved
     module = make_model(config.model, config.seed).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)

@@ -33,7 +33,7 @@ from .passes import take
 from .precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss, share_of_squares
 from .ranks import Ranks
 
-# After this many overflowing steps in a row the run stops: the loss scale can't help any more.
+# The run stops after this many overflowing steps in a row, because the loss scale can't help any more.
 _MOST_SKIPPED = 50
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .config.schema import APEX, OptimizerConfig
 
-# Advice on the modes that apex's names stand for.
+# Advice on the precision modes behind apex's names.
 ADVICE = {
     "O1": "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale",
     "O2": "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",

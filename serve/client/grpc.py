@@ -307,8 +307,8 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
         elif value.dtype != wanted:
             kinds = {value.dtype.kind, wanted.kind}
             cast = value.astype(wanted) if value.dtype.kind in "iufbV" else None
-            # Whole numbers in a JSON file or a list are int64 and may stand for floats. uint8 arrays may be unscaled
-            # pixels, so uint8 is not cast to floats.
+            # Whole numbers in a JSON file or a list become int64, even if the model takes floats. uint8 arrays may be
+            # unscaled pixels, so uint8 is not cast to floats.
             whole = value.dtype == np.int64 and wanted.kind == "f"
             same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
             if cast is None or not (same or whole):

@@ -113,7 +113,7 @@ class InferenceServer:
         return not (self._strict and self.repository.broken())
 
     def on_change(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher`` whenever ``healthy`` may have changed. The call may come on any thread."""
+        """Call ``watcher``, on any thread, whenever ``healthy`` may have changed."""
         self._watchers.append(watcher)
 
     def _changed(self) -> None:

@@ -57,8 +57,8 @@ class TraceSettings:
         self._samplers = {"": self._sampler("")}
 
     def of(self, model: str) -> dict[str, list[str]]:
-        """Returns the settings that hold for ``model``, "" for the server. ``trace_count`` says how many requests may
-        still be traced."""
+        """Returns the settings that hold for ``model``, "" for the server. ``trace_count`` is the number of requests
+        that may still be traced."""
         with self._lock:
             left = self._samplers.get(model, self._samplers[""]).left
             return {**self._values(model), "trace_count": [str(left)]}

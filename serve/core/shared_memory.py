@@ -133,7 +133,7 @@ class SharedMemory:
     @contextlib.contextmanager
     def _opened(self, part: Slice) -> Iterator[tuple[int | CudaRegion, int]]:
         """Yields the open file and the position of a slice, or the GPU region and the slice's offset. The file
-        descriptor is a duplicate, because another thread may unregister the region meanwhile."""
+        descriptor is a duplicate, because another thread may unregister the region during the access."""
         with self._lock:
             region = self._find(part)
             if isinstance(region, Region):

@@ -39,7 +39,7 @@ class WireInput:
 
 @dataclass(slots=True)
 class WantedOutput:
-    """An output that the client asks for. ``classification`` is the number of classes, or 0 for the tensor itself.
+    """An output that the client requests. ``classification`` is the number of classes, or 0 for the tensor itself.
     ``parameters`` are the parameters that only the transport understands."""
 
     name: str
@@ -55,7 +55,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 class InferCall:
     """One request for inference.
 
-    ``outputs``: None asks for all outputs. ``deadline`` is the ``time.monotonic()`` after which the client no longer
+    ``outputs``: None requests all outputs. ``deadline`` is the ``time.monotonic()`` after which the client no longer
     waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the server fills in. ``single``
     is True if the transport can send one response only. ``holds_thread`` is True if a thread of the transport waits for
     the reply. ``binary=True`` sends outputs that the client did not name as binary data. ``trace`` holds the

@@ -59,7 +59,7 @@ def parse_json(text: str, where: str) -> ModelConfig:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config in the JSON form of Triton's HTTP API."""
+    """Returns the config as the JSON of Triton's HTTP API."""
     body: dict[str, Any] = json_format.MessageToDict(
         config,
         preserving_proto_field_name=True,
@@ -74,7 +74,7 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
 def complete(
     config: ModelConfig, name: str, signature: Signature, kind: str, *, batch_given: bool, gpu: bool = False
 ) -> None:
-    """Fills in the fields that ``config`` leaves out and checks the others against the model's ``signature``.
+    """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
     ``batch_given`` tells whether the file sets ``max_batch_size``, because the message doesn't tell 0 from unset.
     ``gpu`` tells whether a model without a configured device runs on a GPU. Raises ``BadRepository`` if the config
@@ -189,7 +189,7 @@ def datatype(tensor: Any) -> str:
 
 
 def _largest_batch(signature: Signature) -> int:
-    """Returns the model's largest batch size, or 0 unless the batch is the first dim of every input and output."""
+    """Returns the model's largest batch size, or 0 if an input or output doesn't have the batch as first dim."""
     batch = signature.batch_dim
     specs = (*signature.inputs, *signature.outputs)
     if batch is None or not all(spec.shape and spec.shape[0] == batch for spec in signature.inputs):

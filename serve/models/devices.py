@@ -19,7 +19,7 @@ _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 
 def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | None:
-    """Returns the runtime that the instance groups ask for, or None for the artifact's default runtime.
+    """Returns the runtime that the instance groups require, or None for the artifact's default runtime.
 
     Raises ``BadRepository`` if this machine can't run the model on the configured device: there is no fallback.
     """

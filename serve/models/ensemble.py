@@ -207,7 +207,7 @@ class EnsembleExecutor:
             self._pump(run)
 
     def _advance(self, run: _Run, i: int) -> None:
-        """Takes over the outputs of step ``i`` as soon as both its ticket and its answer exist."""
+        """Stores the outputs of step ``i`` as soon as both the step's ticket and answer exist."""
         with self._lock:
             if run.done or i not in run.tickets or i not in run.results:
                 return

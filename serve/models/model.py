@@ -131,7 +131,7 @@ class ServedModel:
             raise invalid(f"inference request batch-size must be >= 1 for '{self.name}'")
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Hands the request to the executor. Raises ``Retired`` if the version was replaced since the lookup."""
+        """Passes the request to the executor. Raises ``Retired`` if the version was replaced since the lookup."""
         with self._state:
             if self._retired:
                 raise Retired
@@ -158,7 +158,7 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # copied first: the executor's figures then include every spoiled success
+        with self._recording:  # copied first, so that the executor's copy includes all spoiled successes
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 
@@ -171,6 +171,6 @@ class ServedModel:
 
 
 def unknown(name: str, version: str = "") -> ServeError:
-    """Returns the error of a request for a model or version that doesn't serve, in Triton's words."""
+    """Returns the error of a request for a model or version that doesn't serve, with Triton's text."""
     which = f"'{name}' version {version}" if version else f"'{name}'"
     return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")

@@ -117,7 +117,7 @@ class Mirror:
         return names
 
     def _list(self, address: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the entries of a folder: the last part of the name, and the store's information."""
+        """Yields the entries of a folder as the file name and the store's information."""
         for info in self._files.ls(address, detail=True):
             name = str(info["name"])
             if name.rstrip("/") == address.rstrip("/"):  # object stores list the folder among its own entries

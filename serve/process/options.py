@@ -123,7 +123,7 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # The other threads stay free for the other models if one model hangs.
+            # The remaining threads stay free for other models if one model hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 

@@ -177,7 +177,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the others
+            start_new_session=True,  # Ctrl-C reaches only the supervisor, which then ends the serving processes
             env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)},
         )
         if cores:

@@ -122,7 +122,7 @@ Answer = Callable[[InferenceResponse | ServeError], None]
 
 
 class Ticket(Protocol):
-    """A request that an executor has taken."""
+    """A request that an executor has accepted."""
 
     durations: Durations
 
@@ -203,7 +203,7 @@ class ModelStatistics:
     compute_output: DurationStatistic = field(default_factory=DurationStatistic)
     cache_hit: DurationStatistic = field(default_factory=DurationStatistic)
     cache_miss: DurationStatistic = field(default_factory=DurationStatistic)
-    # By batch size: the durations compute_input, compute_infer and compute_output.
+    # Maps a batch size to the durations compute_input, compute_infer and compute_output.
     batches: dict[int, tuple[DurationStatistic, DurationStatistic, DurationStatistic]] = field(default_factory=dict)
     request_times: Histogram = field(default_factory=Histogram)
     queue_times: Histogram = field(default_factory=Histogram)

@@ -8,8 +8,8 @@ order:
 number
    counts.
 2. Otherwise the candidates are a batch as soon as no further request fits, or the oldest has waited ``max_delay_us``.
-   A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The other half is left
-   for the run.
+   A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The other half of the
+   limit is left for the run.
 3. If the model takes certain batch sizes only, the batch is cut to the largest size that its requests fill exactly.
    The batch isn't cut if the cut would leave out more than half of the rows. The uncut batch is padded to the next size
    with copies of the last row.

@@ -1,4 +1,4 @@
-"""The optimization profiles of an engine: the batch sizes that the engine takes at given other dims."""
+"""The optimization profiles of an engine: the batch sizes that the engine takes for given sizes of the other dims."""
 
 from __future__ import annotations
 

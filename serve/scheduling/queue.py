@@ -85,12 +85,12 @@ class Entry:
 
 
 def queue_full() -> ServeError:
-    """Returns the error of a request that a bound of the queue refuses, in Triton's words."""
+    """Returns the error of a request that a bound of the queue refuses, with Triton's text."""
     return ServeError(Code.UNAVAILABLE, "Exceeds maximum queue size")
 
 
 def timed_out() -> ServeError:
-    """Returns the error of a request that waited longer than its queue timeout, in Triton's words."""
+    """Returns the error of a request that waited longer than its queue timeout, with Triton's text."""
     return ServeError(Code.UNAVAILABLE, "Request timeout expired")
 
 

@@ -1,9 +1,9 @@
 """Resources that models share: a run waits until the amounts in the model's config are free, and takes these amounts.
 
 This is Triton's ``rate_limiter`` of an instance group. The server's options set the amount of each resource, by default
-the need of the most demanding model. Stride scheduling decides which waiting model runs next: each run moves its model
-forward by ``priority``, and the model that is furthest behind goes first. So a model of priority 2 gets half as many
-runs as a model of priority 1 while both always have work. An idle model saves up no runs.
+the need of the most demanding model. Stride scheduling decides which waiting model runs next: each run advances its
+model by ``priority``, and the model that has advanced least runs next. So a model of priority 2 gets half as many runs
+as a model of priority 1 while both always have work. An idle model saves up no runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cache of responses: a request that equals an answered request gets the same answer without a run of the model."""
+"""A cache of responses, which answers a repeated request without a run of the model."""
 
 from __future__ import annotations
 

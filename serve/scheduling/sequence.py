@@ -1,4 +1,4 @@
-"""Stateful models: the requests of a sequence run in their order, and the server keeps the sequence's state.
+"""Stateful models: the requests of a sequence run in order, and the server keeps the sequence's state.
 
 The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
 or canceled request leaves the state unchanged. After a failed start the sequence has no state. The requests that

@@ -92,7 +92,7 @@ class ServerInputs:
         return {to: np.array(response.outputs[output]) for output, to in self._options.states.items()}
 
     def without(self, response: InferenceResponse, request: InferenceRequest) -> InferenceResponse:
-        """Returns ``response`` without the states that ``request`` didn't ask for."""
+        """Returns ``response`` without the states that ``request`` didn't request."""
         asked = request.outputs
         outputs = {
             name: value

@@ -152,8 +152,8 @@ class Checkpoints:
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Tells whether ``step`` is the best step so far, and records the best step. Only rank 0 calls this.
 
-        The checkpoint of the best step is kept in addition to the ``keep`` newest. Raises ``BadConfig`` if ``evaluate``
-        doesn't measure the metric of ``checkpoint.best``.
+        The best step's checkpoint is kept in addition to the ``keep`` newest checkpoints. Raises ``BadConfig`` if
+        ``evaluate`` doesn't measure the metric of ``checkpoint.best``.
         """
         name = self.config.best
         if not name:
@@ -188,7 +188,7 @@ class Checkpoints:
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """On rank 0: adds the metrics of ``step`` to its checkpoint, and deletes checkpoints that needn't be kept."""
+        """Adds, on rank 0, the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()

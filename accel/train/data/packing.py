@@ -1,8 +1,8 @@
 """Packing: puts several documents of any length into one sequence and trains each document as if alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n varies) into
-sequences of 128 positions. The longest document comes first, and each goes into the fullest sequence that still has
-room (best fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
+sequences of 128 positions. Documents are placed longest first, each into the fullest sequence with enough room (best
+fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
 In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a

@@ -89,7 +89,7 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     module.eval()
     with torch.no_grad():
         expected = part(call(module, inputs), mesh)
-        # A copy: a view would keep the whole output until the backward pass.
+        # A copy, because a view would keep the whole output in memory until the backward pass.
         embedding.register_forward_hook(lambda _, __, output: part(output, mesh, output.ndim - 2).clone())
         Ulysses(mesh).wrap(module)
         try:

@@ -6,10 +6,10 @@
     2      + gradients                 no                      on every micro-batch
     3      + parameters                yes (blocks)            on every micro-batch
 
-Under FSDP2 the optimizer always works on shards. The stages differ in how long whole gradients and parameters are kept.
-At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step. After the last micro-batch
-the gathered parameters are always freed, because the optimizer updates the shards and a gathered copy would hide the
-update.
+Under FSDP2 the optimizer always works on shards. The stages differ in the lifetime of unsharded gradients and
+parameters. At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step. After the last
+micro-batch the gathered parameters are always freed, because the optimizer updates the shards and a gathered copy would
+hide the update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shard(
 ) -> nn.Module:
     """Lays ``module`` out over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
 
-    Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients come out averaged over the data-parallel
+    Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients are averaged over the data-parallel
     ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). Without a ``mesh``, for a single process,
     nothing is done.
 

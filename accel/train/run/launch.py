@@ -127,8 +127,8 @@ def _goes_on(out: Path) -> str:
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
     """Returns the signal of each rank that a signal ended.
 
-    Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Leaves out SIGTERM,
-    with which torchrun ends the other ranks.
+    Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Skips SIGTERM,
+    because torchrun ends the other ranks with SIGTERM.
     """
     if code < 0:
         return {0: -code}

@@ -119,6 +119,6 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # A failed rank must not wait for the others in the destructors of its process groups. If a mesh holds a group,
+    # A failed rank must not wait for other ranks in the destructors of its process groups. If a mesh holds a group,
     # gloo's threads outlive the interpreter's teardown and can crash the process.
     os._exit(code)

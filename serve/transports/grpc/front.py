@@ -76,13 +76,13 @@ class GrpcTransport:
         _add_health_and_reflection(self._grpc, self._health, server)
 
     def start(self) -> int:
-        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is taken or the certificate can't be
+        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is in use or the certificate can't be
         used."""
         try:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)
             else:
-                # Each new connection asks for the certificate and the key, which renew() replaces.
+                # Each new connection fetches the certificate and the key, which renew() replaces.
                 credentials = grpc.dynamic_ssl_server_credentials(
                     _certificates(self._tls), self._take_renewed, self._tls.client_ca is not None
                 )

@@ -56,7 +56,7 @@ class HttpTransport:
         self._runner: web.AppRunner | None = None
 
     def start(self) -> int:
-        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is taken."""
+        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is in use."""
         self._thread.start()
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 

@@ -1,7 +1,7 @@
 """The live page at ``/``: models, load, latency histograms and queue depth, drawn in the browser.
 
 The page itself is the same for every server and holds no data of the server. The page's figures come from
-``/live.json``, which asks for a token like every other call. The page loads nothing from other servers.
+``/live.json``, which requires a token like every other call. The page loads nothing from other servers.
 """
 
 from __future__ import annotations
