@@ -74,7 +74,7 @@ class CudaIpc(CudaRuntime):
         self._copy(address, host, size, device, self._kinds.cudaMemcpyHostToDevice)
 
     def _copy(self, target: int, source: int, size: int, device: int, kind: Any) -> None:
-        self._call(self._cuda.cudaSetDevice(device))  # the device is a setting of the thread
+        self._call(self._cuda.cudaSetDevice(device))  # CUDA's current device is a setting of the thread
         self._call(self._cuda.cudaMemcpy(target, source, size, kind))
 
     def close(self, address: int, device: int) -> None:

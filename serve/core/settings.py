@@ -11,7 +11,7 @@ from ..protocol.inference import Parameter
 from ..protocol.tensors import invalid
 
 _LEVELS = {"OFF", "TIMESTAMPS", "TENSORS"}
-_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest allowed value
+_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest allowed value of the setting
 
 
 @dataclass

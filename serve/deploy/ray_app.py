@@ -5,7 +5,7 @@
 Each replica serves the whole repository as ``accel serve`` does. HTTP works at once. For Triton's gRPC clients, start
 Ray's proxies with the service: ``serve start --grpc-servicer-functions
 accel.serve.deploy.ray_app.add_inference_service``. A replica refuses streams, control commands and shared memory,
-which would reach only one process. Statistics are those of the replica that gets the call.
+which would reach only one process. Statistics come from the replica that gets the call.
 """
 
 from __future__ import annotations

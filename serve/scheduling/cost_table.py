@@ -15,7 +15,7 @@ from accel.errors import BadFeeds
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
-# Seconds. A shape is run twice if the first run takes fewer seconds, because the first run of a shape is often slower.
+# Seconds. A shape whose first run takes fewer seconds is run twice, because the first run of a shape is often slower.
 _REPEAT_BELOW = 0.25
 
 

@@ -64,8 +64,8 @@ class Packed(torch.utils.data.Dataset[Any]):
             end = start + len(x)
             if x.ndim != 1 or x.shape != y.shape or end > self.length:
                 raise BadData(
-                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; give two rows of the "
-                    "same length, and that length in the dataset's lengths"
+                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; give two arrays of "
+                    "equal length, and list this length in the dataset's lengths"
                 )
             tokens[start:end], targets[start:end] = x, y
             positions[start:end], documents[start:end] = torch.arange(len(x)), number

@@ -81,7 +81,7 @@ class _Place(PipelineStage):
             return super()._compute_outputs(*args, module=module, **kwargs)
         finally:
             for buffer, value in before:
-                buffer.data.copy_(value)  # through .data, so that autograd doesn't see a change
+                buffer.data.copy_(value)  # writes through .data, so that autograd doesn't see a change
 
 
 @dataclass(frozen=True, kw_only=True)
