@@ -53,7 +53,7 @@ class Accumulated:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = losses.summed(self.loss, outputs, targets)
-                    del outputs  # the largest tensor of the step; the loss keeps what its backward pass needs
+                    del outputs  # the largest tensor of the step; the loss keeps the tensors for its backward pass
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
