@@ -4,9 +4,9 @@
     python benchmarks/bench_itself.py same-01 delayed-01 --again
 
 The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
-needs a quiet machine for eight minutes. The goals: at most one in 20 of the 40 runs of a model against itself reports a
-difference, and each of the 20 runs with a delay reports the delay. Each run has its own seed, and so its own order of
-the blocks. The runs alternate between the runtimes.
+needs a quiet machine for eight minutes. Goals: of 40 runs of a model against itself, at most one in 20 reports a
+difference, and all 20 runs with a delay report the delay. Each run has another seed, and so another order of the
+blocks. The runs alternate between the runtimes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from accel.timing.statistics import round_medians
 
 RUNTIMES = ("onnxruntime", "openvino")
 SAME, DELAYED = 40, 20
-SHARE = 0.1  # the share of a run's own time that the delay adds
+SHARE = 0.1  # the delay as a share of a run's time
 MOST_FALSE = 1 / 20
 WIDTH, LAYERS, BATCH = 512, 6, 16
 
 
 class Delayed:
-    """A session each run of which takes ``SHARE`` longer than the model needs."""
+    """A session whose runs take ``SHARE`` longer than the model."""
 
     def __init__(self, session: Session) -> None:
         self.signature = session.signature
@@ -84,18 +84,18 @@ def models(folder: Path) -> dict[str, Artifact]:
 
 
 def names(same: int = SAME, late: int = DELAYED) -> list[str]:
-    """Returns the names of the runs in their order. Both kinds are mixed evenly, so that a part of the runs covers
-    both."""
+    """Returns the names of the runs in their order. Runs with and without a delay are mixed evenly, so that an
+    interrupted series covers both kinds."""
     made = [((i + 0.5) / same, f"same-{i + 1:02}") for i in range(same)]
     made += [((i + 0.5) / late, f"delayed-{i + 1:02}") for i in range(late)]
     return [name for _, name in sorted(made)]
 
 
 def run(name: str, artifacts: Mapping[str, Artifact], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the benchmark once as a user would, and returns its row. The run times the baseline, a second copy of the
-    baseline, and the candidate that the name asks for.
+    """Runs the benchmark once as a user would, and returns the result row. The run times the baseline, a second copy of
+    the baseline, and the candidate with this name.
 
-    ``settings``: rounds, block_seconds and budget_seconds of ``measure``.
+    ``settings`` are rounds, block_seconds and budget_seconds of ``measure``.
     """
     kind, _, number = name.partition("-")
     runtime = RUNTIMES[int(number) % len(RUNTIMES)]
@@ -146,7 +146,7 @@ class Claim:
 
 
 def claims(rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Returns the two claims as the runs so far support them."""
+    """Returns the two claims, each with the number of finished runs that support the claim."""
     found = []
     for kind, wanted, text, allowed in (
         ("same", "no measurable difference", "a model against itself: at most one false verdict in 20", MOST_FALSE),
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--delayed", type=int, default=DELAYED, help="runs with the delay")
     asked = parser.parse_args()
     settings = {key: getattr(asked, key) for key in ("rounds", "block_seconds", "budget_seconds")}
-    # The process of a candidate imports its opener from here.
+    # The process of a candidate imports the candidate's opener from this module.
     sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as folder:
         artifacts = models(Path(folder))

@@ -1,13 +1,14 @@
-"""Does `accel optimize` choose the fastest form that a user could have picked on this CPU, and is that form accurate?
+"""Does `accel optimize` choose the fastest candidate that a user could have picked on this CPU, and is the choice
+accurate?
 
     python benchmarks/cpu_latency.py                     # measures every row that has no result yet
     python benchmarks/cpu_latency.py small-cnn-b1 --again
 
 Each row is a model at one batch size. A row compares, in paired blocks: PyTorch eager and torch.compile, ONNX Runtime
-in fp32, its own quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each row is
-written as soon as it is measured (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later.
-The page tells whether the goal is met. The script needs a quiet machine. On two cores it is meant to take less than 25
-minutes (the page shows the time of each row), and less with ``--rounds 7 --seconds 0``.
+in fp32 and with quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each measured row
+is written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells
+whether the goal is met. The script needs a quiet machine. On two cores the script should take less than 25 minutes (the
+page shows the time of each row), and less with ``--rounds 7 --seconds 0``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> None:
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
-    # The rows of a model share its files. This run has a cache of its own, so that no older stage is reused.
+    # The rows of a model share its files. An empty cache for this run, so that no older stage is reused.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ACCEL_CACHE_DIR"] = f"{folder}/cache"
         made: dict[str, Made] = {}
@@ -67,8 +68,8 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A model with its data and the artifacts that the other tools made of it. ``failed`` maps a tool that made nothing
-    to its error."""
+    """A model with its data and the artifacts that the other tools made of the model. ``failed`` maps a tool that
+    failed to the tool's error."""
 
     model: Model
     folder: Path
@@ -81,7 +82,7 @@ class Made:
 
 
 def make(model: Model, folder: Path) -> Made:
-    """Makes the parts that don't depend on the batch size."""
+    """Makes the data and the artifacts, which don't depend on the batch size."""
     folder.mkdir()
     weights = folder / "weights.safetensors" if model.train else None
     if model.train and weights:
@@ -96,7 +97,7 @@ def make(model: Model, folder: Path) -> Made:
     for title, function in BY_HAND.items():
         try:
             by_hand[title] = function(exported, dataset, folder)
-        except Exception as error:  # a tool that fails on a model is part of the result
+        except Exception as error:  # a failure of a tool is part of the result
             failed[title] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return Made(
         model=model,
@@ -141,9 +142,9 @@ def row(made: Made, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def ort_static(src: Artifact, dataset: Dataset, folder: Path) -> Artifact:
-    """Quantizes with onnxruntime.quantization.quantize_static: defaults, per channel, after ONNX Runtime's own
-    pre-processing. If symbolic shape inference fails, the pre-processing skips it, as ONNX Runtime's documentation says
-    for transformers."""
+    """Quantizes with onnxruntime.quantization.quantize_static: default settings, per channel, after ONNX Runtime's
+    pre-processing. If symbolic shape inference fails, the pre-processing skips the inference, as ONNX Runtime's
+    documentation advises for transformers."""
     from onnxruntime.quantization import CalibrationDataReader, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -206,7 +207,7 @@ def markdown(body: dict[str, Any]) -> str:
     lines += [f"{line}  " for line in (shared.pop() if len(shared) == 1 else ["The machine is said with each row."])]
     lines += ["Made by `python benchmarks/cpu_latency.py`. Medians over paired blocks in separate processes.", ""]
     lines += [goal(rows)]
-    lines += ["", body["remark"]] if "remark" in body else []  # about this machine, written by hand
+    lines += ["", body["remark"]] if "remark" in body else []  # handwritten notes about this machine
     for name, found in rows.items():
         chosen = found["optimize"]["chosen"]["name"]
         lines += ["", f"## {found['title']}, batch {found['batch']} (`{name}`, {found['seconds']} s)", ""]
@@ -225,16 +226,16 @@ def markdown(body: dict[str, Any]) -> str:
 
 
 def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns how much worse the chosen form is than its source."""
+    """Returns the drop of the chosen candidate against the source."""
     chosen = found["optimize"]["chosen"]["name"]
     judged: dict[str, Any] | None = next(c["judgement"] for c in found["optimize"]["candidates"] if c["name"] == chosen)
     return judged
 
 
 def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
-    """Compares accel's choice with the fastest form of a row. Returns a verdict and a sentence. The verdict is True if
-    the choice is the fastest or within the noise of the fastest, and False if it is slower. The verdict is None if the
-    interval extends beyond the noise, so that the row proves neither claim.
+    """Compares accel's choice with the fastest candidate of a row. Returns a verdict and a sentence. The verdict is
+    True if the choice is the fastest or within the noise of the fastest, and False if the choice is slower. The verdict
+    is None if the interval extends beyond the noise, so that the row proves neither.
 
     Uses the same paired rounds and the same noise floor as every verdict of accel bench.
     """
@@ -257,7 +258,7 @@ def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
 
 
 def goal(rows: dict[str, Any]) -> str:
-    """Returns a sentence that tells whether these rows meet the goals, and which rows miss them."""
+    """Returns a sentence that tells whether these rows meet the goals, and names the rows that miss a goal."""
     short: list[str] = []
     ratios: list[float] = []
     for name, found in rows.items():

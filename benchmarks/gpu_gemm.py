@@ -1,11 +1,11 @@
-"""How fast are the fused products beside cuBLASLt, a product with a separate epilogue, and torch.compile?
+"""How fast are the fused GEMMs beside cuBLASLt, a GEMM with a separate epilogue, and torch.compile?
 
     python benchmarks/gpu_gemm.py                 # tunes, measures, writes benchmarks/results/gpu_gemm.json and .md
     python benchmarks/gpu_gemm.py --seconds 240   # less time: the most important rows come first
     python benchmarks/gpu_gemm.py --go-on         # adds the rows that an earlier run had no time for
     python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
 
-Each row computes act(a @ b + bias) on random data. Operands rotate, so that no call finds them in the L2 cache. The
+Each row computes act(a @ b + bias) on random data. Rotating operands keep a call's operands out of the L2 cache. The
 files are written after every row, so an interrupted run keeps its results. The measurements run in a separate process.
 If a kernel kills that process or hangs, the row says so and the next row starts in a new process. Needs an NVIDIA GPU.
 """
@@ -35,10 +35,10 @@ RESULTS = Path(__file__).parent / "results"
 # The goals: each ratio has to be at least this large. The notes under the table explain the goals.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
-STALLED = 90.0  # seconds a row may take, because a kernel that hangs never ends
+STALLED = 90.0  # seconds that a row may take, because a hanging kernel never ends
 STARTED = 150.0  # seconds until the process has loaded everything and measured a copy
-PADDED = 32  # rows given to _int_mm for 16 rows or fewer, because it takes at least 17
-LOST = 75  # exit status of a process that has written its row and then lost the GPU
+PADDED = 32  # rows given to _int_mm for 16 rows or fewer, because _int_mm takes at least 17
+LOST = 75  # exit status of a process that has written a failed row and can't use the GPU any more
 
 
 BERT = ((768, 768), (3072, 768), (768, 3072))  # N, K of BERT-base's layers
@@ -75,8 +75,8 @@ def spec_of(m: int, n: int, k: int, dtype: str, act: str) -> GemmSpec:
 
 
 def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
-    """Returns the runs to time beside the fused kernel, by name. cuBLASLt adds the bias in its epilogue if it can. The
-    operands are laid out for each library before the timing starts."""
+    """Maps names to the functions to time beside the fused kernel. cuBLASLt adds the bias in the epilogue if supported.
+    The operands get each library's layout before the timing starts."""
     act = spec.epilogue.act
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
 
@@ -127,7 +127,7 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     """Returns the same computation compiled by torch.compile with max-autotune."""
-    torch._dynamo.reset()  # otherwise, torch.compile doesn't compile the lambda after eight calls of compiled()
+    torch._dynamo.reset()  # without a reset, torch.compile doesn't compile the lambda after eight calls of compiled()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
     act = spec.epilogue.act
     function = torch.compile(lambda a, w, bias: reference.act_torch(act, torch.nn.functional.linear(a, w, bias)),
@@ -143,7 +143,7 @@ def named(spec: GemmSpec, error: str = "") -> dict[str, Any]:
 
 
 def measured(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """Returns the row of ``measure``, or a row with the error if it raises. The next problems still run."""
+    """Returns the row of ``measure``, or a row with the error of ``measure``, so that the next problems still run."""
     try:
         return measure(spec, table)
     except Exception as error:
@@ -161,7 +161,7 @@ def gpu_answers() -> bool:
 
 
 def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """Returns one row: microseconds of each implementation, the chosen kernel, and its error divided by the bound."""
+    """Returns one row: microseconds of each implementation, the chosen kernel, and its error over the bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune(spec, table)
@@ -188,7 +188,7 @@ def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
 
 
 def uncompiled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows that still need a torch.compile time, in their order."""
+    """Returns the rows without a torch.compile time, in order."""
     asked = {((s.m, s.n, s.k), s.in_dtype) for s, with_compile in problems() if with_compile}
     return [
         row
@@ -198,7 +198,7 @@ def uncompiled(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def timed(row: dict[str, Any], name: str, run: Run) -> None:
-    """Adds the microseconds of ``run`` to the row. If the library refuses the shape, adds its error instead."""
+    """Adds the microseconds of ``run`` to the row, or the error of a library that refuses the shape."""
     try:
         row["us"][name] = tune.microseconds(run)
     except Exception as error:
@@ -226,7 +226,7 @@ def copy_gigabytes_per_second() -> float:
 
 
 def judged(rows: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
-    """Returns each row with its speeds and its goals, as name -> (ratio, met)."""
+    """Returns each row with its speeds, and its goals as name -> (ratio, met)."""
     fused = {(tuple(r["shape"]), r["dtype"]): r["us"].get("fused") for r in rows}
     found = []
     for row in rows:
@@ -305,7 +305,7 @@ def write(body: dict[str, Any], folder: Path) -> None:
 def part_of(text: str) -> tuple[int, int]:
     part, _, of = text.partition("/")
     if not (part.isdecimal() and of.isdecimal() and int(part) < int(of)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; write 0/4, 1/4, 2/4 or 3/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part; write 0/4, 1/4, 2/4 or 3/4")
     return int(part), int(of)
 
 
@@ -318,9 +318,9 @@ def read(folder: Path) -> dict[str, Any]:
 def supervise(
     command: Sequence[str], seconds: float, folder: Path, stalled: float = STALLED, go_on: bool = False
 ) -> int:
-    """Runs ``command`` with ``--seconds`` until it finishes or the time is over, and returns its exit status. Adds
-    ``--go-on`` from the second start on, or from the first with ``go_on``. Records a row as failed if it kills its
-    process or takes longer than ``stalled`` seconds, and torch.compile of a row as failed if it kills its process."""
+    """Runs ``command`` with ``--seconds`` until ``command`` finishes or the time is over, and returns the exit status.
+    Adds ``--go-on`` from the second start on, or from the first with ``go_on``. Records a row as failed if the row
+    kills the process or exceeds ``stalled`` seconds, and a row's torch.compile as failed if it kills the process."""
     end = time.monotonic() + seconds
     if not go_on:
         (folder / "gpu_gemm.json").unlink(missing_ok=True)  # from an earlier run
@@ -346,8 +346,8 @@ def supervise(
 
 
 def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> tuple[int | None, bool]:
-    """Returns the exit status of a process, or None if it hung and was killed. Also tells whether the process wrote any
-    results: a crash before the first write is not the fault of a row."""
+    """Returns the exit status of a process, or None for a hanging process, which is killed. Also tells whether the
+    process wrote any results: a crash before the first write is not the fault of a row."""
     file = folder / "gpu_gemm.json"
 
     def written() -> int:
@@ -360,7 +360,7 @@ def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> 
             if (now := written()) != seen:
                 seen, since = now, time.monotonic()
             limit = stalled if seen != before else STARTED
-            # If no row is left, only torch.compile runs, and it may take long.
+            # If no row is left, only torch.compile runs, which may take long.
             if time.monotonic() - since > limit and read(folder).get("left") != 0:
                 return None, seen != before
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -373,8 +373,8 @@ def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> 
 
 
 def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """Returns the earlier results, to be added to. Ends the program if they come from another setup than ``here`` or
-    from other rows: results of two GPUs or two libraries don't belong in one table."""
+    """Returns the earlier results, to which rows are added. Ends the program if the setup or the rows differ from
+    ``here``, because results of two GPUs or two libraries don't belong in one table."""
     before = read(folder)
     other = [name for name, value in here.items() if before and before.get(name) != value]
     rows = [(row["shape"], row["dtype"]) for row in before.get("rows", ())]
@@ -382,7 +382,7 @@ def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
         other.append("rows")
     if other:
         file = folder / "gpu_gemm.json"
-        raise SystemExit(f"{file}: nothing is added, it differs in {', '.join(other)}; without --go-on it is replaced")
+        raise SystemExit(f"{file} differs in {', '.join(other)}, so no row is added; without --go-on it is replaced")
     return before
 
 
@@ -423,7 +423,7 @@ def run(seconds: float, folder: Path, go_on: bool) -> None:
         print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us'] or rows[-1]['errors']}", flush=True)
         if not gpu_answers():
             raise SystemExit(LOST)
-    # torch.compile comes last, because the tuning in torch.compile takes up to a minute a problem.
+    # torch.compile comes last, because tuning takes up to a minute per problem.
     waiting = uncompiled(rows)
     for row, (spec, _) in zip(rows, wanted, strict=False):
         if row in waiting and left() > 60:

@@ -1,4 +1,4 @@
-"""How much faster than native PyTorch is `accel optimize`'s choice for MiniLM on this CPU, and is it accurate?
+"""How much faster than native PyTorch is `accel optimize`'s choice for MiniLM on this CPU, and is the choice accurate?
 
     python benchmarks/minilm_cpu.py            # writes benchmarks/results/minilm_cpu.json and .md
 

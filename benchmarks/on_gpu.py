@@ -7,8 +7,8 @@
 
 Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
 still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded: the
-library is $ACCEL_KERNEL_LIBRARY, or else the one in $ACCEL_CACHE_DIR (default: build/gpu), or else it is built there
-with nvcc.
+library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu), or else nvcc builds the
+library there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
 # A GPU machine may have other versions than constraints.txt. Warnings of other versions must not fail a test.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-# -v prints each test on a line of its own: a run that is cut off or crashes prints no summary with the names.
+# -v prints each test on a separate line, because a run that is cut off or crashes prints no summary with the names.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
 FAILURE = re.compile(r"^(\S+\.py::.+?) (?:FAILED|ERROR|Fatal Python error)\b", re.MULTILINE)
 PASSED = re.compile(r"\b\d+ passed\b")
@@ -43,7 +43,7 @@ PASSED = re.compile(r"\b\d+ passed\b")
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A step of the run. ``commands`` gets the seconds left for the step and returns the commands to run side by side.
-    All of them are killed after ``limit`` seconds."""
+    All commands are killed after ``limit`` seconds."""
 
     name: str
     limit: float
@@ -70,7 +70,7 @@ def run_steps(
             try:
                 row["commands"] = _side_by_side(step.commands(left), started + left, environment())
                 row["result"] = _result(row["commands"])
-            except Exception as error:  # the function that makes the commands may raise as well
+            except Exception as error:  # the function that returns the commands may raise as well
                 row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}", "failed": []}]}
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
@@ -80,8 +80,7 @@ def run_steps(
 
 
 def _result(commands: Sequence[dict[str, Any]]) -> str:
-    """Returns the result of a step in words. pytest also exits with 0 if every test was skipped: that step is "not
-    run"."""
+    """Returns the result of a step in words. If pytest skipped every test and exits with 0, the step is "not run"."""
     codes = {command["code"] for command in commands}
     if not codes <= {0}:
         return "cut off" if None in codes else "FAILED"
@@ -91,7 +90,7 @@ def _result(commands: Sequence[dict[str, Any]]) -> str:
 
 def _side_by_side(commands: Sequence[Sequence[str]], end: float, environment: dict[str, str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        # for the output, because a full pipe would block its writer
+        # files for the output, because a full pipe would block the writer
         files = [Path(folder) / str(at) for at in range(len(commands))]
         running = [_start(command, file, environment) for command, file in zip(commands, files, strict=True)]
         codes: list[int | None] = []
@@ -162,8 +161,8 @@ def shards(names: Sequence[str], count: int) -> list[list[str]]:
 
 def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[str], list[str]]:
     """Returns the ids of the tests for a GPU in ``files`` (default: all such files), without the compute-sanitizer
-    tests. Also returns a line for each file that can't be collected here, since such a machine may lack packages. Each
-    file is collected in a process of its own, because pytest stops before any output if a folder's conftest.py can't be
+    tests. Also returns a line for each file that can't be collected here, because a GPU machine may lack packages. Each
+    file is collected in a separate process, because pytest stops before any output if a folder's conftest.py can't be
     imported."""
     files = files or gpu_files()
     end = time.monotonic() + seconds
@@ -190,8 +189,8 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of every step. PYTHONPATH has this checkout first and the caller's folders after it. If
-    the library is built by then, ACCEL_KERNEL_LIBRARY names it."""
+    """Returns the environment of every step. PYTHONPATH has this checkout first and the caller's folders after it.
+    ACCEL_KERNEL_LIBRARY names the kernel library once the library is built."""
     from accel.kernels.native.build import find_library
 
     folders = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -201,9 +200,9 @@ def environment() -> dict[str, str]:
 
 
 def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
-    """Returns the steps, the most informative first. The compilers need every core and the benchmark needs the GPU to
-    itself. The benchmark comes last and gets all the remaining time, because it can continue in another run and
-    compute-sanitizer can't."""
+    """Returns the steps, the most informative first. The compilers need every core and the benchmark needs the GPU
+    alone. The benchmark comes last and gets all the remaining time, because the benchmark can continue in another run
+    and compute-sanitizer can't."""
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
@@ -215,7 +214,7 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
 
     def tests(_: float) -> list[list[str]]:
         names, missing = collected()
-        if not names:  # a step without a command would pass
+        if not names:  # a step without a command would count as passed
             raise RuntimeError(f"no test for a GPU could be collected: {'; '.join(missing) or 'none was found'}")
         told = [[PYTHON, "-c", "import sys; print(*sys.argv[1:], sep='; ')", *missing]] if missing else []
         return told + [[*TESTS, *part] for part in shards(names, side_by_side)]

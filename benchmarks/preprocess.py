@@ -3,9 +3,9 @@
     python benchmarks/preprocess.py                    # measures every row that has no result yet
     python benchmarks/preprocess.py digits --again
 
-Both forms run alternately, on one thread, in ONNX Runtime. Each row is written to benchmarks/results/preprocess.json
-and .md as soon as it is measured: the median and the 99th percentile of both, and the difference between their outputs.
-Needs a quiet machine.
+Both variants run alternately, on one thread, in ONNX Runtime. Each measured row is written to
+benchmarks/results/preprocess.json and .md at once: the median and the 99th percentile of both variants, and the
+difference between their outputs. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HERE = Path(__file__)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One network to measure. ``shape``: of the input bytes, channels last. ``mean``, ``std``: one number, or one per
-    channel."""
+    """One network to measure. ``shape`` is the shape of the input bytes, channels last. ``mean`` and ``std`` hold one
+    number, or one per channel."""
 
     title: str
     source: str
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def measured(row: Row, rounds: int) -> dict[str, Any]:
-    """Times both forms alternately, in ms, and returns the row, with the largest relative error between their
+    """Times both variants alternately, in ms, and returns the row, with the largest relative error between their
     outputs."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)

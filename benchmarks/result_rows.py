@@ -1,4 +1,4 @@
-"""Benchmarks of several rows. Each row is written as soon as it is measured, so an interrupted run continues later."""
+"""Benchmarks of several rows. Each measured row is written at once, so an interrupted run continues later."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ def measure_rows(
     measure: Callable[[str], dict[str, Any]],
     page: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Measures the requested rows (default: all) that ``stem``.json lacks, or all of them again with ``--again``.
+    """Measures the requested rows (default: all) that ``stem``.json lacks, or with ``--again`` all requested rows.
     Writes ``stem``.json and ``page`` after each row. If no row is missing, writes only ``page``, from the recorded
     rows.
 
-    If a row fails, prints the error and leaves the row out. The other rows are measured, and the next run tries the row
-    again.
+    If a row fails, prints the error and continues without the row, which the next run tries again.
     """
     for name in asked.rows:
         if name not in names:

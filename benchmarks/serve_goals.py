@@ -1,4 +1,4 @@
-"""The goals of `serve_load.py`: each with the result of the run, and whether it is met."""
+"""The goals of `serve_load.py`, each with the result of the run and the verdict."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Rates = Mapping[tuple[str, str, int], Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A goal: the median of ``rounds`` has to be at least ``bound``, or below ``bound`` if ``at_most``. Without rounds
-    the goal is not measured."""
+    """A goal: the median of ``rounds`` has to be at least ``bound``, or below ``bound`` if ``at_most``. A goal without
+    rounds was not measured."""
 
     what: str
     bound: float
@@ -27,7 +27,7 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
-        """Tells whether the goal is met, or None if it was not measured."""
+        """Tells whether the goal is met, or None if the goal was not measured."""
         if self.found is None:
             return None
         return self.found < self.bound if self.at_most else self.found >= self.bound
@@ -38,8 +38,8 @@ class Goal:
 
 
 def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
-    """Returns the goals. ``overhead_us``: in each round, the microseconds that one remote call at concurrency 1 takes
-    longer than ``session.run``."""
+    """Returns the goals. ``overhead_us`` has, for each round, the microseconds by which a remote call at concurrency 1
+    exceeds ``session.run``."""
     found = [
         Goal(
             what=f"mlp, concurrency {concurrency}: accel over MLServer's faster way",
@@ -59,8 +59,8 @@ def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
 
 
 def _ratios(rates: Rates, scenario: str, others: tuple[str, ...], concurrency: int) -> list[float]:
-    """Returns accel's rate over a peer's in each round, because a disturbance of the machine slows both in the same
-    round. If the peer has several setups, the one with the highest median rate counts."""
+    """Returns the ratio of accel's rate to a peer's in each round, because a disturbance slows both servers of a round.
+    If the peer has several setups, the setup with the highest median rate counts."""
     own = rates.get((scenario, "accel", concurrency))
     peers = [rates[key] for other in others if (key := (scenario, other, concurrency)) in rates]
     if own is None or not peers:

@@ -1,13 +1,13 @@
-"""How much faster is length-aware batching on texts of real lengths than padding each batch in the order of arrival?
+"""How much faster is batching by length, on texts of real lengths, than padding batches in the order of arrival?
 
     python benchmarks/serve_lengths.py [--seconds 12] [--rounds 2]      # about two minutes
 
 One `accel serve` process serves MiniLM (real weights) twice: `grouped` with the defaults, and `padded` with the
 parameter `length_grouping: none`, which pads each batch, in the order of arrival, to its longest text. The texts are
 the documents of the Lee corpora, their sentences and the words of WordSim353, mixed. In every round each model first
-gets as many requests as it can take (64 under way). Then it gets half of that rate at random instants, which measures
-the latency. Every answer is compared with the answer for the same text without a batch. Needs a quiet machine. Only
-127.0.0.1 is loaded.
+gets the maximum load (64 requests in flight). Then each model gets half of that rate at random instants, which measures
+the latency. Every answer is compared with the unbatched answer for the same text. Needs a quiet machine. Only 127.0.0.1
+is loaded.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one model: medians over the rounds. ``rates``: the requests per second of each round. ``p50_ms``
-    and ``p99_ms``: the latency at half of that rate. ``waited_in_bound``: the share of those requests that waited in
-    the queue for at most ``BOUND_MS``, over all rounds. ``in_bound``: the share
-    of requests that waited for at most ``BOUND_MS`` in each round."""
+    """The results of one model: medians over the rounds. ``rates`` are the requests per second of each round.
+    ``p50_ms`` and ``p99_ms`` are latencies at half of the rate. ``waited_in_bound`` is the share of requests at half of
+    the rate that waited in the queue for at most ``BOUND_MS``, over all rounds. ``in_bound`` is the share of requests
+    that waited for at most ``BOUND_MS`` in each round."""
 
     model: str
     requests_per_second: float
@@ -83,7 +83,7 @@ def texts() -> list[np.ndarray]:
 
 
 class Asked:
-    """Sends requests, and counts the answers to each that are missing, repeated or wrong."""
+    """Sends requests, and counts missing, repeated and wrong answers."""
 
     def __init__(self, port: int, model: str, inputs: list[np.ndarray], wanted: np.ndarray) -> None:
         self._client = triton.InferenceServerClient(f"127.0.0.1:{port}")
@@ -123,8 +123,8 @@ class Asked:
             self._lock.wait_for(lambda: len(self._started) - len(self._answers) < under_way, 60)
 
     def close(self) -> tuple[int, int, int]:
-        """Closes the client and returns the numbers of requests without an answer, requests with several, and wrong
-        answers."""
+        """Closes the client and returns the numbers of requests without an answer, requests with several answers, and
+        wrong answers."""
         self.wait_for_room(1)
         with self._lock:
             lost = len(self._started) - len(self._answers)

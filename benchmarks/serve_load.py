@@ -6,7 +6,7 @@ VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 has no 
 sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes its turn
 in every round. Needs a quiet machine. Only 127.0.0.1 is loaded.
 
-h2load can't see an error in a gRPC call's trailers. So after each run of accel, the script compares the server's own
+h2load can't see an error in a gRPC call's trailers. So after each run of accel, the script compares the server's
 statistics with the answers that h2load counted. serve_goals.py tells whether the goals are met.
 """
 
@@ -78,9 +78,9 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one server: medians over the rounds. ``rates``: the requests per second of each round. ``spread``:
-    (max - min) / median of ``rates``. ``lost``, ``twice``: from the server's own counts over all rounds, or None for a
-    server without counts."""
+    """The results of one server: medians over the rounds. ``rates`` are the requests per second of each round.
+    ``spread`` is (max - min) / median of ``rates``. ``lost`` and ``twice`` come from the server's counts over all
+    rounds, None for a server without counts."""
 
     scenario: str
     server: str
@@ -98,7 +98,7 @@ class Row:
 @dataclass(frozen=True)
 class Overhead:
     """The time that serving adds for one caller: medians over the rounds of the remote p50, of the p50 of
-    ``session.run`` with one thread on the same request, and of their difference. ``rounds``: the difference in each
+    ``session.run`` with one thread on the same request, and of their difference. ``rounds`` has the difference in each
     round."""
 
     scenario: str
@@ -183,7 +183,7 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     after = settled(port, model)
     success, fail = after[0] - before[0], after[1] - before[1]
     ((answered, under_way),) = sent
-    # A request cut off at the end may have been answered or canceled, and a canceled one counts as failed.
+    # A request cut off at the end may have been answered or canceled, and canceled requests count as failed.
     lost, twice = max(0, answered - success), max(0, success + fail - answered - under_way)
     sent.append((lost, twice))
     if lost or twice:
@@ -206,8 +206,8 @@ def settled(port: int, model: str) -> tuple[int, int]:
 
 
 def exactly(port: int, body: Path, count: int, concurrency: int) -> int:
-    """Sends ``count`` requests, cuts none off, and returns the number of answers. Raises RuntimeError if an answer is
-    missing, because the server can't count requests that never reached it."""
+    """Sends ``count`` requests, waits for all, and returns the number of answers. Raises RuntimeError if an answer is
+    missing, because the server can't count requests that never arrived."""
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-n", str(count), "-d", str(body)]
     words += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://127.0.0.1:{port}{METHOD}"]
     answered = answers(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
@@ -293,11 +293,11 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
 
 
 def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
-    """Sends requests on ``concurrency`` connections, one under way on each, for ``seconds`` after a second of warm-up.
+    """Sends requests on ``concurrency`` connections, one in flight on each, for ``seconds`` after a second of warm-up.
 
-    The operating system deals connections to the processes of a server at random, and few connections unevenly. So the
-    time is cut into ``DEALS`` parts with new connections each. The warm-up is a separate run, because h2load does not
-    count the requests of its own warm-up.
+    The operating system assigns connections to a server's processes at random, so few connections are spread unevenly.
+    So the time is cut into ``DEALS`` parts with new connections each. The warm-up is a separate run, because h2load
+    does not count the requests of its built-in warm-up.
     """
     log = body.with_suffix(".log")
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]

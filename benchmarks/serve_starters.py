@@ -33,8 +33,8 @@ class Scenario:
 
 @contextlib.contextmanager
 def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str, str] | None = None) -> Iterator[int]:
-    """Starts the server, waits until it listens, and yields its port. Ends the server and its children as a process
-    group afterwards."""
+    """Starts the server, waits until the server listens, and yields the port. Afterwards ends the server and its
+    children as a process group."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
         words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=log, stderr=log, start_new_session=True
@@ -48,7 +48,7 @@ def running(words: list[str], port: int, cwd: Path | None = None, env: dict[str,
                 log.seek(0)
                 raise RuntimeError(f"{words[0]} did not start: {log.read()[-2000:].decode()}")
             time.sleep(0.1)
-        time.sleep(2)  # lets the second process start, if the server has two
+        time.sleep(2)  # lets the second process of the server start, if there is one
         yield port
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -81,7 +81,8 @@ def start_accel(
 def start_floor(
     scenario: Scenario, folder: Path, _peers: Path | None, runs: bool = False
 ) -> contextlib.AbstractContextManager[int]:
-    """Starts the floor server. If ``runs``, it runs the model on the thread of the call instead of answering zeros."""
+    """Starts the floor server. With ``runs``, the server runs the model on the thread of the call instead of answering
+    zeros."""
     port = free_port()
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     answered = str(model) if runs else str(scenario.answer_bytes)

@@ -2,10 +2,10 @@
 
     python benchmarks/serve_texts.py --peers VENV [--seconds 8] [--rounds 3]      # about seven minutes
 
-VENV is the one of serve_load.py, and the texts are those of serve_lengths.py. Each caller has its own thread, sends a
-text, waits for the answer, compares it with the answer for the same text without a batch, and sends the next text. All
-servers have the same file and the same requests: ids and mask. accel batches by length, its default. The peers don't
-pad, so they run each text alone. Needs a quiet machine. Only 127.0.0.1 is loaded.
+VENV is the environment of serve_load.py, and the texts are those of serve_lengths.py. Each caller, on its own thread,
+sends a text, waits for the answer, compares the answer with the unbatched answer for the same text, and sends the next
+text. All servers have the same file and the same requests: ids and mask. accel batches by length, its default. The
+peers don't pad, so each peer runs each text alone. Needs a quiet machine. Only 127.0.0.1 is loaded.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Ask = Callable[[Feeds], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one server: medians over the rounds. ``rates``: the requests per second of each round. ``wrong``:
-    answers that belong to another text or are inaccurate. ``lost``: failed calls, and for accel also calls that its
-    statistics don't count exactly once."""
+    """The results of one server: medians over the rounds. ``rates`` are the requests per second of each round.
+    ``wrong`` counts answers that belong to another text or are inaccurate. ``lost`` counts failed calls, and for accel
+    also calls that accel's statistics don't count exactly once."""
 
     server: str
     concurrency: int
@@ -59,7 +59,7 @@ class Row:
 
 
 class Callers:
-    """Threads that each keep one request under way, for a given number of seconds."""
+    """Threads that each keep one request in flight, for a given number of seconds."""
 
     def __init__(self, asks: list[Ask], inputs: list[Feeds], wanted: np.ndarray) -> None:
         self._asks, self._inputs, self._wanted = asks, inputs, wanted

@@ -4,9 +4,9 @@
     python benchmarks/tensorflow_layout.py mobilenet_v2 --again
 
 Each network is converted twice: with every convolution between its two transposes, and with the transposes moved until
-they cancel. Both forms run in ONNX Runtime and in OpenVINO, which remove transposes themselves. The two forms are timed
-in paired blocks at batch 1. Each row is written to benchmarks/results/tensorflow_layout.json and .md as soon as it is
-measured. Needs a quiet machine.
+they cancel. Both conversions run in ONNX Runtime and in OpenVINO, which remove transposes themselves. The conversions
+are timed in paired blocks at batch 1. Each measured row is written to benchmarks/results/tensorflow_layout.json and .md
+at once. Needs a quiet machine.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How much time and memory do accel and other tools take from BERT-base in PyTorch to the file that is run?
+"""How much time and memory do accel and other tools take to turn BERT-base in PyTorch into the optimized file?
 
     python benchmarks/toolchain_time.py            # measures every row that has no result yet
     python benchmarks/toolchain_time.py accel --again
 
 Rows: accel's export and optimize, the same again (everything from the cache), optimum (export, then its ONNX Runtime
-quantizer) and Olive (export, dynamic int8). Each of the other tools is installed into a virtual environment of its own
-below ``--environments``. If a tool can't be installed, its row says why. Times are in seconds and cover the whole
-commands, imports included. Memory is the largest sum over a command's processes. Needs a quiet machine.
+quantizer) and Olive (export, dynamic int8). Each of the other tools is installed into a separate virtual environment
+below ``--environments``. If a tool can't be installed, the tool's row gives the reason. Times are in seconds and cover
+the whole commands, imports included. Memory is the largest sum over a command's processes. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from accel.timing.environment import environment
 ROWS = ("accel", "optimum", "olive")
 PACKAGES = {
     "optimum": ["optimum-onnx[onnxruntime]", "torch==2.13.0", "transformers"],
-    # Olive 0.13 imports requests without declaring it, and its export fails with transformers 5.
+    # Olive 0.13 imports requests without declaring the dependency, and Olive's export fails with transformers 5.
     "olive": ["olive-ai[cpu]==0.13.0", "torch==2.13.0", "transformers<5", "requests"],
 }
 LIMIT_SECONDS = 3600
-# `olive optimize` is only for language models: it builds them with ModelBuilder and calibrates on downloaded text.
+# `olive optimize` is only for language models: Olive builds the models with ModelBuilder and calibrates on downloaded
+# text.
 OLIVE = {
     "input_model": {
         "type": "HfModel",
@@ -83,7 +84,7 @@ def accel_row(name: str) -> dict[str, Any]:
         folder = Path(text)
         np.savez(folder / "data.npz", **model.data(64))  # type: ignore[arg-type]
         given = []
-        if model.train:  # a factory that draws random weights on each call would make another model each time
+        if model.train:  # saved weights, because a factory with random weights would make another model on each call
             model.train(folder / "weights.safetensors")
             given = ["--weights", "weights.safetensors"]
         accel = [sys.executable, "-m", "accel"]

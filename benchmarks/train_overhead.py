@@ -6,7 +6,7 @@
 Two gloo ranks, one thread each, a GPT of 10.7 M parameters, AdamW, float32. The loops take turns, step by step, in one
 process group. The order rotates from turn to turn, so that a disturbance of the machine slows all loops alike. accel's
 loop is a complete training step: data, forward and backward pass, the check that the gradient is finite, the log. The
-bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and the same with gathered parameters kept at ZeRO 2. The loss of
+bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and FSDP2 without resharding after forward at ZeRO 2. The loss of
 the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. DeepSpeed takes part with
 the same stage and optimizer if it is installed beside accel, or in a separate environment with the same Python, whose
 interpreter ``--deepspeed`` names: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 &&
@@ -41,9 +41,9 @@ from accel.timing.statistics import speedup
 
 RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
-# The kind of bare loop for each ZeRO stage.
+# The bare loop to compare with at each ZeRO stage.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
-_TURNS = "TRAIN_OVERHEAD_TURNS"  # set in the processes that are ranks
+_TURNS = "TRAIN_OVERHEAD_TURNS"  # set in the processes of the ranks
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 
@@ -152,7 +152,7 @@ def rank_main(out: Path) -> None:
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
-        gc.collect()  # otherwise a loop would pay for the garbage of another loop
+        gc.collect()  # otherwise one loop would pay for the garbage of another loop
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: ``make docs`` writes docs/_build/html, which opens from the disk, offline."""
+"""Configures Sphinx: ``make docs`` writes docs/_build/html, which opens offline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ author = "the accel developers"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["myst.xref_missing"]  # links to files outside docs/; a test checks that these exist
+suppress_warnings = ["myst.xref_missing"]  # links to files outside docs/; a test checks that the files exist
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "none"  # the signature has them
@@ -30,7 +30,7 @@ html_copy_source = False
 
 
 def setup(app: Sphinx) -> None:
-    """Lets a block be called pbtxt, and writes the page of all messages anew."""
+    """Allows code blocks named pbtxt, and regenerates the page of all messages."""
     from messages import page
 
     app.add_lexer("pbtxt", TextLexer)

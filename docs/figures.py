@@ -1,7 +1,8 @@
-"""Draws the README's picture from the committed figures of MiniLM: ``python docs/figures.py`` writes docs/images/*.svg.
+"""Draws the README's picture from the committed benchmark results of MiniLM: ``python docs/figures.py`` writes
+docs/images/*.svg.
 
-The left half shows what happens to a model. The right half plots every candidate of a real ``accel optimize`` run by
-its latency and its task metric.
+The left half shows the stages of accel. The right half plots every candidate of a real ``accel optimize`` run by its
+latency and its task metric.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ Box = tuple[float, float, float, float]
 
 
 def _free_place(x: float, y: float, width: float, taken: list[Box]) -> tuple[float, float]:
-    """Returns where a label of ``width`` pixels goes beside the point (x, y), and adds its box to ``taken``."""
+    """Returns the position of a label of ``width`` pixels beside the point (x, y), and adds the label's box to
+    ``taken``."""
     tries = [
         (x + 12, y + 4),
         (x - width / 2, y - 12),
@@ -69,7 +71,7 @@ def _free_place(x: float, y: float, width: float, taken: list[Box]) -> tuple[flo
 
 
 def draw(theme: str) -> str:
-    """The picture as SVG text, for a light or a dark page."""
+    """Returns the picture as SVG text, for a light or a dark page."""
     color = COLORS[theme]
 
     def text(x: float, y: float, words: str, size: int = 13, fill: str = "ink", anchor: str = "start") -> str:

@@ -1,4 +1,4 @@
-"""Collects every error message of the source for the page "Messages": the text of each raise, with … for values."""
+"""Collects every error message of the source for the page "Messages": each raised text, with … for values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ page for the words you got; [Troubleshooting](../troubleshooting.md) says more a
 
 
 def _text(node: ast.expr) -> str:
-    """Returns the message that an expression makes, or an empty string if it is not made of text."""
+    """Returns the message of an expression, or an empty string if the expression is not a string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -27,7 +27,7 @@ def _text(node: ast.expr) -> str:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yields the class and the text of each error that the source raises with a message of its own."""
+    """Yields the class and the text of each error that the source raises with a literal message."""
     for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
             if part == "accel" and path.relative_to(ROOT / part).parts[0] in PARTS:

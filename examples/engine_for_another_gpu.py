@@ -1,7 +1,8 @@
 """Builds a TensorRT engine for a GPU that this machine does not have: python examples/engine_for_another_gpu.py 8.6
 
 The number is the compute capability of the GPU: 7.5 for a T4, 8.6 for an RTX 3090, 8.9 for an RTX 4090. Needs
-accel-toolchain[tensorrt-rtx]. The engine is judged here, by the real rounding of fp16, and measured on the GPU.
+accel-toolchain[tensorrt-rtx]. accel judges the engine on this machine, with the real rounding of fp16; the GPU measures
+the speed.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Trains a small image model, and takes it to its fastest form on this machine: python examples/optimize_image.py
+"""Trains a small image model, and optimizes the model for this machine: python examples/optimize_image.py
 
 Needs accel-toolchain[openvino,report] and scikit-learn (for the images).
 """
@@ -15,7 +15,7 @@ TRAIN = 1400  # the rest is the test set
 
 
 def make() -> torch.nn.Module:
-    """Returns the network, without its weights: the function that accel exports."""
+    """Returns the network without trained weights. accel exports this function."""
     return torch.nn.Sequential(
         torch.nn.Conv2d(1, 32, 3, padding=1),
         torch.nn.ReLU(),

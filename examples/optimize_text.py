@@ -1,6 +1,6 @@
-"""Takes a text model of transformers to its fastest form on this machine: python examples/optimize_text.py [FOLDER]
+"""Optimizes a text model of transformers for this machine: python examples/optimize_text.py [FOLDER]
 
-FOLDER is what save_pretrained wrote; without one a small BERT with random weights is made. Needs
+FOLDER is the output of save_pretrained; the default is a small BERT with random weights. Needs
 accel-toolchain[openvino,report] and transformers.
 """
 
@@ -23,11 +23,11 @@ def small_bert(folder: Path) -> Path:
 
 if __name__ == "__main__":
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else small_bert(Path("bert"))
-    # accel reads from the folder which inputs the model takes, and that batch and length are dynamic.
+    # accel reads the inputs of the model and the dynamic dims, batch and length, from the folder.
     model = accel.export(source, out="text.onnx", dims={"batch": (1, 1, 8), "sequence": (8, 64, 128)})
     print("inputs:", ", ".join(map(str, model.signature.inputs)))
 
-    # Use texts of your own here: your tokenizer's output, one array for each input.
+    # Use your own texts here: your tokenizer's output, one array for each input.
     rng = np.random.default_rng(0)
     shape = (32, 64)
     arrays = {spec.name: np.ones(shape, "int64") for spec in model.signature.inputs}
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     for row in result.candidates:
         print(f"{row.name:40} {row.status}")
 
-    # Ratios over the ONNX file, measured beside it, at two lengths.
+    # Speedups over the ONNX file, measured side by side, at two lengths.
     report = accel.bench(["text"], against="text.onnx", sizes={"batch": 1, "sequence": 64})
     for line in report.rows:
         print(f"{line.name:40} {line.median_ms:8.2f} ms  {line.speedup:5.2f}x")

@@ -1,4 +1,4 @@
-"""Serves a model and asks it with Triton's own client: python examples/serve_and_ask.py
+"""Serves a model and sends a request with Triton's client: python examples/serve_and_ask.py
 
 Needs accel-toolchain[serve] and tritonclient[grpc].
 """
@@ -22,14 +22,14 @@ def make() -> torch.nn.Module:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
+    """Returns a free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
 if __name__ == "__main__":
-    # A folder a model, in it a folder a version: Triton's layout.
+    # One folder per model, with one folder per version: Triton's layout.
     Path("models/scores/1").mkdir(parents=True, exist_ok=True)
     inputs = {"x": ("float32", ("batch", 16))}
     accel.export(f"{__file__}:make", inputs=inputs, dims={"batch": (1, 1, 32)}, out="models/scores/1/model.onnx")

@@ -1,4 +1,4 @@
-"""Trains a model on two processes, and exports what the run leaves: python examples/train_and_export.py
+"""Trains a model on two processes, and exports the trained model: python examples/train_and_export.py
 
 Needs accel-toolchain[train].
 """
@@ -28,12 +28,12 @@ zero = 2
 
 
 def model() -> torch.nn.Module:
-    """Returns the network to train. Every rank calls it after the same seed."""
+    """Returns the network to train. Every rank calls this factory after setting the same seed."""
     return torch.nn.Sequential(torch.nn.Linear(3, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the samples: three numbers, and the price that follows from them."""
+    """Returns the samples: three numbers as inputs, and a price computed from the numbers as target."""
     generator = torch.Generator().manual_seed(0)
     rides = torch.rand((512, 3), generator=generator)
     prices = 2 + rides @ torch.tensor([[3.0], [1.0], [-1.0]])
@@ -42,7 +42,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 if __name__ == "__main__":
     Path("taxi.toml").write_text(CONFIG)
-    # The same line again goes on where the run stopped.
+    # Running the same line again resumes the run.
     subprocess.run([sys.executable, "-m", "accel", "train", "taxi.toml", "--nproc", "2", "--out", "run"], check=True)
 
     artifact = accel.export("run", out="taxi.onnx")

@@ -1,4 +1,4 @@
-"""The inference server, from the socket inwards; `accel infer` uses `client`. Imports go downwards only:
+"""The inference server. `accel infer` uses `client`. Imports go downwards only:
 
     deploy > process > transports > core > models > scheduling > generate | security | client > protocol
 

@@ -34,7 +34,7 @@ class AroundAttention(TorchFunctionMode, ABC):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._inside:
             return func(*args, **(kwargs or {}))
-        self._inside = True  # a block runs inside two contexts: that of the block and that of the model
+        self._inside = True  # a block runs inside the block's context and the model's context
         try:
             return self.attention(*args, **(kwargs or {}))
         finally:
@@ -43,7 +43,7 @@ class AroundAttention(TorchFunctionMode, ABC):
     def wrap(self, module: nn.Module) -> None:
         """Makes ``module`` run in this context, in place.
 
-        The blocks of ``module`` get the context too, because recomputation runs them on their own.
+        The blocks of ``module`` get the context too, because recomputation runs each block alone.
         """
         for inner in (*blocks(module), module):
             inner.forward = partial(self._under, inner.forward)

@@ -1,4 +1,4 @@
-"""The inputs and targets of a batch: passing them to a model, moving them to its device, naming them."""
+"""The inputs and targets of a batch: passes inputs to a model, moves tensors to a device, and names the inputs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 
 from accel.errors import BadConfig
 
-# Inputs and targets: each is a tensor, or a tuple or dict of tensors. The targets are None if a rank has no sample
-# left.
+# Inputs and targets: each is a tensor, or a tuple or dict of tensors. A rank without a sample has the targets None.
 Batch = tuple[Any, Any]
 
 
@@ -45,7 +44,7 @@ def moved(targets: Any, device: torch.device) -> Any:
 
 
 def one_tensor(targets: Any, who: str) -> torch.Tensor:
-    """Returns ``targets`` if they are one tensor. Raises ``BadConfig`` if the targets are a tuple or dict."""
+    """Returns ``targets`` if ``targets`` is a tensor, and raises ``BadConfig`` for a tuple or dict."""
     if not isinstance(targets, torch.Tensor):
         raise BadConfig(f"{who} cuts targets, so they can't be a tuple or dict; let the data give them as one tensor")
     return targets

@@ -1,4 +1,4 @@
-"""Builds this rank's part of the model, and its passes, from the config."""
+"""Builds this rank's part of the model, and the forward and backward passes, from the config."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .recompute import recompute
 class Built:
     """This rank's part of the model.
 
-    ``module``: its modules, under the names they have in the whole model. ``inputs``: the names of the model's inputs.
-    ``memory``: the state of PowerSGD. ``flops``: FLOPs of one sample, forward and backward; 0 if unknown or not asked
-    for. ``alike``: tells whether all ranks hold the same gradients after a backward pass.
+    ``module`` holds this rank's modules, under their names in the whole model. ``inputs`` names the model's inputs.
+    ``memory`` is the state of PowerSGD. ``flops`` counts the FLOPs of one sample, forward and backward; 0 if not
+    counted. ``alike`` tells whether all ranks hold the same gradients after a backward pass.
     """
 
     module: nn.Module
@@ -78,7 +78,7 @@ def make(spec: str, seed: int) -> Any:
 
 
 def make_data(config: TrainConfig) -> Any:
-    """Returns the training samples of ``config``, packed if ``config`` asks for packing.
+    """Returns the training samples of ``config``, packed if ``config.pack`` is set.
 
     Raises ``BadData`` if the factory doesn't make a map-style dataset of ``(inputs, targets)``.
     """
@@ -96,7 +96,7 @@ def make_data(config: TrainConfig) -> Any:
         )
     try:
         sample = data[0]
-    except Exception as error:  # whatever a user's own code raises
+    except Exception as error:  # user code may raise any exception
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise BadData(
             f"sample 0 of {config.data} can't be fetched ({reason}); let the dataset take numbers from 0 to "
@@ -125,7 +125,7 @@ def make_model(spec: str, seed: int) -> nn.Module:
 
 
 def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[Any]) -> Built:
-    """Returns this rank's part of the model, cut, sharded and recomputed as ``config`` says."""
+    """Returns this rank's part of the model, with the pipeline, sharding and recomputation of ``config``."""
     p, mode = config.parallel, config.precision.resolved
     module = make_model(config.model, config.seed).to(device=ranks.device, dtype=parameter_dtype(mode)).train()
     inputs = input_names(module)
@@ -149,7 +149,7 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
         module = pipeline.whole(stages)
     if ranks.tp is not None:
         tensor_parallel.distribute(module, ranks.tp, styles, sequence=p.sequence_parallel)
-        if tried is not None and ranks.pp is None:  # a pipeline stage can't run a sample on its own
+        if tried is not None and ranks.pp is None:  # a pipeline stage alone can't run a sample
             exact = parameter_dtype(mode) == torch.float32 and not config.precision.tf32
             tensor_check.check_same(module, tried, ranks.tp, exact=exact, sequence=p.sequence_parallel)
     ddp = ranks.tp is None and ranks.pp is None
@@ -167,6 +167,6 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
-    """Returns the FLOPs of a sample: three times the forward pass. Recomputation doesn't count."""
+    """Returns the FLOPs of a sample, without recomputation: three times the forward pass."""
     inputs = data[0][0]
     return 3 * trial(module, sample_of(inputs[0] if isinstance(data, Packed) else inputs))[1]

@@ -1,4 +1,5 @@
-"""The signs of life in a run folder: ``log.jsonl``, ``tensorboard/``, and ``alive``, which every step touches."""
+"""Writes the progress files in a run folder: ``log.jsonl``, ``tensorboard/``, and ``alive``, which every step
+touches."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ALIVE = "alive"
 
 
 def beat(out: Path) -> None:
-    """Tells the watchdog that the run goes on. Any rank may call it."""
+    """Tells the watchdog that the run makes progress. Any rank may call it."""
     with suppress(OSError):
         (out / ALIVE).touch()
 
@@ -29,8 +30,8 @@ def beat(out: Path) -> None:
 class StepLog:
     """Writes one JSON object every ``log_every`` steps, at the last step, and for each evaluation.
 
-    Writes the same figures as TensorBoard scalars if the config asks for them. ``flops``: FLOPs of a whole step.
-    ``peak``: FLOP/s of all devices together. Both are for the MFU, and 0 means unknown.
+    Writes the same figures as TensorBoard scalars if the config asks for them. The MFU needs ``flops``, the FLOPs of a
+    step over all ranks, and ``peak``, the FLOP/s of all devices; 0 means unknown.
     """
 
     def __init__(self, path: Path, config: TrainConfig, step: int, *, flops: float = 0.0, peak: float = 0.0) -> None:
@@ -40,7 +41,7 @@ class StepLog:
         self.began, self.first, self.targets = time.monotonic(), step, 0.0
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Counts ``step``, and writes its figures if it is due."""
+        """Counts ``step``, and writes the step's figures if a log entry is due."""
         self.targets += values["targets"]
         if step % self.config.log_every and step != self.config.steps:
             return

@@ -33,7 +33,7 @@ from .passes import take
 from .precision import ADVICE, LossScale, MasterOptimizer, gradient_norm, scale_gradients, scales_loss, share_of_squares
 from .ranks import Ranks
 
-# After this many overflowing steps in a row the run stops: the loss scale can't help any more.
+# The run stops after this many overflowing steps in a row, because the loss scale can't help any more.
 _MOST_SKIPPED = 50
 
 
@@ -57,7 +57,7 @@ class Trainer:
             )
         self.built = build(config, ranks, self.loss, self.data)
         self.module = self.built.module
-        self.code = sources(config.model)  # read now, because the file may be edited while the run goes on
+        self.code = sources(config.model)  # read at the start, because the file may be edited during the run
         self.optimizer = MasterOptimizer(self.module, config.optimizer, self.mode)
         self.scale = LossScale(
             config.precision.loss_scale, config.precision.growth_interval, enabled=scales_loss(self.mode)
@@ -69,12 +69,12 @@ class Trainer:
         self.expected = 0.0  # the number of targets in the loss of the last step
         self.checked = ranks.tp is None  # True once the parameters outside the tensor-parallel plan were compared
         self.metrics: dict[str, float] = {}
-        self.reordered: list[str] = []  # the config keys whose change since the checkpoint reorders the samples
+        self.reordered: list[str] = []  # the config keys that have changed since the checkpoint and reorder the samples
         self.log: StepLog | None = None  # only on rank 0, during run()
         self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed
 
     def run(self) -> dict[str, Any]:
-        """Trains to ``config.steps``.
+        """Trains until ``config.steps``.
 
         Returns steps, the last loss, metrics, and ``best`` if an earlier step was better.
         """
@@ -145,16 +145,15 @@ class Trainer:
         )
 
     def one_step(self, batches: Iterator[Batch]) -> dict[str, float]:
-        """Runs one optimizer step and returns its figures.
+        """Runs one optimizer step and returns the step's figures.
 
-        Loss and gradient are means over every counted target of the global batch. Sums are differentiated, and divided
+        Loss and gradient are means over every counted target of the global batch. The gradients of sums are divided
         once by the count over all ranks and micro-batches.
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
         # DDP and FSDP average over the ranks. The loss is divided by the count of the last step beforehand, which keeps
-        # float16 sums small. If this step's count is the same, as it usually is, no second pass over the gradients is
-        # due.
+        # float16 sums small. If this step's count is the same, which is usual, the gradients need no second pass.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
@@ -163,8 +162,8 @@ class Trainer:
         parameters = self.optimizer.parameters
         alike = self.built.alike
         squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
-        # One all-reduce carries the loss, the ranks that still write a checkpoint, and each rank's part of the squares
-        # of the gradients if all ranks hold the same.
+        # One all-reduce sums the loss, the ranks that still write a checkpoint, and, if all ranks hold the same
+        # gradients, each rank's part of the squared norm.
         seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)))
         if ranks.world > 1:
             dist.all_reduce(seen)
@@ -217,9 +216,10 @@ class Trainer:
         return (self.config.seed << 32) + stream + (stage << 48)
 
     def _first_bad(self, *, gradients: bool = False) -> str:
-        """Names the first weight (or gradient) that isn't finite, on the first rank that holds one, in words.
+        """Returns a message about the first weight (or gradient) that isn't finite, on the lowest rank that has such a
+        tensor.
 
-        Returns "" if all are finite. Every rank has to call it, because a rank sees only its own shards.
+        Returns "" if all are finite. Every rank has to call this method, because a rank sees only its own shards.
         """
         named = zip(self.optimizer.names, self.optimizer.parameters, strict=True)
         own = next((name for name, p in named if _is_bad(p.grad if gradients else p.detach())), "")
@@ -228,7 +228,7 @@ class Trainer:
             found = [""] * self.ranks.world
             dist.all_gather_object(found, own)
         rank, name = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
-        # Gradients are reduced over all ranks, so the rank says nothing about where a bad one came from.
+        # Gradients are reduced over all ranks, so the rank doesn't tell where a bad gradient came from.
         what = f"the gradient of {name}" if gradients else name + (f" on rank {rank}" if len(found) > 1 else "")
         return f"; the first that isn't finite is {what}" if name else ""
 
@@ -256,7 +256,8 @@ class Trainer:
             self.save()
 
     def measure(self) -> bool:
-        """Runs ``evaluate`` on rank 0, on a separate model with the whole weights. Tells whether it is the best so far.
+        """Runs ``evaluate`` on rank 0, on a separate model with the unsharded weights. Tells whether the result is the
+        best so far.
 
         If ``evaluate`` fails on rank 0, saves a checkpoint of this step and then raises the error on every rank.
         """
@@ -287,9 +288,10 @@ class Trainer:
         return bool(best)
 
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Returns the metrics of the whole weights as plain numbers.
+        """Returns the metrics of the unsharded weights as plain numbers.
 
-        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if it returns anything but numbers by name.
+        Raises ``TrainingFailed`` if ``evaluate`` fails, and ``BadConfig`` if ``evaluate`` returns anything but numbers
+        by name.
         """
         assert self.evaluate is not None
         name = self.config.evaluate
@@ -334,13 +336,14 @@ class Trainer:
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
     def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Returns the tensors to read from a checkpoint: ``run`` is its ``run.json``, ``names`` are its tensors."""
+        """Returns the tensors to read from a checkpoint: ``run`` is the checkpoint's ``run.json``, ``names`` are the
+        checkpoint's tensors."""
         memory, saved = self.built.memory, run.get("powersgd") or {}
         self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # For the same optimizer, a moment that the checkpoint lacks is a moment that no step has updated yet.
-            # Another optimizer may never have kept the moment.
+            # If the optimizer is the same, no step has updated a moment that the checkpoint lacks. Another optimizer
+            # may lack the moment entirely.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
@@ -371,7 +374,7 @@ class Trainer:
         self.checkpoints.save(state, run)
 
     def resume(self) -> None:
-        """Loads the newest finished checkpoint, if there is one, from any world size and ZeRO stage."""
+        """Loads the newest finished checkpoint, if any, from any world size and ZeRO stage."""
         if not self.checkpoints.complete():
             return
         found = self.checkpoints.load_newest(self._wanted, self.config.model)
@@ -430,7 +433,7 @@ class Trainer:
             dist.barrier(self.ranks.saving)
 
     def _wait_quietly(self) -> None:
-        """Lets a save in the background finish after an error, because it is the last good checkpoint."""
+        """Lets a background save finish after an error, because the save is the last good checkpoint."""
         if sys.exc_info()[0] is not None:
             with suppress(Exception):
                 self.checkpoints.wait()

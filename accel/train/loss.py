@@ -1,4 +1,4 @@
-"""Losses. Each is a sum and a count, so that the gradient doesn't depend on how a batch is cut."""
+"""Losses. Each loss is a sum and a count, so that the gradient doesn't depend on how a batch is cut."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ IGNORED = -100
 
 
 def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
-    """Returns ``outputs`` in the form that ``loss`` takes.
+    """Returns ``outputs`` as plain tensors, or as the sharded logits that ``cross_entropy`` takes.
 
-    ``cross_entropy`` takes logits that are cut along the vocabulary (a DTensor) as they are. ``cross_entropy`` and its
-    backward pass run inside torch's ``loss_parallel()``. Any other loss gets whole tensors.
+    ``cross_entropy`` takes logits that are sharded along the vocabulary (a DTensor). ``cross_entropy`` and its backward
+    pass run inside torch's ``loss_parallel()``. Any other loss gets whole tensors.
     """
     if isinstance(outputs, DTensor) and loss is not cross_entropy:
         return outputs.full_tensor()
@@ -49,7 +49,7 @@ def _kind(found: object) -> str:
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of the cross entropies and the number of counted targets. Targets of -100 aren't counted.
 
-    ``outputs``: float[..., classes], ``targets``: int64[...]. Raises ``BadConfig`` if either is something else.
+    Raises ``BadConfig`` unless ``outputs`` are float[..., classes] and ``targets`` are int64[...].
     """
     if not isinstance(outputs, torch.Tensor):
         raise BadConfig(

@@ -20,10 +20,10 @@ from .precision import autocast, parameter_dtype
 
 
 class Passes(Protocol):
-    """Computes the gradients of a step and leaves them in the parameters."""
+    """Computes the gradients of a step into the parameters' ``grad``."""
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
-        """Runs the forward pass of ``batches``, and the backward pass of the sum of the losses times ``forth``.
+        """Runs the forward passes of ``batches``, and the backward pass of the sum of the losses times ``forth``.
 
         Returns [sum of losses, counted targets] of this rank.
         """
@@ -53,14 +53,14 @@ class Accumulated:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = losses.summed(self.loss, outputs, targets)
-                    del outputs  # the largest tensor of the step; the loss keeps the parts that the backward pass needs
+                    del outputs  # the largest tensor of the step; the loss keeps the tensors for its backward pass
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen
 
 
 def take_part(outputs: torch.Tensor) -> None:
-    """Runs the backward pass of a rank without a sample, because the other ranks wait for it in their collectives."""
+    """Runs the backward pass of a rank without a sample, because the other ranks wait for this rank in collectives."""
     local = outputs.to_local() if isinstance(outputs, DTensor) else outputs
     torch.autograd.backward((local * 0).sum())
 

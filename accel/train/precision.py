@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .config.schema import APEX, OptimizerConfig
 
-# Advice on the modes that apex's names stand for.
+# Advice on the precision modes behind apex's names.
 ADVICE = {
     "O1": "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale",
     "O2": "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
@@ -58,7 +58,7 @@ def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
 class MasterOptimizer:
     """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensor shards. Each rank holds copies only of its own shards.
+    Works on plain parameters and on DTensor shards. Each rank holds copies of only the rank's shards.
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str) -> None:
@@ -113,7 +113,7 @@ class MasterOptimizer:
         return found
 
     def materialize(self) -> None:
-        """Makes the state that the first step would make, so that a checkpoint can be read into it."""
+        """Allocates the state of the first step, so that a checkpoint can be read into the tensors."""
         stepped = self.master or self.parameters
         old = [(group["lr"], group["weight_decay"]) for group in self.inner.param_groups]
         for group in self.inner.param_groups:
@@ -129,8 +129,8 @@ class MasterOptimizer:
     def forget_all_but(self, saved: Collection[str]) -> None:
         """Drops the moments of each parameter that has no moments in ``saved`` (names as in ``state_dict``).
 
-        Such a parameter had got no gradient before the checkpoint, or every step was skipped. The bias correction of
-        the parameter has to start with the parameter's first gradient.
+        Such a parameter got no gradient before the checkpoint, or every step was skipped. Its bias correction has to
+        start with the parameter's first gradient.
         """
         stepped = self.master or self.parameters
         for name, tensor in zip(self.names, stepped, strict=True):
@@ -200,7 +200,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
     The norm is not finite if any gradient is not finite. The squares of shards are summed over the ranks that hold the
     shards, once for each layout: plain tensors and DTensors of different meshes can't be in one norm (pytorch#180346).
-    ``stages``: the group of the ranks that hold the other pipeline stages.
+    ``stages`` is the group of the ranks that hold the other pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), device=gradients[0].device if gradients else None)
@@ -225,8 +225,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
     """Returns the sum of the squares of the ``rank``-th of ``ranks`` parts of the gradients, a float32 scalar.
 
-    If all ranks hold the same gradients, the sums of all ranks add up to the square of ``gradient_norm``. No rank then
-    has to read all gradients.
+    If all ranks hold the same gradients, the sums add up to the square of ``gradient_norm``, and no rank has to read
+    all gradients.
     """
     gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
     parts = [g[g.numel() * rank // ranks : g.numel() * (rank + 1) // ranks] for g in gradients]

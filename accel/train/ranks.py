@@ -1,4 +1,4 @@
-"""The place of this process among the ranks of a run."""
+"""The position of this process among the ranks of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The rank of this process, the world size, the device, and the mesh of each technique (None if it isn't used).
+    """The rank of this process, the world size, the device, and the mesh of each technique (None if unused).
 
-    ``data``: the mesh that ZeRO works over, either one axis, or replicas and shards. Ranks that share sequences
-    (``cp``) belong to it too. ``data_rank``: the part of the samples that this rank sees, out of ``data_ranks`` parts.
-    ``saving``: a gloo group of all ranks.
+    ``data`` is the mesh that ZeRO works over, either one axis, or replicas and shards; ranks that share sequences
+    (``cp``) are included. This rank trains on part ``data_rank`` of the samples, out of ``data_ranks`` parts.
+    ``saving`` is a gloo group of all ranks.
     """
 
     rank: int
@@ -36,8 +36,8 @@ class Ranks:
 
     @property
     def counts(self) -> bool:
-        """Tells whether this rank's loss and target count go into the sum over all ranks.
+        """Tells whether the sum over all ranks includes this rank's loss and target count.
 
-        The ranks of one tensor-parallel group see the same targets, so only the first of them counts.
+        The ranks of a tensor-parallel group see the same targets, so only the first rank of the group counts.
         """
         return self.tp is None or self.tp.get_local_rank() == 0

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks keep few activations, and run again in the backward pass."""
+"""Activation checkpointing: blocks store few activations, and run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from accel.plan.measure import blocks
 
-# "selective" keeps the results of matrix products and of attention. Everything elementwise runs again.
+# "selective" keeps the results of matrix products and of attention. Elementwise operations run again.
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -27,8 +27,8 @@ _KEPT = {
 def recompute(module: nn.Module, mode: str) -> None:
     """Makes every block of ``module`` run again in the backward pass, in place. Parameter names don't change.
 
-    ``mode``: ``full`` keeps only the input of a block. ``selective`` also keeps the results of matrix products and
-    attention. ``none`` changes nothing.
+    The mode ``full`` keeps only the input of a block, ``selective`` also keeps the results of matrix products and
+    attention, and ``none`` changes nothing.
     """
     if mode == "none":
         return

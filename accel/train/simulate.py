@@ -1,6 +1,6 @@
 """Simulates a training step of any world size on one machine.
 
-Fake tensors have shapes and no memory, and a fake process group answers every collective. The bytes that a rank would
+Fake tensors have shapes but no memory, and a fake process group answers every collective. The bytes that a rank would
 hold and send are summed from the calls that the engine really makes.
 """
 
@@ -40,9 +40,9 @@ from .recompute import recompute
 class Simulated:
     """The peak of each kind of memory on rank 0 of the simulated world, and the bytes that rank 0 sent in the step.
 
-    ``activations``: the bytes that autograd saved in the forward pass. ``activations`` is only counted at ZeRO stage 0,
-    because the bytes of other stages include gathered parameters. ``sent``: to data-parallel ranks, ``sent_tp``: to
-    tensor-parallel ranks, ``sent_pp``: from stage to stage.
+    ``activations`` are the bytes that autograd saved in the forward pass, counted at ZeRO stage 0 only, because the
+    bytes of other stages include gathered parameters. ``sent`` counts the bytes to data-parallel ranks, ``sent_tp`` to
+    tensor-parallel ranks, and ``sent_pp`` from stage to stage.
     """
 
     parameters: int = 0
@@ -67,11 +67,12 @@ def simulate(
 ) -> Simulated:
     """Runs one step of ``factory``'s model on fake ranks and returns the bytes that rank 0 holds and sends.
 
-    ``inputs``: makes one micro-batch ``(inputs, targets)``. ``styles``: the tensor-parallel plan. Pipeline and context
-    parallel and CPU offload are not simulated. Autograd doesn't see the tensors that ``selective`` recomputation keeps.
+    ``inputs`` makes one micro-batch ``(inputs, targets)``. ``styles`` is the tensor-parallel plan. Pipeline parallel,
+    context parallel and CPU offload are not simulated. Autograd doesn't see the tensors that ``selective``
+    recomputation keeps.
 
-    No process group may exist. Gradients are counted while they are kept for the step. ZeRO stage 0 is not wrapped and
-    its traffic not simulated: DDP's reducer is native code, which fake tensors can't enter.
+    No process group may exist. A gradient counts as long as the step keeps the gradient. At ZeRO stage 0 the model is
+    not wrapped and DDP's traffic not simulated, because fake tensors can't enter DDP's native reducer.
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()
@@ -83,7 +84,7 @@ def simulate(
             recompute(module, layout.recompute)
             if cut is not None:
                 distribute(module, cut, match(module, styles or {}), sequence=layout.sequence_parallel)
-            with unset_fake_temporarily():  # FSDP2 makes meshes and reads the real ranks in them
+            with unset_fake_temporarily():  # FSDP2 creates meshes and reads the real ranks from a mesh
                 called = shard(module, mesh, zero, hpz=layout.hpz)
                 set_quantized(called, layout.shards, gather=layout.qwz, reduce=layout.qgz)
             stepper = MasterOptimizer(module, OptimizerConfig(name=layout.optimizer), layout.precision)
@@ -142,7 +143,8 @@ def simulate_pipeline(
 
 
 def _turns(pp: int, pipeline: str, batches: int) -> list[list[tuple[str, int]]]:
-    """Returns the passes of each rank in order, as (pass, stage): F forward, B backward, or its halves I and W."""
+    """Returns the passes of each rank in order, as (pass, stage). A pass is F (forward), B (backward), or a half of B:
+    I or W."""
     mine = places(pp, pipeline)
     count = sum(map(len, mine))
     stages = [PipelineStage(torch.nn.Identity(), i, count, torch.device("cpu")) for i in mine[dist.get_rank()]]
@@ -199,7 +201,7 @@ def _fake_world(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("a process group exists already; simulate before you make one")
+        raise RuntimeError("a process group exists already; simulate before creating a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
@@ -228,7 +230,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor calls this again with plain tensors
+            return NotImplemented  # DTensor calls this method again with plain tensors
         kind, _, name = str(func).removesuffix(".default").split("::")[-1].rpartition(".")
         if kind == "_c10d_functional":
             self._functional(name, args)

@@ -1,4 +1,5 @@
-"""LitServe serving the same ONNX file: python litserve_app.py PORT MODEL. The request body is LitServe's usual JSON."""
+"""Serves the ONNX file of the load benchmark with LitServe: python litserve_app.py PORT MODEL. The request body is
+LitServe's usual JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An MLServer runtime for an ONNX file. Uses the same ONNX Runtime session that accel serves."""
+"""An MLServer runtime for an ONNX file, with the ONNX Runtime session that accel uses."""
 
 from __future__ import annotations
 

@@ -278,10 +278,10 @@ def _observe_outputs(
     import onnxruntime
 
     names = [value.name for value in model.graph.output]
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
     try:
-        session = onnxruntime.InferenceSession(str(written), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
     # Only the ends of the ranges are run: many models take only multiples of a number, and the user gave the ends.

@@ -32,7 +32,7 @@ _SCORES = ("FP32", "FP16", "BF16", "FP64")
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredClass:
-    """One class of a sample. ``label``: "" if the model has no labels."""
+    """One class of a sample. ``label`` is "" if the model has no labels."""
 
     score: float
     index: int
@@ -46,8 +46,9 @@ def _scored(text: bytes) -> ScoredClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Inference:
-    """A model's answer. ``outputs``: arrays by name, joined over all requests; ``BYTES`` are object arrays.
-    ``requests``: number of requests. ``classified``: the outputs are strings that name classes, see ``classes``."""
+    """A model's answer. ``outputs`` maps names to arrays, joined over all requests; ``BYTES`` outputs are object
+    arrays. ``requests`` is the number of requests. ``classified`` is True if the outputs are strings that name
+    classes."""
 
     model: str
     version: str
@@ -57,7 +58,8 @@ class Inference:
     classified: bool = False
 
     def classes(self) -> dict[str, list[list[ScoredClass]]]:
-        """Returns by output the classes of each sample, highest score first. Empty if no classes were requested."""
+        """Maps each output to the classes of each sample, highest score first, or returns {} if no classes were
+        requested."""
         if not self.classified:
             return {}
         return {
@@ -88,10 +90,10 @@ class Inference:
 class InferenceClient:
     """A connection to one server.
 
-    ``url``: host:port. ``token``: bearer token. ``ca``: PEM file with the CA of the server's certificate; turns TLS on.
-    ``certificate`` and ``key``: PEM files that identify the client. ``timeout``: seconds that a call may take. Every
-    call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if only a part of the TLS files is
-    given.
+    ``url`` is host:port, ``token`` is a bearer token. ``ca`` is the PEM file with the CA of the server's certificate
+    and turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is the seconds
+    that a call may take. Every call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if
+    only a part of the TLS files is given.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class InferenceClient:
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
-        """Returns why the address has no gRPC server, found by a plain HTTP request. Empty if the reason is unknown."""
+        """Returns why the address has no gRPC server, found by a plain HTTP request, or "" if the reason is unknown."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
             return f"{self._url} has no port; give HOST:PORT, the server's --grpc-port (8001)"
@@ -164,9 +166,9 @@ class InferenceClient:
     ) -> Inference:
         """Sends ``feeds`` in requests of ``batch`` samples (0: the model's largest batch) and joins the outputs.
 
-        Casts integers and floats of another width to the model's dtypes. ``classes``: the number of classes per sample
-        to ask for in place of the outputs; 0 asks for the outputs. Raises ``BadData`` if the arrays don't fit the
-        model.
+        Casts integers and floats of another width to the model's dtypes. ``classes`` is the number of classes per
+        sample to request in place of the outputs; 0 requests the outputs. Raises ``BadData`` if the arrays don't fit
+        the model.
         """
         metadata, config = self._describe(model, version)
         largest = int(config.max_batch_size)
@@ -189,9 +191,9 @@ class InferenceClient:
         std: tuple[float, ...] = (),
         classes: int | None = None,
     ) -> Inference:
-        """Sends image files, a sample each, as ``infer_many`` sends arrays. ``ImageInput`` reads the files.
+        """Sends image files, one sample per file, as ``infer_many`` sends arrays. ``ImageInput`` reads the files.
 
-        ``classes``: None asks for three classes if the model has one output with a row of scores per image.
+        If ``classes`` is None, requests three classes from a model with a single output of scores per image.
         """
         from .images import image_input
 
@@ -293,19 +295,20 @@ def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.nda
 
 
 def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.ndarray]:
-    """Returns the arrays that are inputs of the model, in its dtypes. Raises ``BadData`` if an array can't be cast."""
+    """Returns the arrays that are inputs of the model, cast to the model's dtypes. Raises ``BadData`` if an array can't
+    be cast."""
     found = {}
     for tensor in metadata.inputs:
         if tensor.name not in feeds:
-            continue  # the server refuses the request if the input isn't optional
+            continue  # the server refuses the request if a missing input isn't optional
         value, wanted = feeds[tensor.name], DATATYPES[tensor.datatype].numpy
         if wanted.kind == "O":
             value = to_bytes(value)
         elif value.dtype != wanted:
             kinds = {value.dtype.kind, wanted.kind}
             cast = value.astype(wanted) if value.dtype.kind in "iufbV" else None
-            # Whole numbers in a JSON file or a list are int64 and may stand for floats. Bytes may be unscaled pixels,
-            # so they are not cast to floats.
+            # Whole numbers in a JSON file or a list become int64, even if the model takes floats. uint8 arrays may be
+            # unscaled pixels, so uint8 is not cast to floats.
             whole = value.dtype == np.int64 and wanted.kind == "f"
             same = len(kinds) == 1 or kinds <= {"i", "u", "b"} or wanted.name == "bfloat16"
             if cast is None or not (same or whole):
@@ -326,9 +329,9 @@ def _fitting(feeds: Mapping[str, np.ndarray], metadata: Any) -> dict[str, np.nda
 
 
 def not_finite(feeds: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns a sentence for each array that holds NaN or infinity.
+    """Returns a warning for each array that holds NaN or infinity.
 
-    The arrays are still sent: some models take NaN for a missing value.
+    Such arrays are still sent, because some models take NaN for a missing value.
     """
     found = []
     for name, value in feeds.items():

@@ -22,7 +22,7 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the images among ``paths``, with the images of each folder. Empty if ``paths`` has no images.
+    """Returns the images among ``paths`` and in its folders, or an empty list if ``paths`` has no images.
 
     Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
     """
@@ -44,8 +44,9 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 class ImageInput:
     """The image that a model takes.
 
-    ``height``, ``width``: pixels, None if the model takes any size. ``channels_first``: True for NCHW, False for NHWC.
-    ``batched``: the first dim is the batch. ``mean``, ``std``: one number, or one per channel, for pixels in 0..1.
+    ``height`` and ``width`` are in pixels, None if the model takes any size. ``channels_first`` is True for NCHW, False
+    for NHWC. ``batched`` is True if the first dim is the batch. ``mean`` and ``std`` hold one number, or one per
+    channel, for pixels in 0..1.
     """
 
     name: str
@@ -59,7 +60,8 @@ class ImageInput:
     std: tuple[float, ...] = ()
 
     def read(self, path: Path) -> np.ndarray:
-        """Returns one image as this input takes it, without a batch dim. Raises ``BadData`` if it can't be read."""
+        """Returns one image as this input takes images, without a batch dim. Raises ``BadData`` if the file can't be
+        read."""
         pixels = np.asarray(self._decoded(path))
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
@@ -92,7 +94,7 @@ class ImageInput:
 def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> ImageInput:
     """Returns the image input of a model, from its ``ModelMetadataResponse`` and ``ModelConfig``.
 
-    Raises ``BadData`` if the model doesn't take exactly one image, or ``mean`` and ``std`` don't fit it.
+    Raises ``BadData`` if the model doesn't take exactly one image, or ``mean`` and ``std`` don't fit the model.
     """
     found = []
     formats = {tensor.name: proto.enum_name("ModelInput.Format", tensor.format) for tensor in config.input}
@@ -131,10 +133,11 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
 
 
 def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
-    """Returns True if the first of three dims is the channels and False if the last is. None if neither or both fit."""
+    """Returns True if the first of three dims is the channels, False if the last is, and None if neither or both
+    fit."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
-    for channels in (3, 1, 4):  # the likeliest first, because an image may be four pixels high
+    for channels in (3, 1, 4):  # the likeliest channel count first, because an image may be four pixels high
         if (shape[0] == channels) != (shape[2] == channels):
             return shape[0] == channels
     return None

@@ -37,7 +37,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             if name not in model.outputs:
                 raise invalid(f"unexpected inference output '{name}' for model '{model.name}'")
         if len(set(names)) != len(names):
-            raise invalid(f"an output is asked for twice for model '{model.name}'")
+            raise invalid(f"an output is requested twice for model '{model.name}'")
     return _with_parameters(
         InferenceRequest(
             model=model.name,
@@ -67,7 +67,7 @@ def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.nda
 def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:
     """Set the fields of ``request`` that the protocol's own parameters name.
 
-    Keep the others in ``request.parameters``.
+    Keep any other parameter in ``request.parameters``.
     """
     if not given:
         return request
@@ -99,7 +99,7 @@ def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
 
 
 def make_reply(model: ServedModel, call: InferCall, found: InferenceResponse, memory: SharedMemory) -> InferReply:
-    """Returns the reply to ``call``. An output is classified or written to shared memory if ``call`` asks for that."""
+    """Returns the reply to ``call``. An output is classified or written to shared memory if ``call`` requests so."""
     wanted = {output.name: output for output in call.outputs or ()}
     tensors = []
     for name, value in found.outputs.items():

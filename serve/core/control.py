@@ -1,4 +1,4 @@
-"""``Control``: the commands that change a running server, everything a client may ask for besides inference.
+"""``Control``: the commands that change a running server, which are all calls besides inference and queries.
 
 A server may consist of several processes, and each command has to run in every process. Between two processes a command
 travels as a ``Command``: the name of a method of ``Control``, and its arguments.
@@ -14,14 +14,14 @@ from ..protocol.inference import Code, Parameter, ServeError, StatisticsRow
 
 
 class Control(Protocol):
-    """Each method raises ``ServeError`` if the command is refused or fails. ``owner``: the name of the token that a
+    """Each method raises ``ServeError`` if the command is refused or fails. ``owner`` is the name of the token that a
     region of shared memory belongs to, "" on a server without tokens."""
 
     def load(self, name: str, config: str | None) -> None:
-        """Load or reload a model. ``config``: a ModelConfig as JSON that replaces the model's ``config.pbtxt``."""
+        """Load or reload a model. ``config`` is a ModelConfig as JSON that replaces the model's ``config.pbtxt``."""
 
     def unload(self, name: str, dependents: bool) -> None:
-        """Unload a model. ``dependents``: also unload the steps of an ensemble."""
+        """Unload a model. ``dependents=True`` also unloads the steps of an ensemble."""
 
     def unload_others(self, kept: Collection[str]) -> None:
         """Unload every model whose name is not in ``kept``."""
@@ -46,7 +46,7 @@ class Control(Protocol):
 
 
 class Processes(Control, Protocol):
-    """All processes of one server: a command runs in every process."""
+    """All processes of one server. A command runs in every process."""
 
     def statistics(self, models: Sequence[ServedModel]) -> list[StatisticsRow]:
         """Returns the statistics of ``models``, summed over the processes."""
@@ -56,7 +56,7 @@ COMMANDS = frozenset(name for name in vars(Control) if not name.startswith("_"))
 
 
 class Command(NamedTuple):
-    """A call of one method of ``Control``, in a form that can be sent to another process."""
+    """A picklable call of one method of ``Control``, to send to another process."""
 
     name: str
     arguments: tuple[Any, ...]

@@ -23,7 +23,7 @@ HANDLE_BYTES = 64
 
 
 class Ipc(Protocol):
-    """The CUDA calls that this module needs. ``address`` is an address in GPU memory, ``host`` one in host memory."""
+    """The CUDA calls that this module needs. ``address`` is in GPU memory, ``host`` is an address in host memory."""
 
     def open(self, handle: bytes, device: int) -> int:
         """Returns the address of the memory that ``handle`` shares."""
@@ -44,7 +44,7 @@ def available() -> bool:
     """Tells whether this machine has an NVIDIA GPU and the package ``cuda.bindings``."""
     try:
         return has_nvidia_gpu() and importlib.util.find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:  # there is no package cuda at all
+    except ModuleNotFoundError:  # the package cuda is not installed at all
         return False
 
 
@@ -74,7 +74,7 @@ class CudaIpc(CudaRuntime):
         self._copy(address, host, size, device, self._kinds.cudaMemcpyHostToDevice)
 
     def _copy(self, target: int, source: int, size: int, device: int, kind: Any) -> None:
-        self._call(self._cuda.cudaSetDevice(device))  # the device is a setting of the thread
+        self._call(self._cuda.cudaSetDevice(device))  # CUDA's current device is a setting of the thread
         self._call(self._cuda.cudaMemcpy(target, source, size, kind))
 
     def close(self, address: int, device: int) -> None:
@@ -96,13 +96,14 @@ class CudaRegion:
     _closed: bool = False
 
     def read(self, offset: int, size: int) -> memoryview:
-        """Returns a copy of ``size`` bytes from ``offset``. The caller has checked that they lie within the region."""
+        """Returns a copy of ``size`` bytes from ``offset``. The caller has checked that the slice lies within the
+        region."""
         found = np.empty(size, dtype=np.uint8)
         self._copy(self.ipc.from_gpu, found.ctypes.data, self.address + offset, size)
         return memoryview(found)  # type: ignore[arg-type]
 
     def write(self, offset: int, body: bytes | bytearray | memoryview) -> None:
-        """Copy ``body`` to ``offset``. The caller has checked that it fits into the region."""
+        """Copy ``body`` to ``offset``. The caller has checked that ``body`` fits into the region."""
         source = np.frombuffer(body, dtype=np.uint8)
         self._copy(self.ipc.to_gpu, self.address + offset, source.ctypes.data, source.nbytes)
 
@@ -140,7 +141,7 @@ def open_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRe
     if not name or len(handle) != HANDLE_BYTES or byte_size <= 0 or device < 0:
         raise refused(
             Code.INVALID_ARGUMENT,
-            f"it takes a name, a handle of {HANDLE_BYTES} bytes, a device and a byte_size above 0",
+            f"registering takes a name, a handle of {HANDLE_BYTES} bytes, a device and a byte_size above 0",
         )
     try:
         ipc: Ipc = CudaIpc()
@@ -150,7 +151,7 @@ def open_region(name: str, handle: bytes, device: int, byte_size: int) -> CudaRe
     try:
         room = ipc.room(address)
         if byte_size > room:
-            raise refused(Code.INVALID_ARGUMENT, f"it has {room} bytes, not {byte_size}")
+            raise refused(Code.INVALID_ARGUMENT, f"the shared memory has {room} bytes, not {byte_size}")
         return CudaRegion(name, device, byte_size, handle, address, ipc)
     except BaseException as error:
         ipc.close(address, device)

@@ -22,7 +22,7 @@ class LocalControl:
 
     def __init__(self, repository: Repository, memory: OwnedMemory, trace: TraceSettings, logging: LogSettings) -> None:
         self._repository, self._memory, self.trace, self.logging = repository, memory, trace, logging
-        self._configs: dict[str, str] = {}  # by model: the config that the last load command sent
+        self._configs: dict[str, str] = {}  # maps each model to the config of the last load command
 
     def load(self, name: str, config: str | None) -> None:
         with _as_invalid():

@@ -1,4 +1,4 @@
-"""The server itself: one set of functions for every transport, in the types of ``transport.py``."""
+"""``InferenceServer``: the functions that every transport calls, in the types of ``transport.py``."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class InferenceServer:
         max_waiting: int = 0,
         tracing: Tracing | None = None,
     ) -> None:
-        """``max_waiting``: the number of transport threads that may wait for one model, so that a model that hangs
-        doesn't hold all threads; 0 means no limit. The models' queues limit the requests that hold no thread."""
+        """At most ``max_waiting`` transport threads (0: no limit) wait for one model, so a hanging model doesn't hold
+        all threads. The models' queues limit the requests that hold no thread."""
         self.repository = repository
         self.access = access or Access()
         self.memory = OwnedMemory()
@@ -107,13 +107,13 @@ class InferenceServer:
         return self.healthy()
 
     def healthy(self) -> bool:
-        """Tells the same as ``ready``, for probes, which have no token."""
+        """Tells whether the server takes requests, like ``ready``, for probes without a token."""
         if self._draining or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
 
     def on_change(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher`` whenever ``healthy`` may have changed. The call may come on any thread."""
+        """Call ``watcher``, on any thread, whenever ``healthy`` may have changed."""
         self._watchers.append(watcher)
 
     def _changed(self) -> None:
@@ -130,7 +130,7 @@ class InferenceServer:
         return NAME, __version__, (*EXTENSIONS, *cuda)
 
     def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
-        """Tells whether the model serves. Returns False if there is no such model."""
+        """Tells whether the model serves. Returns False if the repository has no such model."""
         self.access.check(token, model=name)
         try:
             self.repository.get(name, version)
@@ -169,7 +169,7 @@ class InferenceServer:
     # Inference
 
     def infer(self, call: InferCall, reply: Reply) -> Ticket:
-        """Check the call, run it, and call ``reply``: once, or several times for a decoupled model. ``reply`` is called
+        """Check and run the call, and call ``reply``: once, or several times for a decoupled model. ``reply`` is called
         on any thread, possibly before this method returns. Raises ``ServeError`` if the call is refused."""
         return self._infer(call, reply) if self.tracing is None else self.tracing.infer(self._infer, call, reply)
 
@@ -189,7 +189,7 @@ class InferenceServer:
                     try:
                         return model.submit(request, self._answer(model, call, reply))
                     except Retired:
-                        model = self._find(call)  # another version of the model has replaced it
+                        model = self._find(call)  # another version of the model has replaced this version
             except BaseException:
                 self._leave(call)
                 raise
@@ -207,8 +207,8 @@ class InferenceServer:
             raise
 
     def _read(self, model: ServedModel, call: InferCall, arrived: int) -> InferenceRequest:
-        """Returns the request that ``call`` describes. The statistics of the model count a malformed call as a failure,
-        as the executor counts a request that it refuses."""
+        """Returns the request that ``call`` describes. The model's statistics count a malformed call as a failure, just
+        like a refused request."""
         try:
             if call.single and model.scheduling.decoupled:
                 raise ServeError(
@@ -221,7 +221,7 @@ class InferenceServer:
             raise
 
     def is_decoupled(self, name: str, version: str = "") -> bool:
-        """Tells whether a request may get several responses. Returns False if there is no such model."""
+        """Tells whether a request may get several responses. Returns False if the repository has no such model."""
         try:
             return self.repository.get(name, version).scheduling.decoupled
         except ServeError:
@@ -229,7 +229,7 @@ class InferenceServer:
 
     def _answer(self, model: ServedModel, call: InferCall, reply: Reply) -> Any:
         memory = self.memory.of(call.owner)
-        spoiled = False  # True if a response of the model couldn't be turned into a reply
+        spoiled = False  # True if a response of the model couldn't be converted to a reply
 
         def answer(found: InferenceResponse | ServeError) -> None:
             nonlocal spoiled
@@ -362,8 +362,8 @@ class InferenceServer:
     # Ending
 
     def drain(self, timeout: float) -> bool:
-        """Take no new requests, and wait until every request is answered. Returns False if that takes more than
-        ``timeout`` seconds."""
+        """Take no new requests, and wait until every request is answered. Returns False if the wait exceeds ``timeout``
+        seconds."""
         self._draining = True
         self._changed()
         with self._lock:
@@ -379,12 +379,12 @@ class InferenceServer:
 
     @property
     def taking(self) -> bool:
-        """Tells whether the server takes new requests, which it does until ``drain``."""
+        """Tells whether the server takes new requests, which ends with ``drain``."""
         return not self._draining
 
     @property
     def under_way(self) -> int:
-        """Returns the number of requests that were taken and are not answered."""
+        """Returns the number of accepted requests that are not answered yet."""
         return self._under_way
 
 

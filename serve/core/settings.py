@@ -11,12 +11,13 @@ from ..protocol.inference import Parameter
 from ..protocol.tensors import invalid
 
 _LEVELS = {"OFF", "TIMESTAMPS", "TENSORS"}
-_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest allowed value
+_NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the smallest allowed value of the setting
 
 
 @dataclass
 class _Sampler:
-    """Chooses the requests to trace: one in ``rate`` (0: none), until ``left`` requests were traced (-1: no limit)."""
+    """Chooses the requests to trace: one in ``rate`` (0: none), until ``left`` requests have been traced (-1: no
+    limit)."""
 
     on: bool
     rate: int
@@ -37,10 +38,10 @@ class _Sampler:
 
 
 class TraceSettings:
-    """The trace settings of the server, and of each model that overrides them.
+    """The trace settings of the server, and the overrides of each model.
 
-    ``url``: the endpoint that gets the OpenTelemetry traces of one request in ``rate``. Without a URL the settings can
-    be read and changed but nothing is traced, as in Triton without a trace file.
+    ``url`` is the endpoint that gets the OpenTelemetry traces of one request in ``rate``. Without a URL the settings
+    can be read and changed but nothing is traced, as in Triton without a trace file.
     """
 
     def __init__(self, url: str = "", rate: int = 1000) -> None:
@@ -56,8 +57,8 @@ class TraceSettings:
         self._samplers = {"": self._sampler("")}
 
     def of(self, model: str) -> dict[str, list[str]]:
-        """Returns the settings that hold for ``model``, "" for the server. ``trace_count`` says how many requests may
-        still be traced."""
+        """Returns the settings that hold for ``model``, "" for the server. ``trace_count`` is the number of requests
+        that may still be traced."""
         with self._lock:
             left = self._samplers.get(model, self._samplers[""]).left
             return {**self._values(model), "trace_count": [str(left)]}
@@ -72,8 +73,8 @@ class TraceSettings:
         )
 
     def sample(self, model: str, *, propagated: bool) -> bool:
-        """Tells whether to trace this request, and counts it. ``propagated``: the client sent a trace with the request,
-        which is then traced at any rate."""
+        """Tells whether to trace this request, and counts the request. A request whose trace the client ``propagated``
+        is traced at any rate."""
         with self._lock:
             return self._samplers.get(model, self._samplers[""]).take(propagated)
 
@@ -83,8 +84,8 @@ class TraceSettings:
             return {model: dict(own) for model, own in self._own.items() if own}
 
     def change(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
-        """Set each setting of ``changes``, or clear it if its value is None. Raises ``ServeError`` INVALID_ARGUMENT if
-        a setting is unknown or its value is not allowed."""
+        """Set each setting of ``changes``, or clear settings whose value is None. Raises ``ServeError``
+        INVALID_ARGUMENT if a setting is unknown or its value is not allowed."""
         for key, value in changes.items():
             if key not in self._start:
                 raise invalid(f"invalid trace setting '{key[:64]}'; there are {', '.join(self._start)}")
@@ -103,7 +104,7 @@ class TraceSettings:
                     own[key] = list(value)
             if model and not own:
                 del self._own[model]
-            # A change of the server's settings also changes those of every model, so all samplers start again.
+            # A change of the server's settings also changes the settings of every model, so all samplers start again.
             self._samplers = {name: self._sampler(name) for name in self._own}
 
 
@@ -135,8 +136,8 @@ class LogSettings:
             return dict(self._values)
 
     def change(self, changes: Mapping[str, Parameter]) -> None:
-        """Change the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown, if its value is not
-        allowed, or if it is ``log_file``, which only the command line sets."""
+        """Change the settings. Raises ``ServeError`` INVALID_ARGUMENT if a setting is unknown, has a value that is not
+        allowed, or is ``log_file``, which only the command line sets."""
         for key, value in changes.items():
             if key not in self._values:
                 raise invalid(f"Unknown log setting '{key[:64]}'; there are {', '.join(self._values)}")

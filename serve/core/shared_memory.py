@@ -1,8 +1,8 @@
 """Regions of memory that clients share with the server: POSIX shared memory, and GPU memory (``cuda_regions``).
 
-The server opens a region of POSIX shared memory when the client registers it, and checks every slice against its size.
-System calls read and write the region; it is not mapped. A client can shrink the memory at any time, and touching a
-mapped page that is gone would end the process.
+The server opens a POSIX region when the client registers the region, and checks every slice against the region's size.
+System calls read and write the region; the region is not mapped. A client can shrink the memory at any time, and
+touching a mapped page that is gone would end the process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_REGIONS = 1024
 
 @dataclass
 class Region:
-    """The registered part of the shared-memory object ``key``: ``byte_size`` bytes from ``offset``. ``file``: the open
-    file descriptor of the object."""
+    """The registered part of the shared-memory object ``key``: ``byte_size`` bytes from ``offset``. ``file`` is the
+    open file descriptor of the object."""
 
     name: str
     key: str
@@ -79,8 +79,8 @@ class SharedMemory:
             raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; drop some")
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
-        """Forget the region ``name``, or every region if ``name`` is empty. ``kind``: forget regions of this kind only;
-        None means both kinds. As in Triton, an unknown name is no error."""
+        """Forget the region ``name``, or every region if ``name`` is empty. None as ``kind`` stands for both kinds of
+        regions. As in Triton, an unknown name is no error."""
         with self._lock:
             gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]
             for region in gone:
@@ -90,11 +90,11 @@ class SharedMemory:
 
     def status(self, name: str = "") -> list[Region]:
         """Returns the region ``name`` of POSIX shared memory, or every such region if ``name`` is empty. Raises
-        ``ServeError`` NOT_FOUND if there is no region of this name."""
+        ``ServeError`` NOT_FOUND if no region has this name."""
         return [region for region in self._listed(name, Region, "") if isinstance(region, Region)]
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
-        """Returns regions of GPU memory, as ``status`` does for POSIX shared memory."""
+        """Returns the GPU region ``name``, or every GPU region if ``name`` is empty."""
         return [region for region in self._listed(name, CudaRegion, "CUDA ") if isinstance(region, CudaRegion)]
 
     def _listed(self, name: str, kind: Kind, called: str) -> list[Region | CudaRegion]:
@@ -132,8 +132,8 @@ class SharedMemory:
 
     @contextlib.contextmanager
     def _opened(self, part: Slice) -> Iterator[tuple[int | CudaRegion, int]]:
-        """Yields the open file and the position of a slice, or the GPU region and the offset in it. The file descriptor
-        is a duplicate, because another thread may unregister the region meanwhile."""
+        """Yields the open file and the position of a slice, or the GPU region and the slice's offset. The file
+        descriptor is a duplicate, because another thread may unregister the region during the access."""
         with self._lock:
             region = self._find(part)
             if isinstance(region, Region):
@@ -153,7 +153,7 @@ class SharedMemory:
             os.close(file)
 
     def _find(self, part: Slice) -> Region | CudaRegion:
-        """Returns the region of ``part``, after checking that ``part`` lies within its bounds."""
+        """Returns the region of ``part``, after checking that ``part`` lies within the region's bounds."""
         found = self._regions.get(part.region)
         if found is None:
             raise ServeError(Code.NOT_FOUND, f"Unable to find shared memory region: '{part.region}'")
@@ -173,7 +173,7 @@ def _is(region: Region | CudaRegion, kind: Kind | None) -> bool:
 
 class OwnedMemory:
     """The regions of a server, by the owner who registered them. Only the owner can read, write, list and unregister a
-    region, or learn that it exists. Two owners may use the same name."""
+    region, or learn that the region exists. Two owners may use the same name."""
 
     def __init__(self) -> None:
         self._owners: dict[str, SharedMemory] = {}

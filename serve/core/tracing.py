@@ -8,8 +8,8 @@
             ├── compute_infer    running the session
             └── compute_output   splitting the outputs of the batch
 
-Spans and attributes have Triton's names if Triton has them. The spans are made once a request is answered, from the
-durations that its executor counts for the statistics. OpenTelemetry is imported only if ``--trace`` is given.
+Spans and attributes have Triton's names if Triton has them. Spans are created once a request is answered, from the
+durations that the model's executor counts for the statistics. OpenTelemetry is imported only if ``--trace`` is given.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("accel.serve")
 
 Take = Callable[[InferCall, Reply], Ticket]
 
-# An endpoint that doesn't answer delays the end of the server by at most this long.
+# Seconds by which an endpoint that doesn't answer delays the server's shutdown at most.
 _LAST_EXPORT_MS = 3000
 
 
@@ -55,7 +55,8 @@ class Tracing:
         self._failed: Callable[[str], Status] = lambda text: Status(StatusCode.ERROR, text)
 
     def infer(self, take: Take, call: InferCall, reply: Reply) -> Ticket:
-        """Return ``take(call, reply)``, and trace the request if the settings say so. Raises as ``take`` does."""
+        """Return ``take(call, reply)``, and trace the request if the trace settings select the request. Raises as
+        ``take`` does."""
         # As in Triton, a request that comes with a trace is traced at any rate.
         if not self.settings.sample(call.model, propagated=bool(call.trace)):
             return take(call, reply)
@@ -84,7 +85,7 @@ class Tracing:
         span.end(end)
 
     def _model(self, parent: Context, name: str, version: str, spent: Durations, earliest: int, end: int) -> None:
-        """Record the span of a model, and below it the spans of its queue and compute or of its steps."""
+        """Record the span of a model, with child spans for queue and compute or for the ensemble's steps."""
         begun = max(earliest, end - spent.total) if spent.total else earliest
         attributes = {"triton.model_name": name, "triton.model_version": version}
         span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun)
@@ -125,7 +126,7 @@ class _Traced:
         self._ticket: Ticket | None = None
 
     def reply(self, found: InferReply | ServeError) -> None:
-        """Pass a response on to the transport, at once because the client waits, and note the last response."""
+        """Pass a response on to the transport at once, and keep the last response for the trace."""
         end = time.time_ns()
         self._reply(found)
         if isinstance(found, InferReply) and not found.final:

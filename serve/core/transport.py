@@ -1,4 +1,5 @@
-"""The seam between a transport and the server: calls and replies, in types that belong to neither gRPC nor HTTP."""
+"""The interface between a transport and the server: calls and replies, in types that belong to neither gRPC nor
+HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a registered shared-memory region: ``byte_size`` bytes from ``offset``."""
+    """A slice of a registered shared-memory region: ``byte_size`` bytes from ``offset``."""
 
     region: str
     byte_size: int
@@ -25,7 +26,7 @@ class Slice:
 
 @dataclass(slots=True)
 class WireInput:
-    """An input as the client sent it. The input's data is either in ``raw`` (bytes), in ``values`` (a list) or in
+    """An input in the client's encoding. The input's data is either in ``raw`` (bytes), in ``values`` (a list) or in
     ``slice`` (shared memory)."""
 
     name: str
@@ -38,8 +39,8 @@ class WireInput:
 
 @dataclass(slots=True)
 class WantedOutput:
-    """An output that the client asks for. ``classification``: the number of classes, or 0 for the tensor itself.
-    ``parameters``: the parameters that only the transport understands."""
+    """An output that the client requests. ``classification`` is the number of classes, or 0 for the tensor itself.
+    ``parameters`` are the parameters that only the transport understands."""
 
     name: str
     classification: int = 0
@@ -54,10 +55,10 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 class InferCall:
     """One request for inference.
 
-    ``outputs``: None asks for all outputs. ``deadline``: the time, on the clock of ``time.monotonic()``, after which
-    the client no longer waits. ``token``: the caller's bearer token. ``owner``: the name of that token, which the
-    server fills in. ``single``: the transport can send one response only. ``holds_thread``: a thread of the transport
-    waits for the reply. ``binary``: send outputs that the client did not name as binary data. ``trace``: the
+    ``outputs``: None requests all outputs. ``deadline`` is the ``time.monotonic()`` after which the client no longer
+    waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the server fills in. ``single``
+    is True if the transport can send one response only. ``holds_thread`` is True if a thread of the transport waits for
+    the reply. ``binary=True`` sends outputs that the client did not name as binary data. ``trace`` holds the
     ``TRACE_HEADERS`` of the request, or None if the server does not trace.
     """
 
@@ -78,7 +79,7 @@ class InferCall:
 
 @dataclass(slots=True)
 class ReplyTensor:
-    """An output of a reply. ``array``: None if the data was written to the shared memory at ``slice``."""
+    """An output of a reply. ``array`` is None if the data was written to the shared memory at ``slice``."""
 
     name: str
     datatype: str
@@ -89,8 +90,8 @@ class ReplyTensor:
 
 @dataclass(slots=True)
 class InferReply:
-    """One response to a call. ``final``: no further response follows. ``hidden``: the response has no outputs and says
-    only that it is final, and the client did not ask to get such responses."""
+    """One response to a call. ``final`` is True if no further response follows. ``hidden`` is True for an empty final
+    response that the client did not ask for."""
 
     model: str
     version: str

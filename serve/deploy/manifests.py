@@ -18,13 +18,13 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The server to deploy. ``repository``: the folder or address that ``accel serve`` gets in the container.
+    """The server to deploy. ``repository`` is the folder or address that ``accel serve`` gets in the container.
 
-    ``claim``: a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
+    ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
     Kubernetes quantities of each replica, ``gpus`` is its number of NVIDIA GPUs. The load decides the number of
-    replicas, from ``min_replicas`` to ``max_replicas``. ``drain_seconds``: how long a stopped replica may take to
-    answer its requests. ``words``: further options of ``accel serve``. ``secrets``: the name of each Secret and the
-    folder at which it is mounted.
+    replicas, from ``min_replicas`` to ``max_replicas``. A stopped replica has ``drain_seconds`` to answer its requests.
+    ``words`` are further options of ``accel serve``. ``secrets`` maps each Secret's name to the folder at which the
+    Secret is mounted.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is not a range; give 1 <= min <= max")
-        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU, which is also the limit
+        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU (the CPU limit is the same)
             raise BadConfig(f"a CPU target of {self.target_cpu_percent}% is out of range; give 1 to 100")
         if "--tls-client-ca" in self.words:
             raise BadConfig("the probes of Kubernetes have no client certificate; leave out --tls-client-ca")
@@ -78,7 +78,7 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
         "metadata": {"name": wanted.name, "labels": labels},
         "spec": {
             "selector": {"matchLabels": selector},
-            # An update starts a new replica before it stops an old one.
+            # An update starts a new replica before stopping an old replica.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {"metadata": {"labels": labels}, "spec": spec},
         },

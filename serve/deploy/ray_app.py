@@ -4,8 +4,8 @@
 
 Each replica serves the whole repository as ``accel serve`` does. HTTP works at once. For Triton's gRPC clients, start
 Ray's proxies with the service: ``serve start --grpc-servicer-functions
-accel.serve.deploy.ray_app.add_inference_service``. A replica refuses streams, control commands and shared memory, which
-would reach one process only. Statistics are those of the replica that gets the call.
+accel.serve.deploy.ray_app.add_inference_service``. A replica refuses streams, control commands and shared memory,
+which would reach only one process. Statistics come from the replica that gets the call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_inference_service(servicer: Any, server: Any) -> None:
 
 
 class _Context:
-    """Offers the methods of a grpcio context that ``transports/grpc/front.py`` calls, based on Ray's own context."""
+    """Adapts Ray's gRPC context to the methods of a grpcio context that ``transports/grpc/front.py`` calls."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -69,8 +69,8 @@ class _Context:
 
 
 class Replica:
-    """One replica of the server. ``options``: the text of ``ServeOptions.to_text()``. ``concurrency``: the number of
-    calls that can wait for a model at the same time."""
+    """One replica of the server. ``options`` is the text of ``ServeOptions.to_text()``. ``concurrency`` is the number
+    of calls that can wait for a model at the same time."""
 
     def __init__(self, options: str, concurrency: int) -> None:
         self._server = ServeOptions.from_text(options).open_server()

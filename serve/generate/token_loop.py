@@ -11,7 +11,7 @@ stream_positions  the input for the positions of the given tokens: (rows, length
 stream_end        the token that ends a row
 stream_steps      the largest number of generated tokens (256)
 
-The next token is the one with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), as a
+The next token is the token with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), as a
 response for each step.
 """
 
@@ -37,7 +37,7 @@ _KEYS = ("stream_tokens", "stream_logits", "stream_mask", "stream_positions", "s
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoop:
-    """The tensors of a token loop. ``states``: output name -> input name. The module's docstring explains the rest."""
+    """The tensors of a token loop. ``states`` maps output names to input names. See the module's docstring."""
 
     tokens: str
     logits: str
@@ -67,7 +67,7 @@ class TokenLoop:
 def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None:
     """Returns the token loop that a model's config declares, or None if the model isn't decoupled.
 
-    Raises ``BadRepository`` if a decoupled model declares no token loop, or one that doesn't fit its signature.
+    Raises ``BadRepository`` if a decoupled model declares no token loop, or a loop that doesn't fit the signature.
     """
     options = {k: v.string_value for k, v in config.parameters.items() if k.startswith(_PREFIX)}
     decoupled = config.model_transaction_policy.decoupled
@@ -83,7 +83,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
         raise refused(f"unknown parameter {unknown[0]}; use {', '.join(_KEYS)} or {_STATE}OUTPUT")
     if missing := [key for key in _KEYS[:2] if not options.get(key)]:
         raise refused(
-            f"it is decoupled, and only a token loop streams: the parameter {missing[0]} is missing; name the loop's "
+            f"a decoupled model needs a token loop, and the parameter {missing[0]} is missing; name the loop's "
             f"input and output with {' and '.join(_KEYS[:2])}, or take model_transaction_policy out"
         )
     inputs = {spec.name: spec for spec in signature.inputs}
@@ -142,7 +142,7 @@ class TokenLoopSession:
         self._one_by_one = self._specs[loop.tokens].shape[1] == 1
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        """Yields one ``token`` per step, (rows, 1). Raises ``BadFeeds`` if the prompt is empty."""
+        """Yields one ``token`` of shape (rows, 1) per step. Raises ``BadFeeds`` if the prompt is empty."""
         loop = self._loop
         given = np.asarray(feeds[loop.tokens])
         if not given.size:
@@ -169,7 +169,8 @@ class TokenLoopSession:
             given = token[:, None] if loop.states else np.concatenate([given, token[:, None]], axis=1)
 
     def _made(self, piece: np.ndarray, before: int) -> dict[str, np.ndarray]:
-        """Returns the tokens ``piece`` with their mask and positions. ``before``: number of tokens in the states."""
+        """Returns the tokens ``piece`` with their mask and positions. ``before`` is the number of tokens in the
+        states."""
         loop, (rows, length) = self._loop, piece.shape
         made = {loop.tokens: piece}
         if loop.mask is not None:
@@ -180,10 +181,10 @@ class TokenLoopSession:
         return made
 
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
-        """Returns the state before the first token, zeros.
+        """Returns zeros, the state before the first token.
 
-        A dynamic dim has the size that the feeds give it. A dynamic dim that only states have, such as the tokens so
-        far, starts with size 0.
+        A dynamic dim has its size in the feeds. A dynamic dim that only states have, such as the tokens so far, starts
+        with size 0.
         """
         known = {
             dim: size

@@ -1,4 +1,4 @@
-"""Reads ``config.pbtxt``, completes it from the model's signature, checks it, and makes the scheduling from it."""
+"""Reads ``config.pbtxt``, completes and checks the config against the model's signature, and derives the scheduling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLATFORMS = {
 }
 # accel's own options are free parameters of the config, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost (least total cost of the batches, the default) or none (order of arrival)
+LENGTH_GROUPING = "length_grouping"  # cost (least total cost of the batches: the default), none (order of arrival)
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -59,7 +59,7 @@ def parse_json(text: str, where: str) -> ModelConfig:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config in the JSON form of Triton's HTTP API."""
+    """Returns the config as the JSON of Triton's HTTP API."""
     body: dict[str, Any] = json_format.MessageToDict(
         config,
         preserving_proto_field_name=True,
@@ -74,15 +74,15 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
 def complete(
     config: ModelConfig, name: str, signature: Signature, kind: str, *, batch_given: bool, gpu: bool = False
 ) -> None:
-    """Fills in the fields that ``config`` leaves out and checks the others against the model's ``signature``.
+    """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
-    ``batch_given``: tells whether the file sets ``max_batch_size``. The message doesn't tell a 0 from an unset field.
-    ``gpu``: tells whether the model runs on a GPU if the config doesn't say. Raises ``BadRepository`` if the config
+    ``batch_given`` tells whether the file sets ``max_batch_size``, because the message doesn't tell 0 from unset.
+    ``gpu`` tells whether a model without a configured device runs on a GPU. Raises ``BadRepository`` if the config
     contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts; take name out of it"
+            f"the config of model '{name}' says name '{config.name}', but the folder's name counts; take name out"
         )
     config.name = name
     platform, backend = PLATFORMS[kind]
@@ -109,8 +109,8 @@ def complete(
 def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
     """Returns the signature that ``config`` declares. ``what`` names the model in errors.
 
-    ``scalars``: a tensor without dims is a single number (for each row). Raises ``BadRepository`` if a data_type or,
-    without ``scalars``, dims are missing.
+    With ``scalars``, a tensor without dims is a single number (for each row). Raises ``BadRepository`` if a data_type
+    or, without ``scalars``, dims are missing.
     """
 
     def spec(tensor: Any) -> TensorSpec:
@@ -178,7 +178,7 @@ def config_dtype(spec: TensorSpec) -> int:
 
 
 def config_dims(spec: TensorSpec, batching: bool) -> list[int]:
-    """Returns the dims of ``spec`` in the config's form: -1 for a dynamic dim, and no batch dim if ``batching``."""
+    """Returns the dims of ``spec`` as a config writes them: -1 for a dynamic dim, and no batch dim if ``batching``."""
     dims = [-1 if isinstance(dim, str) else dim for dim in spec.shape]
     return dims[1:] if batching else dims
 
@@ -189,7 +189,7 @@ def datatype(tensor: Any) -> str:
 
 
 def _largest_batch(signature: Signature) -> int:
-    """Returns the model's largest batch size, or 0 unless the batch is the first dim of every input and output."""
+    """Returns the model's largest batch size, or 0 if an input or output doesn't have the batch as first dim."""
     batch = signature.batch_dim
     specs = (*signature.inputs, *signature.outputs)
     if batch is None or not all(spec.shape and spec.shape[0] == batch for spec in signature.inputs):
@@ -200,7 +200,7 @@ def _largest_batch(signature: Signature) -> int:
 
 
 def batch_range(signature: Signature) -> DimRange:
-    """Returns how many rows a batch may have. If the range is accel's default, a single row is allowed too."""
+    """Returns the allowed numbers of rows in a batch. If the range is accel's default, a single row is allowed too."""
     batch = signature.batch_dim
     if batch is None:
         return DimRange(1, 1, 1)
@@ -211,10 +211,10 @@ def batch_range(signature: Signature) -> DimRange:
 def scheduling(
     config: ModelConfig, signature: Signature, folder: Path | None = None, profiles: tuple[Profile, ...] = ()
 ) -> Scheduling:
-    """Returns how the model's requests are queued and batched.
+    """Returns the options by which the model's requests are queued and batched.
 
-    ``folder``: the model's folder, which has the files that the config names. ``profiles``: the optimization profiles
-    of an engine. Raises ``BadRepository`` if the config contradicts the model or needs an unsupported feature.
+    ``folder`` is the model's folder, which has the files that the config names. ``profiles`` are the optimization
+    profiles of an engine. Raises ``BadRepository`` if the config contradicts the model or needs an unsupported feature.
     """
     name = config.name
     dynamic = config.HasField("dynamic_batching")
@@ -268,7 +268,7 @@ def scheduling(
     for tensor in config.input:
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
-                f"model '{name}', input '{tensor.name}': the model has no default for it, so it can't be optional; "
+                f"model '{name}', input '{tensor.name}': an input without a default can't be optional; "
                 "take optional out, or export the model with an initializer of that name (the mask of a model that is "
                 "batched by length is made by the server)"
             )
@@ -311,10 +311,11 @@ def _policy(policy: Any) -> QueuePolicy:
 
 
 def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, str]) -> LengthBatching | None:
-    """Returns how requests of different lengths are batched, or None if they are not batched together.
+    """Returns the options for batching requests of different lengths, or None if such requests are not batched
+    together.
 
-    The config may name the dim that differs between requests. If it doesn't, the dim is the model's only dynamic dim
-    besides the batch, if the model has a mask. Without a mask, padding would change the model's outputs.
+    The dim that differs between requests is the config's ``length_dim``. Without this parameter, a model with a mask
+    uses its only dynamic dim besides the batch. Without a mask, padding would change the model's outputs.
     """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]
@@ -349,8 +350,9 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
 
 
 def gives_batch(text: str) -> bool:
-    """Tells whether the text of a valid ``config.pbtxt`` sets ``max_batch_size``, to 0 or another number."""
+    """Tells whether the text of a valid ``config.pbtxt`` sets ``max_batch_size`` to any number, 0 included."""
     config = proto.message("ModelConfig")()
-    # If a field comes twice, the last value counts. So _NO_BATCH stays only if the file doesn't set max_batch_size.
+    # The parser keeps the last value of a repeated field, so _NO_BATCH stays only if the file doesn't set
+    # max_batch_size.
     text_format.Merge(f"max_batch_size: {_NO_BATCH}\n{text}", config, descriptor_pool=proto.POOL)
     return bool(config.max_batch_size != _NO_BATCH)

@@ -19,10 +19,9 @@ _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 
 def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | None:
-    """Returns the runtime that the instance groups ask for, or None for the artifact's default runtime.
+    """Returns the runtime that the instance groups require, or None for the artifact's default runtime.
 
-    Raises ``BadRepository`` if this machine can't run the model there: a model never runs on another device than its
-    config says.
+    Raises ``BadRepository`` if this machine can't run the model on the configured device: there is no fallback.
     """
 
     def refused(what: str) -> BadRepository:
@@ -30,17 +29,17 @@ def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | Non
 
     kinds = {proto.enum_name("ModelInstanceGroup.Kind", group.kind) for group in config.instance_group}
     if len(kinds) > 1:
-        raise refused("its instance groups are of different kinds; give all the same kind")
+        raise refused("the instance groups are of different kinds; give all groups the same kind")
     kind = next(iter(kinds), "KIND_AUTO")
     for group in config.instance_group:
         if group.profile:
             raise refused("the optimization profile is chosen by each batch's shapes; take profile out")
         if group.passive or group.secondary_devices:
-            raise refused("passive instances and secondary_devices are not supported; take them out")
+            raise refused("passive instances and secondary_devices are not supported; take both out")
         if others := [gpu for gpu in group.gpus if gpu != 0]:
             raise refused(f"instances run on the first GPU only; start a server with CUDA_VISIBLE_DEVICES={others[0]}")
         if group.gpus and kind == "KIND_CPU":
-            raise refused("instances of KIND_CPU can't have gpus; take them out")
+            raise refused("instances of KIND_CPU can't have gpus; take gpus out")
     if artifact.kind == "engine":
         if kind == "KIND_CPU":
             raise refused("an engine runs on a GPU; write KIND_GPU")
@@ -50,7 +49,7 @@ def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | Non
     if kind != "KIND_GPU" and not any(group.gpus for group in config.instance_group):
         return None
     if artifact.kind not in _ON_A_GPU:
-        raise refused(f"nothing runs {artifact.kind} models on a GPU here; write KIND_CPU, or serve it as ONNX")
+        raise refused(f"nothing runs {artifact.kind} models on a GPU here; write KIND_CPU, or serve the model as ONNX")
     if not has_nvidia_gpu():
-        raise refused("its instance_group has KIND_GPU and this machine has no NVIDIA GPU; write KIND_CPU")
+        raise refused("the instance_group has KIND_GPU and this machine has no NVIDIA GPU; write KIND_CPU")
     return _ON_A_GPU[artifact.kind]

@@ -1,5 +1,5 @@
-"""Ensembles: several models that serve as one. A step's outputs are the inputs of other steps. A step runs as soon as
-all its inputs exist."""
+"""Ensembles: several models that serve as a single model. A step's outputs are the inputs of other steps. A step runs
+as soon as all its inputs exist."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _LOG = logging.getLogger(__name__)
 class EnsembleStep:
     """One model of an ensemble.
 
-    ``version``: "" stands for the newest version that serves. ``input_map``: input of the model -> tensor of the
-    ensemble that it gets. ``output_map``: output of the model -> tensor of the ensemble that it makes.
+    An empty ``version`` stands for the newest version that serves. ``input_map`` maps each input of the model to a
+    tensor of the ensemble. ``output_map`` maps each output of the model to a tensor of the ensemble.
     """
 
     model: str
@@ -52,13 +52,13 @@ class EnsembleStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Ensemble:
-    """The steps of an ensemble, in any order. The tensors of the steps decide the order of the runs."""
+    """The steps of an ensemble, in any order. The tensors of the steps decide the order of execution."""
 
     steps: tuple[EnsembleStep, ...]
 
 
 class Step(Protocol):
-    """Runs the requests of a step, as an ``Executor`` does."""
+    """Runs the requests of a step, like an ``Executor``."""
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket: ...
 
@@ -68,7 +68,7 @@ Find = Callable[[str, str], Step]
 
 
 class _Run:
-    """One request on its way through the steps. ``submit`` returns it as the ``Ticket``."""
+    """The state of one request in the steps, and the ``Ticket`` that ``submit`` returns."""
 
     def __init__(self, executor: EnsembleExecutor, request: InferenceRequest, answer: Answer, arrived: float) -> None:
         self.executor = executor
@@ -89,10 +89,10 @@ class _Run:
 
 
 class EnsembleExecutor:
-    """An ``Executor`` that runs each step on the executor of another model. ``find`` looks the model up for each
+    """An ``Executor`` that runs each step on the executor of another model. ``find`` looks up a step's model for each
     request, because the model may be reloaded between two requests.
 
-    Raises ``BadConfig`` if the steps can't be run: no step or two steps make a tensor, or steps wait for each other.
+    Raises ``BadConfig`` if a tensor comes from no step or from two steps, or if steps wait for each other.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class EnsembleExecutor:
     def _pump(self, run: _Run) -> None:
         """Starts the steps that are ready.
 
-        An answer that comes inside ``submit`` counts only after ``submit`` has returned the ticket. So this loop starts
-        the steps that the answer makes ready, and the calls don't nest.
+        If an answer comes inside ``submit``, this loop starts the next steps after ``submit`` has returned the ticket,
+        so the calls don't nest.
         """
         while True:
             with self._lock:
@@ -207,7 +207,7 @@ class EnsembleExecutor:
             self._pump(run)
 
     def _advance(self, run: _Run, i: int) -> None:
-        """Takes over the outputs of step ``i`` as soon as both its ticket and its answer exist."""
+        """Stores the outputs of step ``i`` as soon as both the step's ticket and answer exist."""
         with self._lock:
             if run.done or i not in run.tickets or i not in run.results:
                 return
@@ -246,7 +246,7 @@ class EnsembleExecutor:
         self._runs.pop(run, None)
 
     def fail(self, run: _Run, error: ServeError) -> None:
-        """Answers ``run`` with ``error`` unless it has an answer, and cancels its running steps."""
+        """Answers an unanswered ``run`` with ``error``, and cancels the running steps of ``run``."""
         with self._lock:
             if run.done:
                 return
@@ -267,7 +267,7 @@ class EnsembleExecutor:
                 self._drained.notify_all()
 
     def statistics(self) -> ModelStatistics:
-        """Returns the ensemble's statistics. Queue and compute durations are the sums over its steps."""
+        """Returns the ensemble's statistics, whose queue and compute durations are sums over the steps."""
         with self._lock:
             return self._recorder.copy()
 
@@ -276,7 +276,7 @@ class EnsembleExecutor:
             return len(self._runs)
 
     def close(self, timeout: float) -> None:
-        """Refuses new requests, lets the taken ones end for at most ``timeout`` seconds, and fails the rest. The
+        """Refuses new requests, waits at most ``timeout`` seconds for accepted requests, and fails the rest. The
         executors of the steps belong to other models and stay open."""
         with self._lock:
             self._closing = True

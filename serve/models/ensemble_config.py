@@ -18,7 +18,8 @@ Get = Callable[[str, str], ServedModel]
 
 
 class StepMissing(BadRepository):
-    """The model of a step doesn't serve. The ensemble is tried again when the model serves."""
+    """Raised if the model of a step doesn't serve. The server tries to load the ensemble again when the model
+    serves."""
 
 
 def is_ensemble(config: ModelConfig) -> bool:
@@ -26,13 +27,13 @@ def is_ensemble(config: ModelConfig) -> bool:
 
 
 def complete_ensemble(config: ModelConfig, name: str) -> Signature:
-    """Fills in the fields that ``config`` leaves out and returns the signature that it declares.
+    """Fills in the fields that ``config`` leaves out and returns the signature that ``config`` declares.
 
     Raises ``BadRepository`` if the config lacks inputs, outputs or steps, or has a field that an ensemble can't have.
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"model '{name}' calls itself '{config.name}' in its config; the folder's name counts; take name out of it"
+            f"the config of model '{name}' says name '{config.name}', but the folder's name counts; take name out"
         )
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")
@@ -77,14 +78,14 @@ def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: 
 
 
 def step_names(config: ModelConfig) -> list[str]:
-    """Returns the names of an ensemble's models, each once. Empty if the config is not an ensemble's."""
+    """Returns the names of an ensemble's models, each once, or an empty list if the config is not an ensemble's."""
     return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
 
 
 def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) -> list[str]:
     """Returns ``names``, and the names of the steps of their ensembles, each once. Steps come before their ensemble.
 
-    If ensembles form a circle, one of them comes before its steps and fails to load.
+    In a cycle of ensembles, one ensemble comes before its steps and fails to load.
     """
     order: dict[str, None] = {}
     seen: set[str] = set()
@@ -163,7 +164,7 @@ def _may_agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 class _Serving:
-    """A model looked up by its name for each request, so that the request goes to the version that serves then."""
+    """Looks up a model by name for each request, so that the request goes to the currently serving version."""
 
     def __init__(self, get: Get, name: str, version: str) -> None:
         self._get, self._name, self._version = get, name, version

@@ -1,4 +1,4 @@
-"""A model's folder in a repository, in Triton's layout: reads its config and opens the models in it.
+"""A model's folder in a repository, in Triton's layout: reads the config and opens the versions.
 
 name/config.pbtxt         optional: the server completes it from the model's own file
 name/labels.txt           optional: an output's label_filename names it
@@ -28,23 +28,23 @@ from .sequence_config import INITIAL_STATES
 CONFIG = "config.pbtxt"
 TORCH_FILES = ("model.pt2", "model.pt")  # Both formats may hold pickles.
 PLAN = "model.plan"  # Triton's name for an engine.
-# The functions that read the signature of a file without a manifest.
+# Functions that read the signature of a file without a manifest, by kind of artifact.
 _DESCRIBED = {
     "onnx": "accel.sources.onnx.file:describe",
     "openvino": "accel.converters.graph.read_ir:describe",
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
 
-# Name, size, time in ns and inode of each file. Changes if a file's bytes change, or a file is touched or replaced.
+# Name, size, time in ns and inode of each file: changes if a file is written, touched or replaced.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """The models that may be opened.
+    """Options for opening models that are refused by default.
 
-    ``insecure``: also a model that differs from its manifest. ``allow_pickle``: also exported programs and TorchScript,
-    whose archives may hold pickles.
+    ``insecure`` allows a model that differs from its manifest. ``allow_pickle`` allows exported programs and
+    TorchScript, whose archives may hold pickles.
     """
 
     insecure: bool = False
@@ -52,7 +52,7 @@ class Trust:
 
 
 def valid_name(name: str) -> bool:
-    """Tells whether ``name`` can be the name of a model: one plain folder name that can't lead out of its folder."""
+    """Tells whether ``name`` can be the name of a model: a plain folder name without a path."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
@@ -69,7 +69,7 @@ def fingerprint(folder: Path) -> Fingerprint:
             path = Path(root, file)
             try:
                 stat = path.stat()
-            except OSError:  # removed since it was listed
+            except OSError:  # the file was removed since the listing
                 continue
             found.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino))
     return tuple(sorted(found))
@@ -100,7 +100,7 @@ class ModelFolder:
             raise BadRepository(f"can't read {path}: {error}; write it as UTF-8 text") from None
 
     def config(self) -> tuple[ModelConfig, bool]:
-        """Returns the config as written, and whether it sets ``max_batch_size``."""
+        """Returns the config as written, and whether the text sets ``max_batch_size``."""
         text = self.config_text() or ""
         return model_config.parse(text, f"{self.name}/{CONFIG}"), model_config.gives_batch(text)
 
@@ -211,9 +211,10 @@ def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:
 
 
 def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
-    """Opens a file without a manifest. An engine's signature comes from its ``config``, any other from the file.
+    """Opens a file without a manifest. The signature of an engine comes from ``config``, the signature of any other
+    artifact from the file.
 
-    A native parser runs in a child process, because the parser may crash.
+    Native parsers run in a child process, because a parser may crash.
     """
     if kind == "engine" and config.input and config.output:
         toolkit = config.parameters[TOOLKIT].string_value if TOOLKIT in config.parameters else "tensorrt"
@@ -221,7 +222,7 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"{path} has no valid manifest, and nothing else says what an engine takes; build it again, or write "
+            f"{path} has no valid manifest, and nothing else has the engine's inputs; build it again, or write "
             f"{CONFIG} with its input and output"
         )
     companions = KINDS[kind].companions_of(path)

@@ -1,4 +1,4 @@
-"""Loads one version of a model: opens it, completes its config, warms it up and makes its executor."""
+"""Loads one version of a model: opens the artifact, completes the config, and creates and warms up the executor."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ MakeExecutor = Callable[..., Executor]
 class Loading:
     """Options for loading models.
 
-    ``threads``: threads of each session if its config sets none (0: see ``_share``). ``cores``: number of cores that
-    a model's sessions share (0: all cores of this process). ``make``: makes the executor. ``get``: finds the models of
-    an ensemble. ``cache``: the response cache that all models share. ``limiter``: limits the resources that models
-    share. ``host_policies``: cores by host policy, the name that instance groups use.
+    ``threads`` is the number of threads of each session without a configured number (0: see ``_share``). ``cores`` is
+    the number of cores that a model's sessions share (0: all cores of this process). ``make`` makes the executor.
+    ``get`` finds the models of an ensemble. ``cache`` is the response cache that all models share. ``limiter`` limits
+    the resources that models share. ``host_policies`` maps the host policy that an instance group names to cores.
     """
 
     trust: Trust = field(default_factory=Trust)
@@ -62,7 +62,8 @@ class Loading:
 def load_version(
     folder: ModelFolder, version: str, loading: Loading, override: ModelConfig | None = None, files: Any = None
 ) -> ServedModel:
-    """Loads one version. ``override``: a config that replaces ``config.pbtxt``. ``files``: the files' fingerprint."""
+    """Loads one version. ``override`` is a config that replaces ``config.pbtxt``. ``files`` is the files'
+    fingerprint."""
     if override is not None:
         config, batch_given = type(override)(), True
         config.CopyFrom(override)
@@ -122,7 +123,7 @@ def load_version(
 def _share(cores: int, instances: int) -> int:
     """Returns the number of threads of each session. Sessions that run at the same time share the cores.
 
-    Returns 0 if a single session may use all cores. The runtime or the model's manifest then chooses the threads.
+    Returns 0 if a single session may use all cores, so that the runtime or the manifest chooses the threads.
     """
     if not cores and instances == 1:
         return 0
@@ -147,8 +148,8 @@ def _load_ensemble(folder: ModelFolder, version: str, loading: Loading, config: 
     )
 
 
-# Unsupported fields that change the answers, with the advice for each. A config that sets one of them is refused,
-# because a server that ignored the field would give other answers.
+# Unsupported fields that change the answers, with the advice for each. The server refuses a config with such a field,
+# because ignoring the field would give other answers.
 _REFUSED = {
     "batch_input": "send those inputs with the request",
     "batch_output": "let the model give its outputs batch by batch",
@@ -166,8 +167,8 @@ def _supported(config: ModelConfig, name: str) -> None:
 
 
 def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, largest: int) -> None:
-    """Runs the samples of the config's ``model_warmup``. Without samples it runs once at the smallest batch size and
-    once at the largest."""
+    """Runs the samples of the config's ``model_warmup``. Without samples, the model runs once at the smallest and once
+    at the largest batch size."""
     if config.model_warmup:
         for sample in config.model_warmup:
             feeds = _sample(sample, config, artifact)
@@ -184,7 +185,7 @@ def _warm_up(session: BaseSession, config: ModelConfig, artifact: Artifact, larg
         try:
             session.run(feeds)
         except (AccelError, RuntimeError) as error:
-            # The model may refuse random inputs. That is no reason not to serve the model.
+            # A model that refuses random inputs can still be served.
             log.warning(WARM_UP_FAILED, extra={"model": config.name, "reason": one_line(error)})
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedTensor:
-    """An input or output as clients see it. ``shape``: has the batch dim, and -1 for each dynamic dim."""
+    """An input or output in the view of clients. ``shape`` has the batch dim, and -1 for each dynamic dim."""
 
     name: str
     datatype: str
@@ -40,13 +40,14 @@ class ServedTensor:
 
 
 class Retired(Exception):
-    """The version was replaced after a request looked it up. The caller has to look the model up again."""
+    """Raised if a version was replaced after a request looked the version up. The caller has to look up the model
+    again."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ServedModel:
-    """A version that serves. ``files``: the fingerprint of its files; a changed fingerprint makes the server load the
-    version again. ``required``: names of the inputs that a request must have."""
+    """A version that serves. ``files`` is the fingerprint of the version's files; a changed fingerprint makes the
+    server load the version again. ``required`` names the inputs that a request must have."""
 
     name: str
     version: str
@@ -130,7 +131,7 @@ class ServedModel:
             raise invalid(f"inference request batch-size must be >= 1 for '{self.name}'")
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Hands the request to the executor. Raises ``Retired`` if the version was replaced since it was looked up."""
+        """Passes the request to the executor. Raises ``Retired`` if the version was replaced since the lookup."""
         with self._state:
             if self._retired:
                 raise Retired
@@ -144,24 +145,25 @@ class ServedModel:
                     self._state.notify_all()
 
     def refused(self, error: ServeError, ns: int) -> None:
-        """Counts a request that got ``error``, ``ns`` nanoseconds after it came, and never reached the executor."""
+        """Counts a request that failed with ``error`` after ``ns`` nanoseconds and never reached the executor."""
         with self._recording:
             self._recorder.received()
             self._recorder.failed(error, ns)
 
     def spoiled(self, response: InferenceResponse) -> None:
-        """Counts a request as failed that the executor counted as success, because its client got an error."""
+        """Moves a request from success to failure, because the client got an error after the executor had counted
+        success."""
         with self._recording:
             self._recorder.spoiled(response.durations)
 
     def statistics(self) -> ModelStatistics:
-        """Returns the statistics of this version since it was loaded. Refused requests count too."""
-        with self._recording:  # copied before the executor's figures, which then include every spoiled success
+        """Returns the statistics of this version since loading, refused requests included."""
+        with self._recording:  # copied first, so that the executor's copy includes all spoiled successes
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 
     def retire(self, timeout: float) -> None:
-        """Refuses new requests, answers the taken ones for at most ``timeout`` seconds, and releases the model."""
+        """Refuses new requests, waits at most ``timeout`` seconds for accepted requests, and releases the model."""
         with self._state:
             self._retired = True
             self._state.wait_for(lambda: not self._entered, timeout)
@@ -169,6 +171,6 @@ class ServedModel:
 
 
 def unknown(name: str, version: str = "") -> ServeError:
-    """Returns the error of a request for a model or version that doesn't serve, in Triton's words."""
+    """Returns the error of a request for a model or version that doesn't serve, with Triton's text."""
     which = f"'{name}' version {version}" if version else f"'{name}'"
     return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")

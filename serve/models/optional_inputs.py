@@ -1,7 +1,7 @@
 """Inputs that clients may leave out, because the model has a default: ONNX initializers that are also inputs.
 
-Some exporters list all weights that way. So clients see only the inputs that ``config.pbtxt`` names and calls
-``optional``. The others stay constants.
+Some exporters list every weight as an input. So clients see only the inputs that ``config.pbtxt`` marks as
+``optional``, and the other inputs stay constants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .config import ModelConfig
 def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> Artifact:
     """Returns ``artifact`` with the optional inputs that ``config`` names.
 
-    Raises ``BadRepository`` if the config doesn't call one of them optional, or one of them can't be batched.
+    Raises ``BadRepository`` if a named input isn't marked ``optional`` in the config, or can't be batched.
     """
     required = {spec.name for spec in artifact.signature.inputs}
     named = {tensor.name: tensor for tensor in config.input if tensor.name not in required}
@@ -29,7 +29,7 @@ def with_optional_inputs(config: ModelConfig, name: str, artifact: Artifact) -> 
     for spec in found:
         if not named[spec.name].optional:
             raise BadRepository(
-                f"model '{name}', input '{spec.name}': the model has a default for it; write optional: true beside it"
+                f"model '{name}', input '{spec.name}': the model has a default for the input; write optional: true"
             )
         if config.max_batch_size and (batch is None or spec.shape[:1] != (batch,)):
             raise BadRepository(

@@ -1,4 +1,4 @@
-"""Sessions that run on given cores only: Triton's ``host_policy`` of an instance group."""
+"""Sessions that run on given cores only, for Triton's ``host_policy`` of an instance group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_CORES = 4096
 
 
 def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
-    """Reads ``NAME,cpu-cores=0-3,6`` as name and cores. Raises ``ValueError`` if ``text`` has another form."""
+    """Reads ``NAME,cpu-cores=0-3,6`` as name and cores. Raises ``ValueError`` if ``text`` doesn't match."""
     name, _, setting = text.partition(",")
     key, _, ranges = setting.partition("=")
     if not name or key != "cpu-cores":
@@ -38,7 +38,7 @@ def parse_policy(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns the cores of each instance. Empty for an instance whose group names no policy.
+    """Returns the cores of each instance, or () for an instance whose group names no policy.
 
     Raises ``BadRepository`` if no server option defines the policy.
     """
@@ -56,8 +56,8 @@ def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> li
 
 
 class PinnedSession:
-    """A session that is opened and run on ``cores``. The runtime's threads stay on these cores, because on Linux a new
-    thread inherits the cores of the thread that starts it."""
+    """A session that opens and runs on ``cores`` only. The runtime's threads stay on these cores, because on Linux a
+    new thread inherits the cores of the thread that starts it."""
 
     def __init__(self, opened: Callable[[], Session], cores: tuple[int, ...]) -> None:
         self._cores = frozenset(cores)

@@ -1,12 +1,12 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
     models/<name>                  a link to the model's folder in the store
-    store/<digest>/<name>/...      a complete copy of the model as it was at one time
-    store/<digest>/files.json      the mark of each file: ETag, time of change, size
+    store/<digest>/<name>/...      a complete copy of one state of the model store/<digest>/files.json      the mark of
+    each file: ETag, time of change, size
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
-so a name that could lead out of its folder is refused.
+so names with a path out of their folder are refused.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
-_DEEPEST = 6  # levels of folders below a model: ends a listing that leads into itself
+_DEEPEST = 6  # levels of folders below a model: ends a listing that contains itself
 _KEPT_SECONDS = 600.0  # another process may still load a replaced copy for this long
 _RECORD = "files.json"
 
 
 @dataclass(frozen=True)
 class _Remote:
-    """A remote file or folder of a model. ``mark``: changes when the file's bytes change."""
+    """A remote file or folder of a model. ``mark`` changes when the file's bytes change."""
 
     address: str
     folder: bool
@@ -56,7 +56,7 @@ class _Remote:
 
 
 class Mirror:
-    """A local ``folder`` with the models of ``address``, as of the last ``refresh``.
+    """Mirrors the models of ``address`` in a local ``folder``, as of the last ``refresh``.
 
     Raises ``MissingExtra`` without fsspec, and ``UnsupportedHere`` without the library for the address's scheme.
     """
@@ -73,9 +73,9 @@ class Mirror:
         self._lock = threading.Lock()
 
     def refresh(self, name: str | None = None) -> dict[str, str]:
-        """Updates the folder, or the model ``name`` in it. Returns the reason for each model that can't be updated.
+        """Updates the folder, or only the model ``name``. Returns the reason for each model that can't be updated.
 
-        Raises ``BadRepository`` if the address can't be read at all. The folder then stays as it was.
+        Raises ``BadRepository`` and changes nothing if the address can't be read at all.
         """
         with self._lock, self._alone():
             names = [name] if name is not None else self._names()
@@ -85,7 +85,7 @@ class Mirror:
                     self._update(one)
                 except FileNotFoundError:
                     self._remove(one)
-                except Exception as error:  # a store may raise anything; the other models are updated all the same
+                except Exception as error:  # a store may raise any exception; the other models are still updated
                     failed[one] = _reason(error)
             if name is None:
                 for link in self.folder.iterdir():
@@ -112,15 +112,15 @@ class Mirror:
         names = [name for name in found if valid_name(name)]
         for name in set(found) - set(names):
             log.warning("a folder of the repository is no model", extra={"folder": name[:256]})
-        if not names:  # an outage may look like this and must not remove the models
+        if not names:  # an outage may list no folders and must not remove the models
             raise BadRepository(f"{self.address} holds no folders of models; check the address")
         return names
 
     def _list(self, address: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the entries of a folder: the last part of the name, and the store's information."""
+        """Yields the entries of a folder as the file name and the store's information."""
         for info in self._files.ls(address, detail=True):
             name = str(info["name"])
-            if name.rstrip("/") == address.rstrip("/"):  # object stores list the folder itself too
+            if name.rstrip("/") == address.rstrip("/"):  # object stores list the folder among its own entries
                 continue
             leaf = name.rstrip("/").rpartition("/")[2]
             if "?" not in leaf:  # links with "?" in an HTTP listing only sort the listing
@@ -170,7 +170,7 @@ class Mirror:
         self._let_go(before)
 
     def _fetch(self, name: str, wanted: dict[str, _Remote], folder: Path, before: Path | None) -> int:
-        """Downloads the files that changed and links the others. Returns the downloaded bytes."""
+        """Downloads the changed files and links the unchanged files. Returns the number of downloaded bytes."""
         old = (self.folder / before).resolve() if before else None
         known: dict[str, str] = {}
         if old is not None:
@@ -219,7 +219,7 @@ class Mirror:
                 os.utime((self.folder / target).resolve().parent)
 
     def _drop_old(self) -> None:
-        """Removes the copies that no link has led to for ``_KEPT_SECONDS``."""
+        """Removes the copies without a link for ``_KEPT_SECONDS``."""
         used = {target.parent.name for link in self.folder.iterdir() if (target := self._target(link))}
         for entry in self._store.iterdir():
             with contextlib.suppress(OSError):
@@ -245,7 +245,7 @@ def _open(address: str) -> Any:
     if scheme in ("http", "https"):
         from aiohttp import ClientTimeout
 
-        # A large model may take long in total. A server that sends nothing for a minute is gone.
+        # No limit on a large model's total time, but a store that sends nothing for a minute counts as gone.
         options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=20, sock_read=60)}
     try:
         return fsspec.filesystem(scheme, **options)

@@ -1,7 +1,7 @@
-"""Loads, reloads and unloads the models of a repository: once, by polling or by command, and without a gap.
+"""Loads, reloads and unloads the models of a repository (once, by polling or by command) without an interruption.
 
-A new version first takes the place of the old one. Then the old one answers the requests that it has taken. If a
-version fails to load, the old one keeps serving and the index gives the reason.
+A new version first replaces the old version. The old version then answers its accepted requests. If a version fails to
+load, the old version keeps serving and the index gives the reason.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger("accel.serve")
 
 MODES = ("none", "poll", "explicit")
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
-UNLOADED = "unloaded"  # a reason that is no failure: a command unloaded the model
+UNLOADED = "unloaded"  # the reason of a model that a command unloaded, which is no failure
 
 
 @dataclass(frozen=True)
 class IndexRow:
-    """A line of the repository's index. ``version`` and ``state`` are empty if the model was never loaded."""
+    """An entry of the repository's index. ``version`` and ``state`` are empty if the model was never loaded."""
 
     name: str
     version: str = ""
@@ -41,11 +41,11 @@ class IndexRow:
 
 @dataclass
 class _Entry:
-    """The state of one model. ``seen``: fingerprints at the last attempt to load, so that polling tries each state of
-    the files once. ``lacks_step``: the model is an ensemble, to be tried again when another model has loaded."""
+    """The state of one model. ``seen`` holds the fingerprints of the last load attempt, so that polling tries each
+    state of the files once. ``lacks_step`` marks an ensemble to load again after another model has loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # by version; "" for the model as a whole
+    failed: dict[str, str] = field(default_factory=dict)  # version -> reason; "" stands for the whole model
     seen: Any = None
     loading: bool = False
     lacks_step: bool = False
@@ -55,9 +55,9 @@ class Repository:
     """The models of the folder ``root``, which has a folder for each model.
 
     ``mode``: ``none`` loads all models once, ``poll`` looks for changes every ``poll_seconds``, ``explicit`` loads by
-    command (``startup`` names the models to load at start, ``*`` stands for all). ``drain``: seconds that a replaced or
-    unloaded version has for the requests it took. ``refresh``: updates ``root``, or one model's folder, from a remote
-    address and returns by model why it can't be updated.
+    command (``startup`` names the models to load at start, ``*`` stands for all). A replaced or unloaded version has
+    ``drain`` seconds for its accepted requests. ``refresh`` updates ``root``, or one model's folder, from a remote
+    address and returns the error of each failed model.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Repository:
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
         self.started = False
-        self.changed: Callable[[], None] = lambda: None  # called when the serving or broken models may have changed
+        self.changed: Callable[[], None] = lambda: None  # called after changes that may serve or break a model
 
     # Looking up
 
@@ -134,7 +134,7 @@ class Repository:
             yield from versions.values()
 
     def broken(self) -> list[str]:
-        """Returns the names of the models that should serve and don't."""
+        """Returns the names of the models that should serve but failed to load."""
         with self._lock:
             found = [
                 name
@@ -144,7 +144,7 @@ class Repository:
             return found + [name for name in self._unfetched if name not in self._entries]
 
     def index(self, *, ready: bool = False) -> list[IndexRow]:
-        """Returns a row for each version of each model, sorted by name. ``ready``: only versions that serve."""
+        """Returns an entry for each version of each model, sorted by name. ``ready`` keeps only versions that serve."""
         rows: list[IndexRow] = []
         with self._lock:
             names = sorted({*self._entries, *self._unfetched, *(folder.name for folder in self._folders())})
@@ -174,7 +174,7 @@ class Repository:
     # Starting and ending
 
     def start(self) -> None:
-        """Loads the models that serve from the start. Logs a model that can't be loaded and leaves it out."""
+        """Loads the models that serve from the start. Logs and skips a model that can't be loaded."""
         if self.mode != "explicit" or "*" in self._startup:
             self._refresh()
         names = [folder.name for folder in self._folders()]
@@ -196,7 +196,7 @@ class Repository:
             self._poller.start()
 
     def close(self, timeout: float) -> None:
-        """Answers taken requests for at most ``timeout`` seconds and releases every model."""
+        """Waits at most ``timeout`` seconds for accepted requests and releases every model."""
         self._stop.set()
         if self._poller is not None:
             self._poller.join(timeout)
@@ -225,7 +225,7 @@ class Repository:
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """Returns the models that an ensemble needs and that don't serve. ``load`` loads them too."""
+        """Returns the models of an ensemble's steps that don't serve. ``load`` loads them too."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
@@ -250,7 +250,7 @@ class Repository:
         return steps
 
     def _steps_in_config(self, name: str) -> list[str]:
-        """Returns the steps in an ensemble's ``config.pbtxt``. Empty for other configs and unreadable ones."""
+        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list for any other config."""
         if not valid_name(name):
             return []
         try:
@@ -259,7 +259,7 @@ class Repository:
             return []
 
     def _try_ensembles(self) -> None:
-        """Tries to load the ensembles that lacked a step. Repeats that until a round loads no further ensemble."""
+        """Loads the ensembles that lacked a step, in rounds until a round loads no further ensemble."""
         while True:
             with self._lock:
                 waiting = [name for name, entry in self._entries.items() if entry.lacks_step]
@@ -274,7 +274,7 @@ class Repository:
                 return
 
     def _refresh(self, name: str | None = None) -> None:
-        """Updates models from the remote address. If a model can't be fetched, it stays as it is and the index says
+        """Updates models from the remote address. A model that can't be fetched stays unchanged, and the index says
         why."""
         if self._fetch is None:
             return
@@ -286,7 +286,7 @@ class Repository:
             log.error("model not fetched", extra={"model": one, "reason": reason})
 
     def steps_of(self, name: str) -> list[str]:
-        """Returns the steps of a serving ensemble, and the steps of the ensembles among them."""
+        """Returns the steps of a serving ensemble, including the steps of nested ensembles."""
         found: dict[str, None] = {}
         left = [name]
         while left:
@@ -297,7 +297,7 @@ class Repository:
         return [one for one in found if one != name]
 
     def unload(self, name: str, dependents: bool = False) -> None:
-        """Stops serving a model by command. ``dependents``: also the steps of an ensemble."""
+        """Stops serving a model by command, and with ``dependents`` also the steps of an ensemble."""
         self._explicit()
         steps = self.steps_of(name) if dependents else []
         if name not in self._entries:
@@ -353,12 +353,12 @@ class Repository:
             try:
                 made[version] = load_version(folder, version, self._loading, override, files)
                 log.info("model loaded", extra={"model": name, "version": version})
-            except Exception as error:  # a runtime may raise anything; the other versions keep serving
+            except Exception as error:  # a runtime may raise any exception; the other versions keep serving
                 failed[version] = _reason(error)
                 entry.lacks_step = isinstance(error, StepMissing) and override is None
                 if old is not None:
                     made[version] = old
-        # If all new versions are broken, the old ones keep serving.
+        # If all new versions are broken, the old versions keep serving.
         if not made:
             made = dict(entry.versions)
         self._publish(name, entry, dict(sorted(made.items(), key=lambda item: int(item[0]))), failed)
@@ -410,7 +410,7 @@ class Repository:
                 log.exception("polling the repository failed")
 
     def poll_once(self) -> None:
-        """Loads new and changed models and unloads removed ones. Raises ``BadRepository`` and changes nothing if the
+        """Loads new and changed models and unloads removed models. Raises ``BadRepository`` and changes nothing if the
         remote address can't be read."""
         self._refresh()
         loaded = False
@@ -429,7 +429,7 @@ class Repository:
         if loaded:
             self._try_ensembles()
         for name in [name for name in self._entries if name not in folders]:
-            if not self.root.is_dir():  # a network share may be away for a moment; its models keep serving
+            if not self.root.is_dir():  # a network share may be unreachable for a moment; its models keep serving
                 return
             self._unload(name)
             with self._lock:

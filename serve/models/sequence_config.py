@@ -18,22 +18,22 @@ from ..scheduling.options import SequenceBatching
 if TYPE_CHECKING:
     from accel.signature import Signature, TensorSpec
 
-INITIAL_STATES = "initial_state"  # the folder of the initial states, beside the versions as in Triton
+INITIAL_STATES = "initial_state"  # Triton's folder for initial states, beside the version folders
 _KINDS = {
     "CONTROL_SEQUENCE_START": "START",
     "CONTROL_SEQUENCE_READY": "READY",
     "CONTROL_SEQUENCE_END": "END",
     "CONTROL_SEQUENCE_CORRID": "CORRID",
 }
-# The fields that have the values for false and for true, with the dtype of the input that takes them.
+# The config fields with a control's values for false and true, and the dtype of the control's input.
 _VALUES = {"int32_false_true": "int32", "fp32_false_true": "float32", "bool_false_true": "bool"}
 
 
 def sequence_batching(config: Any, signature: Signature, folder: Path | None) -> SequenceBatching | None:
     """Returns the options of a stateful model, or None if the config has no ``sequence_batching``.
 
-    ``folder``: the model's folder. Raises ``BadRepository`` if the config contradicts the model or needs an unsupported
-    feature.
+    ``folder`` is the model's folder. Raises ``BadRepository`` if the config contradicts the model or needs an
+    unsupported feature.
     """
     if not config.HasField("sequence_batching"):
         return None

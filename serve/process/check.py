@@ -12,8 +12,8 @@ from .options import ServeOptions
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
-    """The result for one version of a model. ``state``: ``READY``, or ``UNAVAILABLE`` with a ``reason``. ``warning``:
-    the error of a run on random inputs, which even a good model may refuse."""
+    """The result for one version of a model. ``state`` is ``READY``, or ``UNAVAILABLE`` with a ``reason``. ``warning``
+    is the error of a run on random inputs, which even a good model may refuse."""
 
     name: str
     version: str
@@ -28,9 +28,9 @@ class CheckedModel:
 
 
 def check(options: ServeOptions) -> list[CheckedModel]:
-    """Load, warm up and release every model that these options would serve. Also reads the files that the options name.
+    """Load, warm up and release every model of ``options``, and read the files that ``options`` name.
 
-    Returns one row for each version of each model.
+    Returns one result for each version of each model.
     """
     options.tls()
     warm_up = _WarmUp()
@@ -60,7 +60,7 @@ def check(options: ServeOptions) -> list[CheckedModel]:
 
 
 class _WarmUp(logging.Handler):
-    """Collects from the log which models refused the random inputs of their warm-up."""
+    """Collects from the log the models that refused the random inputs of their warm-up."""
 
     def __init__(self) -> None:
         super().__init__()

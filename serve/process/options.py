@@ -1,4 +1,4 @@
-"""``ServeOptions``: all options of ``accel serve``, in one object that its processes get as JSON."""
+"""``ServeOptions``: all options of ``accel serve``, in one object that the serving processes get as JSON."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 class ServeOptions:
     """The options of one server.
 
-    ``repository``: a folder, or an address that fsspec reads. ``grpc_port`` and ``http_port``: 0 takes a free port,
-    None turns the protocol off. ``models``: the models to load at the start in explicit mode. ``cores``: the number of
-    cores that the sessions of one model share; 0 means all cores that the process may use. ``threads``: the number of
-    threads of each session; 0 means its share of ``cores``. ``restart``: a supervisor restarts the serving process if
-    it crashes, even if there is only one. ``rate_limits``: texts of the form NAME:COUNT. ``host_policies``: texts of
-    the form NAME,cpu-cores=RANGES. ``drain``: seconds that requests have to end after SIGTERM. ``trace``: the OTLP
-    endpoint that gets the traces of one request in ``trace_rate``. ``tokens``, ``tls_*`` and ``log_file`` are paths.
+    ``repository`` is a folder, or an address that fsspec reads. For ``grpc_port`` and ``http_port``, 0 takes a free
+    port and None turns the protocol off. ``models`` are the models to load at the start in explicit mode. ``cores`` is
+    the number of cores that the sessions of one model share; 0 means all cores that the process may use. ``threads`` is
+    the number of threads of each session; 0 means the session's share of ``cores``. With ``restart``, a supervisor
+    restarts even a single serving process that crashes. ``rate_limits`` are strings NAME:COUNT, ``host_policies`` are
+    strings NAME,cpu-cores=RANGES. Requests have ``drain`` seconds to end after SIGTERM. ``trace`` is the OTLP endpoint
+    that gets the traces of one request in ``trace_rate``. ``tokens``, ``tls_*`` and ``log_file`` are paths.
     """
 
     repository: str
@@ -123,13 +123,13 @@ class ServeOptions:
             access=access,
             strict_readiness=self.strict_readiness,
             tracing=tracing,
-            # The other threads stay free for the other models if one model hangs.
+            # The remaining threads stay free for other models if one model hangs.
             max_waiting=max(1, self.grpc_threads - max(2, self.grpc_threads // 8)),
         )
 
 
 def _parsed(flag: str, texts: tuple[str, ...], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
-    """Returns the parsed ``texts`` by name. Raises ``UsageError`` if ``flag`` doesn't take one of the texts."""
+    """Returns the parsed ``texts`` by name. Raises ``UsageError`` if one of the texts is not a value of ``flag``."""
     try:
         return dict(parse(text) for text in texts)
     except ValueError:

@@ -1,8 +1,8 @@
-"""The processes of one server: a command runs in all of them, and statistics are summed over them.
+"""The processes of one server: runs each command in all processes and sums the statistics over the processes.
 
-A client reaches any one of the processes by chance. Each process therefore listens on a socket in a private folder, and
-the process that gets a command hands it on to the others. A process that was started again asks another process for the
-commands that it missed.
+The kernel connects a client to any of the processes. So each process listens on a socket in a private folder, and the
+process that gets a command forwards the command to all others. A restarted process asks another process for the missed
+commands.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from ..protocol.inference import (
 
 log = logging.getLogger("accel.serve")
 
-# Seconds that a process may take to answer another. A process that was silent once gets _SILENT_PATIENCE until it
-# answers again, so that one stopped process doesn't delay each command of the others.
+# Seconds that a process may take to answer another process. After a timeout, a process gets only _SILENT_PATIENCE until
+# its next answer, so that one stopped process doesn't delay every command.
 _PATIENCE, _LOAD_PATIENCE, _SILENT_PATIENCE = 15.0, 600.0, 1.0
-# Seconds that a command waits until the commands before it have ended.
+# Seconds that a command waits for earlier commands to end.
 _TURN_PATIENCE = 60.0
 _LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
 
 
 class Peers:
-    """This process (number ``index``) and the other processes of its server, ``count`` in all: see ``Processes``.
+    """Implements ``Processes`` for process ``index`` of the ``count`` processes of a server.
 
-    ``folder``: holds the sockets; only this user may enter it. ``key``: the secret that the processes share.
+    ``folder`` holds the sockets and only this user may enter the folder. ``key`` is the secret that the processes
+    share.
     """
 
     def __init__(self, local: LocalControl, folder: Path, index: int, count: int, key: bytes) -> None:
@@ -106,8 +107,8 @@ class Peers:
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
-        """Hold the lock that lets the whole server run one command at a time: two commands that crossed would leave the
-        processes in different states. The system releases the lock of a process that dies. Raises ``ServeError``
+        """Hold the lock that lets the whole server run one command at a time, because interleaved commands would leave
+        the processes in different states. The system releases the lock of a process that dies. Raises ``ServeError``
         UNAVAILABLE if the lock is not free after ``patience`` seconds."""
         with (self._folder / "turn").open("a") as file:
             end = time.monotonic() + patience
@@ -133,8 +134,8 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Run the commands that the server got before this process was there, as another process reports them."""
-        with self._turn(_LOAD_PATIENCE):  # the state of the others must not change meanwhile
+        """Run the commands that the server got before this process started, as another process reports the commands."""
+        with self._turn(_LOAD_PATIENCE):  # the state of the other processes must not change meanwhile
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":
                     continue
@@ -146,8 +147,8 @@ class Peers:
                 return
 
     def _ask(self, *request: Any) -> Iterator[tuple[int, Any]]:
-        """Yields the number and the answer of each other process. Leaves out a process that is not there, because it is
-        being started again. A process that is there and says nothing counts as an error."""
+        """Yields the index and the answer of each other process. Skips a process that isn't listening, because the
+        supervisor is restarting the process. A listening process without an answer counts as an error."""
         for index in range(self._count):
             if index == self._index:
                 continue
@@ -187,7 +188,7 @@ class Peers:
             try:
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
-            except Exception:  # whoever connected doesn't have the key, or says nothing
+            except Exception:  # the connecting program lacks the key or sends nothing
                 log.warning("a connection between processes was refused")
                 return
             kind, *arguments = connection.recv()
@@ -240,7 +241,7 @@ def _connect(path: str, key: bytes, patience: float) -> Connection:
 
 
 def _limit(connection: Connection | socket.socket, seconds: float) -> None:
-    """Make a read or write of ``connection`` raise ``BlockingIOError`` if it takes more than ``seconds``."""
+    """Make reads and writes of ``connection`` raise ``BlockingIOError`` after ``seconds``."""
     given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

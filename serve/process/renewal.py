@@ -1,4 +1,4 @@
-"""Reads tokens and certificates again if their files change while the server runs."""
+"""Reloads tokens and certificates if their files change while the server runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _EVERY = 5.0  # seconds
 
 
 class Renewal:
-    """Looks at the files every five seconds. If a file is broken or half written, the server logs that and keeps the
-    old tokens or certificates."""
+    """Checks the files every five seconds. If a file is broken or half written, logs the error and keeps the old tokens
+    or certificates."""
 
     def __init__(self, options: ServeOptions, server: InferenceServer, transports: Iterable[Transport]) -> None:
         self._options, self._server, self._transports = options, server, tuple(transports)
@@ -46,7 +46,7 @@ class Renewal:
             self.look()
 
     def look(self) -> None:
-        """Read the files again that have changed since the last look."""
+        """Reload the files that have changed since the last check."""
         for name, (files, renew) in self._what.items():
             state = _state(files)
             if state == self._seen[name]:

@@ -49,7 +49,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logging(options: ServeOptions) -> None:
-    """Log JSON lines to stderr, or to ``log_file``, which is opened again after a log rotation moved it away."""
+    """Log JSON lines to stderr, or to ``log_file``, which is reopened after a log rotation."""
     logging.raiseExceptions = False  # a full disk costs log lines, not requests
     made: logging.Handler = (
         logging.handlers.WatchedFileHandler(options.log_file, encoding="utf-8")
@@ -67,7 +67,8 @@ def start_logging(options: ServeOptions) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed large tensors: returning it to the system costs more than copying a tensor."""
+    """Let glibc keep the memory of freed large tensors, because returning memory to the system costs more than copying
+    a tensor."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -84,7 +85,7 @@ def raise_file_limit() -> None:
 
 
 def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str, Transport]:
-    """Returns the transports that the options ask for, by name: ``grpc``, ``http``."""
+    """Returns the transports that the options enable, by name: ``grpc``, ``http``."""
     found: dict[str, Transport] = {}
     common: dict[str, Any] = {
         "host": options.host,
@@ -105,8 +106,8 @@ def open_transports(options: ServeOptions, server: InferenceServer) -> dict[str,
 
 
 class ServingProcess:
-    """``place``: the private folder, the number and the key of this process among the processes of one server, or None
-    if the server has this process alone."""
+    """The server in this process. ``place`` holds the private folder, the index and the key for ``Peers``, or is None
+    if the server has only this process."""
 
     def __init__(self, options: ServeOptions, place: tuple[Path, int, bytes] | None = None) -> None:
         self.options = options
@@ -124,14 +125,14 @@ class ServingProcess:
         """Load the models and listen. Returns the ports by transport."""
         keep_freed_memory()
         if self._peers is None:
-            self._listen()  # first, so that an early probe hears that the server is not ready yet
+            self._listen()  # first, so that an early probe learns that the server is not ready yet
             self.server.repository.start()
             return self.ports
         self.server.repository.start()
         self._peers.listen()
         self.server.processes = self._peers
         self._peers.catch_up()
-        self._listen()  # the ports open last: until then, the other processes answer
+        self._listen()  # the ports open last: until then, clients reach the other processes
         return self.ports
 
     def _listen(self) -> None:
@@ -171,16 +172,17 @@ class ServingProcess:
             pass
         log.info("stopping", extra={"requests": self.server.under_way})
         if self.server.drain(self.options.drain):
-            # For a moment, clients get UNAVAILABLE and choose another server. Closing the port now would cut off
-            # requests that are on their way.
+            # The open port answers UNAVAILABLE for a moment, so that clients choose another server. Closing the port
+            # now would cut off requests in flight.
             time.sleep(_LAME_DUCK)
         self.stop()
         log.info("stopped")
 
 
 def end(code: int = 0) -> NoReturn:
-    """End this process now, without the interpreter's own shutdown. That would wait for the threads of sessions, for
-    ever if a session hangs, and a native library that crashes while it unloads would change the exit code."""
+    """End this process now, without the interpreter's own shutdown. The interpreter's shutdown would wait for the
+    threads of sessions, forever if a session hangs, and a native library that crashes on unload would change the exit
+    code."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -188,7 +190,8 @@ def end(code: int = 0) -> NoReturn:
 
 
 def main() -> None:
-    """Run one of several processes: read the options and the place from stdin, and write ``ready`` to stdout."""
+    """Run one of several processes: read the options and the process's index, folder and key from stdin, and write
+    ``ready`` to stdout."""
     from accel.child import die_with_parent
     from accel.errors import AccelError
 

@@ -1,4 +1,4 @@
-"""A request to stop that a signal handler may make at any moment."""
+"""A stop request that a signal handler may make at any moment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class StopRequest:
         self._woken: SimpleQueue[None] = SimpleQueue()
 
     def make(self) -> None:
-        """Makes the request, and wakes ``wait``."""
+        """Makes the stop request, and wakes ``wait``."""
         self.made = True
         self._woken.put(None)
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the request, at most ``seconds``. Tells whether the request is made."""
+        """Waits at most ``seconds`` for the stop request. Tells whether the request was made."""
         if not self.made:
             try:
                 self._woken.get(timeout=seconds)

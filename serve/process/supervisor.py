@@ -1,7 +1,8 @@
-"""Starts one or several processes on one port, watches them, restarts a process that crashes, and ends them together.
+"""Starts one or several serving processes on one port, restarts a process that crashes, and ends all processes
+together.
 
 Each process has its own interpreter and its own share of the cores. The kernel spreads the connections over the
-processes (SO_REUSEPORT). A crash costs the requests of the process that crashed, and no others.
+processes (SO_REUSEPORT). A crash loses only the requests of the crashed process.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _LONGEST_PAUSE = 10.0  # seconds between two starts
 
 @dataclass
 class _Running:
-    """One process. ``again``: the time, on the clock of ``time.monotonic()``, at which a dead process is replaced; None
-    while the process lives."""
+    """One process. ``again`` is the ``time.monotonic()`` at which a dead process is restarted, None while the process
+    lives."""
 
     process: subprocess.Popen[str]
     listener: threading.Thread | None = None
@@ -56,7 +57,7 @@ def _bind(held: socket.socket, host: str, port: int) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # The first try goes without SO_REUSEADDR, which would also let other programs that set it bind to the port.
+        # First without SO_REUSEADDR, because two programs that both set SO_REUSEADDR could bind the same port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, port))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -80,7 +81,8 @@ class Supervisor:
         self._stop = StopRequest()
 
     def _with_ports(self, options: ServeOptions) -> ServeOptions:
-        """Reserve the ports: a socket that is bound but doesn't listen gets no connections and keeps others away."""
+        """Reserve the ports: a bound socket that doesn't listen gets no connections and keeps other programs off the
+        port."""
         found = {}
         for name, port in (("grpc_port", options.grpc_port), ("http_port", options.http_port)):
             if port is None:
@@ -89,7 +91,7 @@ class Supervisor:
             held = socket.socket(family, socket.SOCK_STREAM)
             self._held.append(held)
             try:
-                # The probe goes without SO_REUSEPORT, so that the bind fails if a server already has the port.
+                # The probing socket doesn't set SO_REUSEPORT, so that the bind fails if a server already has the port.
                 with socket.socket(family, socket.SOCK_STREAM) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind((options.host, port))
@@ -147,13 +149,14 @@ class Supervisor:
                     self._running[index] = again
 
     def _died(self, index: int, running: _Running, code: int) -> float:
-        """Log that a process died, and return the seconds until it is restarted.
+        """Log that a process died, and return the seconds until the restart.
 
-        Raises ``BadRepository`` if no process has served yet and this one names a reason or has died too often. Once a
-        process has served, a dead process no longer ends the others: a file that it lacks may come back.
+        Raises ``BadRepository`` if no process has served yet and the dead process reports a reason or has died too
+        often. Once a process has served, a dead process no longer ends the others, because a missing file may come
+        back.
         """
         if running.listener is not None:
-            running.listener.join(5)  # until the last line of its output is read
+            running.listener.join(5)  # until the last line of the dead process's output is read
         self._served = self._served or running.ready
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if not self._served and running.reason:
@@ -174,7 +177,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends the others
+            start_new_session=True,  # Ctrl-C reaches only the supervisor, which then ends the serving processes
             env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)},
         )
         if cores:

@@ -43,7 +43,7 @@ class Code(enum.Enum):
 
 
 class ServeError(AccelError):
-    """The error that a request gets instead of a response. The client gets the message as it is."""
+    """The error that a request gets instead of a response. The client gets the message unchanged."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -56,13 +56,14 @@ class ServeError(AccelError):
 
 @dataclass(slots=True, kw_only=True)
 class InferenceRequest:
-    """A request for a model. ``inputs``: arrays that were checked against the model's signature (batch dim included).
+    """A request for a model. ``inputs`` are arrays that were checked against the model's signature (batch dim
+    included).
 
-    ``outputs``: the names of the wanted outputs, None for all. ``priority``: 1 is the most urgent, 0 is the model's
-    default. ``timeout_us``: the wanted queue timeout in microseconds, 0 for the model's default. ``deadline``: the
-    time, in seconds on the server's clock, after which the client no longer waits; None means no deadline.
-    ``sequence_id``: 0 or "" means no sequence. ``inline``: the submitting thread may run the request itself. A thread
-    with further requests to submit sets ``inline`` to False, so that the requests can be batched.
+    ``outputs`` names the requested outputs, None for all. ``priority`` 1 is the most urgent, 0 is the model's default.
+    ``timeout_us`` is the requested queue timeout in microseconds, 0 for the model's default. ``deadline`` is the time,
+    in seconds on the server's clock, after which the client no longer waits; None means no deadline. ``sequence_id`` 0
+    or "" means no sequence. ``inline`` allows the submitting thread to run the request itself. A thread with further
+    requests to submit sets ``inline`` to False, so that the requests can be batched.
     """
 
     model: str
@@ -82,8 +83,9 @@ class InferenceRequest:
 
 @dataclass(slots=True, kw_only=True)
 class InferenceResponse:
-    """A response of a model. ``outputs`` are in the order of the request. ``final``: no further response to the request
-    follows; only decoupled models send several. ``durations``: the times that the statistics count for the response."""
+    """A response of a model. ``outputs`` are in the order of the request. ``final`` is True if no further response
+    follows; only decoupled models send several responses to a request. ``durations`` are the times that the statistics
+    count for the response."""
 
     model: str
     version: str
@@ -108,7 +110,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
-    """The durations of one step of an ensemble. ``end``: in nanoseconds since 1970."""
+    """The durations of one step of an ensemble. ``end`` is in nanoseconds since 1970."""
 
     model: str
     version: str
@@ -116,12 +118,12 @@ class StepDurations:
     end: int
 
 
-# Called exactly once with a final response or an error. A decoupled model may call it with other responses before.
+# Called exactly once with a final response or an error, and by a decoupled model with other responses before.
 Answer = Callable[[InferenceResponse | ServeError], None]
 
 
 class Ticket(Protocol):
-    """A request that an executor has taken."""
+    """A request that an executor has accepted."""
 
     durations: Durations
 
@@ -146,12 +148,12 @@ class Executor(Protocol):
         ...
 
     def pending(self) -> int:
-        """Returns the number of requests that were taken and are not answered."""
+        """Returns the number of accepted requests that are not answered yet."""
         ...
 
     def close(self, timeout: float) -> None:
-        """Refuse new requests with UNAVAILABLE. Wait at most ``timeout`` seconds for the taken requests, then fail the
-        remaining ones with UNAVAILABLE. Release the sessions."""
+        """Refuse new requests with UNAVAILABLE. Wait at most ``timeout`` seconds for the accepted requests, then fail
+        the remaining requests with UNAVAILABLE. Release the sessions."""
         ...
 
 
@@ -205,7 +207,7 @@ class ModelStatistics:
     compute_output: DurationStatistic = field(default_factory=DurationStatistic)
     cache_hit: DurationStatistic = field(default_factory=DurationStatistic)
     cache_miss: DurationStatistic = field(default_factory=DurationStatistic)
-    # By batch size: the durations compute_input, compute_infer and compute_output.
+    # Maps a batch size to the durations compute_input, compute_infer and compute_output.
     batches: dict[int, tuple[DurationStatistic, DurationStatistic, DurationStatistic]] = field(default_factory=dict)
     request_times: Histogram = field(default_factory=Histogram)
     queue_times: Histogram = field(default_factory=Histogram)

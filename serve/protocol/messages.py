@@ -20,7 +20,7 @@ SERVICE = "inference.GRPCInferenceService"
 def _load() -> Any:
     pool = descriptor_pool.DescriptorPool()
     files = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
-    for file in files.file:  # a file comes after the files that it imports
+    for file in files.file:  # each file follows the files that it imports
         pool.Add(file)
     return pool
 
@@ -36,7 +36,7 @@ def message(name: str) -> Any:
 
 @cache
 def methods() -> dict[str, tuple[Any, Any, bool]]:
-    """Returns, by method name of the service, the classes of request and response, and whether both are streams."""
+    """Maps each method of the service to its request class, its response class, and whether both are streams."""
     service = POOL.FindServiceByName(SERVICE)
     return {
         method.name: (

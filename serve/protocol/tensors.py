@@ -20,8 +20,8 @@ from .inference import Code, ServeError
 
 @dataclass(frozen=True)
 class Datatype:
-    """A datatype of the protocol. ``field``: accel's name of the datatype. ``contents``: the field of typed contents
-    that carries the datatype, None if only raw contents can."""
+    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the field of the typed
+    contents that carries the datatype, None if only raw contents carry the datatype."""
 
     name: str
     numpy: np.dtype[Any]
@@ -88,8 +88,8 @@ def shape_text(shape: Sequence[int]) -> str:
 def decode_raw(
     name: str, datatype: str, shape: Sequence[int], data: bytes | bytearray | memoryview, model: str
 ) -> np.ndarray:
-    """Returns the array in ``data``: a read-only view of it, or an object array of ``bytes`` for ``BYTES``. Raises
-    ``ServeError`` INVALID_ARGUMENT if the size of ``data`` doesn't fit ``shape``."""
+    """Returns the array in ``data``: a read-only view of ``data``, or an object array of ``bytes`` for ``BYTES``.
+    Raises ``ServeError`` INVALID_ARGUMENT if the size of ``data`` doesn't fit ``shape``."""
     kind = get_datatype(name, datatype)
     count = element_count(name, shape)
     if kind.name == "BYTES":
@@ -161,8 +161,8 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
 
 
 def _integers(values: Sequence[Any]) -> bool:
-    """Tells whether all values are integers. numpy can't tell: a list of both large unsigned and negative integers
-    becomes an array of floats."""
+    """Tells whether all values are integers. numpy converts a list of both large unsigned and negative integers to
+    floats."""
     return all(isinstance(value, int) for value in values)
 
 
@@ -183,7 +183,7 @@ def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
 
 
 def to_strings(name: str, array: np.ndarray, model: str) -> np.ndarray:
-    """Returns an array of ``bytes`` as an array of ``str``, as sessions take it. Raises ``ServeError`` INVALID_ARGUMENT
+    """Converts an array of ``bytes`` to the array of ``str`` that sessions take. Raises ``ServeError`` INVALID_ARGUMENT
     if an element is not UTF-8."""
     try:
         made: np.ndarray = np.empty(array.size, dtype=object)

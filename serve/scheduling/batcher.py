@@ -1,14 +1,15 @@
-"""Dynamic batching: chooses the waiting requests that are run together. The choice depends on queue and time alone.
+"""Dynamic batching: chooses the waiting requests that run together. The choice depends on queue and time alone.
 
 The candidates are the head of the queue and the requests behind it that have the same inputs, dtypes and shapes. Only
 the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size. The rules, in
 order:
 
-1. If the first requests together have a preferred number of rows, they are a batch at once. The largest such number
+1. If the first requests together have a preferred number of rows, these requests are a batch at once. The largest such
+number
    counts.
 2. Otherwise the candidates are a batch as soon as no further request fits, or the oldest has waited ``max_delay_us``.
-   A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The other half is left
-   for the run.
+   A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The other half of the
+   limit is left for the run.
 3. If the model takes certain batch sizes only, the batch is cut to the largest size that its requests fill exactly.
    The batch isn't cut if the cut would leave out more than half of the rows. The uncut batch is padded to the next size
    with copies of the last row.
@@ -35,14 +36,15 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """The ``batch`` to run now. If ``batch`` is empty, ask again at ``wake``, or earlier if a request comes."""
+    """The ``batch`` to run now. If ``batch`` is empty, the instance calls ``choose`` again at ``wake``, or earlier if a
+    request comes."""
 
     batch: list[Entry]
     wake: float
 
 
 class NotBatched(AccelError):
-    """The outputs of a batch can't be split by their first dim."""
+    """Raised if the outputs of a batch can't be split by their first dim."""
 
 
 class Batching(Protocol):
@@ -53,11 +55,12 @@ class Batching(Protocol):
         ...
 
     def describe(self, entry: Entry) -> None:
-        """Fills in the fields of ``entry`` that ``choose`` reads. Is called once, before ``entry`` is queued."""
+        """Fills in the fields of ``entry`` that ``choose`` reads. Called once, before ``entry`` is queued."""
         ...
 
     def choose(self, queue: RequestQueue, now: float, *, hurry: bool = False) -> Choice:
-        """Returns what an idle instance does at ``now``. Changes nothing. ``hurry``: no further request will come."""
+        """Returns the batch that an idle instance runs at ``now``, or the time to wait. Changes nothing. ``hurry``
+        means that no further request will come."""
         ...
 
     def stack(self, entries: Sequence[Entry]) -> Mapping[str, np.ndarray]:
@@ -69,7 +72,7 @@ class Batching(Protocol):
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Counts the positions of the variable dim in this run: padding, and positions that callers sent."""
+        """Counts the positions of the variable dim in one run: padding, and positions that callers sent."""
         ...
 
 
@@ -130,12 +133,15 @@ class RowBatching:
 
     def _check_profiles(self, rows: int, sizes: Sequence[int]) -> None:
         if not sizes:
-            raise invalid(f"the shapes are off the optimization profiles of model '{self.name}'; pad or cut them")
+            raise invalid(
+                f"the shapes are outside the optimization profiles of model '{self.name}'; pad or cut the inputs"
+            )
         if rows > sizes[-1]:
             raise invalid(f"inference request batch-size must be <= {sizes[-1]} at these shapes for '{self.name}'")
 
     def sizes_of(self, entries: Sequence[Entry]) -> Sequence[int]:
-        """Returns the batch sizes that the model takes at the shapes of ``entries``. Empty if it takes every size."""
+        """Returns the batch sizes that the model takes at the shapes of ``entries``, or () if the model takes every
+        size."""
         return self.sizes if self._fitting is None else self._fitting.of(_shapes(entries[0].request))
 
     def limit_of(self, entries: Sequence[Entry]) -> int:
@@ -167,7 +173,7 @@ class RowBatching:
         return Choice([], due)
 
     def _gather(self, queue: RequestQueue, head: Entry) -> tuple[list[Entry], bool]:
-        """Returns the requests that fit into one batch with ``head``, and whether that batch is full."""
+        """Returns the requests that fit into one batch with ``head``, and whether the batch is full."""
         found: list[Entry] = []
         rows, limit = 0, self.limit
         for entry in queue:
@@ -186,14 +192,14 @@ class RowBatching:
     def due(self, entry: Entry, bounds: float = 1) -> float:
         """Returns when ``entry`` stops waiting for other requests.
 
-        ``bounds``: the longest wait, in multiples of the delay bound.
+        ``bounds`` is the longest wait, in multiples of the delay bound.
         """
         limit = min(entry.deadline, NEVER if entry.delayed else entry.expires)
         slack = (limit - entry.arrived) / 2 if limit < NEVER else NEVER
         return entry.arrived + min(bounds * self._delay, slack)
 
     def _cut(self, found: list[Entry], totals: Sequence[int]) -> list[Entry]:
-        """Cuts ``found`` to an allowed batch size if that keeps at least half of the rows."""
+        """Cuts ``found`` to an allowed batch size if the cut keeps at least half of the rows."""
         if not self.sizes and self._fitting is None:
             return found
         whole = totals[len(found) - 1]
@@ -201,7 +207,7 @@ class RowBatching:
         return found[: exact[-1]] if exact and 2 * totals[exact[-1] - 1] >= whole else found
 
     def size_of(self, entries: Sequence[Entry]) -> int:
-        """Returns the rows of the run that has ``entries``, padding included."""
+        """Returns the number of rows in the run of ``entries``, padding included."""
         rows = sum(entry.rows for entry in entries)
         return next((size for size in self.sizes_of(entries) if size >= rows), rows) if self.batched else rows
 

@@ -1,4 +1,4 @@
-"""The seconds of one run by its rows and the length of its longest row, measured when a model is loaded."""
+"""The seconds of one run by number of rows and length of the longest row, measured when a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from accel.errors import BadFeeds
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
-# Seconds. A shape is run twice if its first run takes less: the first run of a shape is often slower than the others.
+# Seconds. A shape whose first run takes fewer seconds is run twice, because the first run of a shape is often slower.
 _REPEAT_BELOW = 0.25
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """``seconds[i][j]``: the seconds of one run of ``rows[i]`` rows padded to ``lengths[j]``.
+    """``seconds[i][j]`` is the duration of one run of ``rows[i]`` rows padded to ``lengths[j]``.
 
-    Values between the measured rows and lengths are interpolated. Values beyond the last ones grow in proportion.
+    Values between the measured rows and lengths are interpolated. Values beyond the largest measured sizes grow in
+    proportion.
     """
 
     rows: tuple[int, ...]
@@ -39,7 +40,7 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # More rows or longer rows never cost less. A measurement that says otherwise is noise.
+        # More rows or longer rows never cost less; a lower measurement is noise.
         table = np.asarray(self.seconds, dtype=float)
         return np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
 
@@ -64,15 +65,15 @@ def measure_costs(
 ) -> CostTable:
     """Measures runs of example inputs at every batch size and length, small ones first, for about ``budget`` seconds.
 
-    The cells that the budget leaves out are filled with a + b * positions + c * positions * length, fitted to the
-    measured cells. The last term is the cost of attention.
+    Unmeasured cells are filled with a + b * positions + c * positions * length, fitted to the measured cells. The last
+    term is the cost of attention.
     """
     table = np.full((len(sizes), len(lengths)), np.nan)
     cells = sorted((rows * length, i, j) for i, rows in enumerate(sizes) for j, length in enumerate(lengths))
     end = clock() + budget
     per_token = 0.0
     for count, (tokens, i, j) in enumerate(cells):
-        # The three smallest are always run, because the fit has three coefficients.
+        # The three smallest shapes always run, because the fit has three coefficients.
         if count >= 3 and clock() + tokens * per_token > end:
             continue
         feeds = session.example_inputs(**{batch: sizes[i], dim: lengths[j]})
@@ -84,7 +85,7 @@ def measure_costs(
                 best = min(best, clock() - start)
                 if best > _REPEAT_BELOW:
                     break
-        except BadFeeds:  # outside an engine's optimization profiles, so no batch has this shape
+        except BadFeeds:  # shape outside the engine's optimization profiles, so no batch has this shape
             continue
         table[i, j] = best
         per_token = best / tokens

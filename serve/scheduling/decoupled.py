@@ -1,4 +1,4 @@
-"""Decoupled models: a request gets any number of responses, each as soon as the session gives it."""
+"""Decoupled models: a request gets any number of responses, each as soon as the session yields the response."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StreamingSession(Protocol):
-    """A session that yields its outputs in parts."""
+    """A session that yields the outputs of a request as several responses."""
 
     def stream(self, feeds: Feeds) -> Iterator[Mapping[str, np.ndarray]]: ...
 
 
 class DecoupledExecutor(QueuedExecutor):
-    """Runs each request alone. Answers with each part as it comes, then with a final response without outputs, as
-    Triton does.
+    """Runs each request alone. Sends each yielded response at once, then a final response without outputs, as Triton
+    does.
 
-    A request that is canceled while it streams gets CANCELLED in place of the next part, and no response after that.
+    A request that is canceled during the stream gets CANCELLED in place of the next response, and nothing more.
     """
 
     def _cancel(self, entry: Entry) -> None:
@@ -59,7 +59,7 @@ class DecoupledExecutor(QueuedExecutor):
         for outputs in parts:
             if entry.unwanted or entry.done:
                 if (end := getattr(parts, "close", None)) is not None:
-                    end()  # a generator frees its buffers now, not when it is collected
+                    end()  # frees the generator's buffers now, not at garbage collection
                 return self._settle([(entry, ServeError(Code.CANCELLED, "Request was cancelled"))])
             before = self._clock()
             response = self._response(entry, self._batching.split(outputs, [entry])[0])

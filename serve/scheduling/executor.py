@@ -46,20 +46,22 @@ def make_executor(
     cache: ResponseCache | None = None,
     limiter: RateLimiter | None = None,
 ) -> Executor:
-    """Opens ``scheduling.instances`` sessions and puts the queue, the batching and the other options before them.
+    """Opens ``scheduling.instances`` sessions and returns an executor that queues, batches and runs requests on the
+    sessions.
 
-    ``clock``: returns seconds; every decision uses this clock. ``wall``: returns seconds since 1970, for
-    ``last_inference_ms``. ``start``: False starts no thread, see ``QueuedExecutor``. ``costs``: the seconds of a run by
-    size and length, for batching by length. Without ``costs`` they are measured on the first session, which takes about
-    two seconds. ``cache``: the server's response cache. Without ``cache`` a model that asks for one gets its own.
-    ``limiter``: the server's limits of the resources that models share.
+    ``clock`` returns seconds; every decision uses this clock. ``wall`` returns seconds since 1970, for
+    ``last_inference_ms``. ``start=False`` starts no thread, see ``QueuedExecutor``. ``costs`` holds the seconds of a
+    run by size and length, for batching by length. Without ``costs``, the first session is measured for about two
+    seconds. ``cache`` is the server's response cache. Without ``cache``, a model with ``response_cache`` gets a private
+    cache. ``limiter`` limits the resources that models share.
 
-    Raises ``BadConfig`` if the scheduling contradicts itself or the model. Passes on the errors of ``open_session``.
-    Closes every session it has opened before it raises.
+    Raises ``BadConfig`` if the scheduling options contradict each other or the model, and the errors of
+    ``open_session``. Closes every opened session before raising.
     """
     check_scheduling(signature, scheduling, name=name)
     if scheduling.decoupled:
-        # A stream takes long. A stream runs alone and on an instance's thread, so that the caller can still cancel.
+        # A stream takes long. A stream runs alone and on an instance's thread, so that the caller stays free to cancel
+        # the stream.
         scheduling = replace(scheduling, dynamic=False, eager=False)
     if scheduling.sequence is not None and scheduling.max_batch_size:
         scheduling = replace(scheduling, dynamic=True)  # batches steps of different sequences, as Triton does
@@ -115,7 +117,7 @@ def _measured(session: Session, signature: Signature, dim: str, rows: RowBatchin
     try:
         return measure_costs(session, dim=dim, batch=signature.batch_dim or BATCH, sizes=sizes, lengths=lengths)
     except Exception as error:
-        # The model may refuse random inputs. That is no reason not to serve the model.
+        # A model that refuses random inputs can still be served.
         _LOG.warning("model %s: run costs could not be measured (%s); positions are counted instead", name, error)
         return CostTable.proportional()
 

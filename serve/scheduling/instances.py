@@ -1,10 +1,10 @@
 """The instances of a model: several sessions, their threads, and the threads of callers that run requests themselves.
 
 ``RequestQueue`` and ``Batching`` make every decision, from the queue and the time alone. This module carries the
-decisions out. A caller that finds the queue empty and an instance idle runs its request itself, because a small model
-takes less time than handing the request to another thread and back. While all instances are busy, requests gather in
-the queue, and an instance's thread takes a batch of them. ``_lock`` guards all state. No session is run and no answer
-is given while ``_lock`` is held.
+decisions out. A caller that finds the queue empty and an instance idle runs the request itself, because a small model
+runs faster than two threads hand a request back and forth. While all instances are busy, requests gather in the queue,
+and an instance's thread takes a batch of them. ``_lock`` guards all state. No session is run and no answer is given
+while ``_lock`` is held.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ Settled = list[tuple[Entry, Result]]
 
 class _Step(NamedTuple):
     """The next step of an instance's thread: answer ``expired`` requests, run ``batch`` on ``session``, or wait until
-    ``wake``. ``withdrawn``: this model no longer waits for shared resources, so other models may have them."""
+    ``wake``. ``withdrawn`` is True if this model no longer waits for shared resources, which other models may then
+    take."""
 
     session: Session | None
     batch: list[Entry]
@@ -63,7 +64,7 @@ class _Step(NamedTuple):
 class QueuedExecutor:
     """An ``Executor`` that runs requests on ``sessions``, owns the sessions and closes them.
 
-    ``start``: False starts no thread. Then ``poll`` does the next step of a thread, and ``clock`` alone gives the time.
+    With ``start=False`` no thread runs, ``poll`` does the next step of a thread, and ``clock`` alone gives the time.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class QueuedExecutor:
     # Taking requests
 
     def submit(self, request: InferenceRequest, answer: Answer, *, arrived: float | None = None) -> Entry:
-        """Takes the request. Raises ``ServeError`` (INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED) to refuse it.
+        """Accepts the request, or raises ``ServeError`` (INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED).
 
-        ``arrived``: when the request came to the server, if it waited in front of this executor. Default: now.
+        ``arrived`` is the time at which the request reached the server (default: now), if earlier than this call.
         """
         now = self._clock()
         try:
@@ -153,7 +154,7 @@ class QueuedExecutor:
                 if not self._timed:
                     self._timed = True
                     self._start(self._watch, f"{self.name}-{self.version}-timeouts")
-                elif instant <= self._queue.next_instant():  # earlier than the instant that the thread waits for
+                elif instant <= self._queue.next_instant():  # expires before the instant that the thread waits for
                     self._timer.notify()
         self._outstanding[entry] = None
         if self._in_order is not None:
@@ -172,18 +173,18 @@ class QueuedExecutor:
         return self._gate is None or self._gate.enter()
 
     def _wake(self) -> None:
-        """Wakes an instance's thread, because the shared resources may be free now."""
+        """Wakes an instance's thread, because shared resources may be free now."""
         with self._lock:
             self._work.notify()
 
     def _next(self, now: float) -> _Step:
-        """Decides the next step and removes its requests from the queue. Is called with the lock held."""
+        """Chooses the next step and removes the step's requests from the queue. Called with the lock held."""
         expired: Settled = list(self._queue.expire(now))
         if not self._idle:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # a bug of the server: every waiting request gets an answer
+        except Exception as error:  # a bug of the server: answers every waiting request with an error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):
@@ -235,7 +236,7 @@ class QueuedExecutor:
                 _LOG.exception("model %s: an instance continues after a bug of the server", self.name)
 
     def _watch(self) -> None:
-        """Runs the loop of the thread that answers expired requests, however long the sessions take."""
+        """Runs the loop of the thread that answers expired requests even while sessions run."""
         while True:
             with self._lock:
                 while True:
@@ -277,9 +278,9 @@ class QueuedExecutor:
             _LOG.exception("model %s: a session could not be closed", self.name)
 
     def _run(self, session: Session, entries: list[Entry]) -> Settled:
-        """Runs the entries that have no answer yet in one batch.
+        """Runs the unanswered entries in one batch.
 
-        If the batch fails, each half runs by itself, so that a request fails only if its own run fails.
+        If the batch fails, retries each half alone, so that a request fails only if the request's own run fails.
         """
         started = self._clock()
         late: Settled = [(entry, too_late()) for entry in entries if entry.deadline <= started]
@@ -326,7 +327,7 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """Converts ``error`` to the client's error. ``session``: the session that failed on ``entry`` alone."""
+        """Converts ``error`` to the client's error. ``session`` is the session that failed on ``entry`` alone."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):
@@ -341,9 +342,10 @@ class QueuedExecutor:
     # Answering requests
 
     def _settle(self, results: Settled, spent: Durations | None = None) -> Settled:
-        """Makes these results final and counts them. Returns the results that the caller has to deliver.
+        """Makes ``results`` final and counts the answers. Returns the results that the caller has to deliver.
 
-        An entry that already has a result keeps that result. ``spent``: the durations of the run that gave the results.
+        An entry that already has a result keeps that result. ``spent`` holds the durations of the run that gave the
+        results.
         """
         with self._lock:
             now = self._clock()
@@ -376,8 +378,8 @@ class QueuedExecutor:
         self._delivered(len(settled))
 
     def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
-        """Delivers answers in the order of the requests. One thread at a time delivers, also the results that other
-        threads settle meanwhile."""
+        """Delivers answers in the order of the requests. One thread at a time delivers, including the results that
+        other threads settle meanwhile."""
         with self._lock:
             for entry, result in settled:
                 entry.result = result
@@ -414,13 +416,13 @@ class QueuedExecutor:
             return self._recorder.copy(len(self._queue))
 
     def pending(self) -> int:
-        """Counts the requests that were taken and have no answer yet."""
+        """Counts the accepted requests that have no answer yet."""
         with self._lock:
             return len(self._outstanding)
 
     def close(self, timeout: float) -> None:
-        """Refuses new requests, answers the taken ones for at most ``timeout`` seconds of real time, and fails the rest
-        with UNAVAILABLE. A session that still runs then is closed when its run ends."""
+        """Refuses new requests, waits at most ``timeout`` seconds of real time for accepted requests, and fails the
+        rest with UNAVAILABLE. A session that is still running is closed when the run ends."""
         with self._lock:
             self._closing = True
             self._work.notify_all()

@@ -1,15 +1,15 @@
-"""Batching of inputs that differ in one dim, so that a short input is not padded to the length of a long one.
+"""Batching of inputs that differ in one dim, so that a short input is not padded to the length of a long input.
 
 The waiting requests are sorted by length and cut into the batches with the least total cost. The best cut of the first
 i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). This is
 dynamic programming over O(n * batch) cells. The least total cost is also the earliest end of the last batch. So no
-other cut of the same requests has a shorter longest wait. An idle instance runs the most urgent batch. If not all
+other cut of the same requests has a shorter maximum wait. An idle instance runs the most urgent batch. If not all
 batches can begin in time, the instance postpones batches so that the fewest requests are late.
 
 If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. If
 ``eager`` is off, a batch runs at the latest time at which no request is late, if all batches run one after the other. A
-request is late if its answer comes after the delay bound. If its run takes more than half of the bound, the request is
-late if the run begins after half of the bound. A batch also runs as soon as the waiting requests fill a batch.
+request is late if its answer comes after the delay bound. A request whose run takes more than half of the bound is late
+if the run begins after half of the bound. A batch also runs as soon as the waiting requests fill a batch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# At most this many waiting requests are cut into batches, because the queue's lock is held meanwhile.
+# The largest number of waiting requests to cut into batches, because the queue's lock is held during the cut.
 _WINDOW = 64
 
-# Requests that can still be in time go before a late request. The late request goes first again after it has waited
-# for this many delay bounds, or for half of its own timeout or deadline.
+# Requests that can still be in time go before a late request. After this many delay bounds, or half of the request's
+# timeout or deadline, a late request goes first again.
 _PATIENCE = 3
 
 
@@ -46,7 +46,8 @@ def best_cut(
 ) -> list[tuple[int, int]]:
     """Returns the cheapest cut of requests, sorted by length, into consecutive batches of at most ``limit`` rows.
 
-    The result has (begin, end) of each batch. ``costs(length)[n]``: the cost of a batch of n rows padded to ``length``.
+    The result has (begin, end) of each batch. ``costs(length)[n]`` is the cost of a batch of n rows padded to
+    ``length``.
     """
     count = len(lengths)
     ends = np.concatenate([[0], np.cumsum(rows)])
@@ -69,7 +70,7 @@ def best_cut(
 
 
 class LengthBatchingRows(RowBatching):
-    """``RowBatching`` for a signature with one more dim that may differ inside a batch."""
+    """``RowBatching`` for a model with one more dim that may differ inside a batch."""
 
     def __init__(
         self, signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str, costs: CostTable
@@ -126,8 +127,7 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # No cut costs more than running each request alone. With this cost as a bound, the best cut needn't be
-            # found.
+            # If running each request alone is cheap enough, the best cut, which never costs more, needn't be found.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -140,8 +140,8 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Whenever a batch would begin late, the batch with the highest cost per request among the batches up to this one
-        is postponed. If each batch has one request, the fewest requests are late (Moore 1968, "An n job, one machine
+        Whenever a batch would begin late, the most expensive batch per request up to and including this batch is
+        postponed. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one machine
         sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority level
         are compared.
         """
@@ -192,8 +192,8 @@ class LengthBatchingRows(RowBatching):
         return [by_length[begin:end] for begin, end in cuts]
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
-        """Returns the seconds of a run by its number of rows, for requests of the shapes of ``one`` padded to
-        ``length``. The rows that pad the batch to an allowed size are included."""
+        """Returns the seconds of a run by number of rows (those that pad the batch included), for requests of the
+        shapes of ``one`` padded to ``length``."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:
@@ -201,7 +201,7 @@ class LengthBatchingRows(RowBatching):
             sizes = self.sizes if self._fitting is None else self._fitting.of(self._shapes_at(one, length))
             found = costs[[next((size for size in sizes if size >= n), n) for n in range(self.limit + 1)]]
             if self._fitting is not None:
-                found[max(sizes, default=0) + 1 :] = np.inf  # outside the profiles: never the cheapest
+                found[max(sizes, default=0) + 1 :] = np.inf  # a shape outside the profiles is never the cheapest
             if len(self._by_length) < 4096:
                 self._by_length[key] = found
         return found
@@ -216,7 +216,7 @@ class LengthBatchingRows(RowBatching):
         )
 
     def sizes_of(self, entries: Sequence[Entry]) -> Sequence[int]:
-        """Returns the batch sizes that the model takes if ``entries`` are padded to the longest of them."""
+        """Returns the batch sizes that the model takes if ``entries`` are padded to the longest entry."""
         if self._fitting is None:
             return self.sizes
         return self._fitting.of(self._shapes_at(entries[0], max(self._length(entry.request) for entry in entries)))

@@ -1,4 +1,4 @@
-"""The options by which a model's requests are queued, batched and run. The repository's config gives them."""
+"""The options by which a model's requests are queued, batched and run, as read from ``config.pbtxt``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class QueuePolicy:
     """Bounds of the queue of one priority level. 0 means no bound.
 
-    ``max_queue_size``: requests that may wait. ``timeout_us``: how long a request may wait. ``timeout_action``:
-    ``reject`` fails an expired request (UNAVAILABLE, "Request timeout expired"); ``delay`` serves it after the requests
-    that are in time. ``allow_override``: a request may set a shorter timeout.
+    ``max_queue_size`` is the number of requests that may wait, ``timeout_us`` the longest wait of a request. The
+    ``timeout_action`` ``reject`` fails an expired request (UNAVAILABLE, "Request timeout expired"); ``delay`` serves an
+    expired request after the requests that are in time. ``allow_override`` lets a request set a shorter timeout.
     """
 
     max_queue_size: int = 0
@@ -31,10 +31,10 @@ class QueuePolicy:
 class LengthBatching:
     """Batching of inputs that differ in one dim.
 
-    ``dim``: the name of the dim in the signature. ``mask``: the input that says which positions are real; the server
-    makes it if the client sent none. ``pad``: the padding value of each input, 0 by default. ``outputs``: the outputs
-    to cut to the request's own length, each with the axis to cut. ``grouped``: True groups requests by length; False
-    makes batches in the order of arrival and pads each to its longest request.
+    ``dim`` is the name of the dim in the signature. ``mask`` is the input that says which positions are real; the
+    server makes a mask if the client sent none. ``pad`` maps an input to its padding value, 0 by default. ``outputs``
+    maps each output to the axis that is cut to the request's length. ``grouped=True`` groups requests by length;
+    ``grouped=False`` forms batches in the order of arrival and pads each batch to the longest request.
     """
 
     dim: str
@@ -48,10 +48,10 @@ class LengthBatching:
 class SequenceBatching:
     """Options of a stateful model.
 
-    ``states``: output name -> name of the input that gets this output at the sequence's next request. ``controls``:
-    START, END, READY, CORRID -> input name. ``values``: by control its value for false and for true, 0 and 1 by
-    default. ``initial``: by input name the state of a new sequence, without the batch dim, zeros by default.
-    ``max_idle_us``: a sequence without a request for longer ends. ``max_sequences``: open sequences at a time.
+    ``states`` maps an output to the input that gets this output at the sequence's next request. ``controls`` maps
+    START, END, READY and CORRID to input names. ``values`` maps a control to the values for false and true, 0 and 1 by
+    default. ``initial`` maps an input to the state of a new sequence, without the batch dim, zeros by default. A
+    sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` are open at a time.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
@@ -66,15 +66,15 @@ class SequenceBatching:
 class Scheduling:
     """Options of one model.
 
-    ``max_batch_size``: rows of the largest batch; 0 means that the model has no batch dim and runs each request alone.
-    ``dynamic``: requests of several callers may be run together. ``preferred``: batch sizes to wait for.
-    ``max_delay_us``: how long the oldest request may wait for others. ``allowed``: the batch sizes that the model
-    takes; None means every size. ``profiles``: the optimization profiles of an engine. ``queue_rows``/``queue_bytes``:
-    rows and bytes that may wait in total, over all priority levels. ``response_cache``: equal requests are answered
-    from the server's cache. ``eager``: True runs a request at once that finds an instance idle and the queue empty,
-    whatever ``max_delay_us`` and ``preferred`` say; False lets the request wait for others, as Triton does.
-    ``resources``: by name the amount of a shared resource that one run takes. ``resource_priority``: see
-    ``rate_limit.py``.
+    ``max_batch_size`` is the number of rows in the largest batch; 0 means that the model has no batch dim and runs each
+    request alone. ``dynamic`` batches requests of several callers. ``preferred`` lists the batch sizes to wait for. The
+    oldest request waits at most ``max_delay_us`` for other requests. ``allowed`` lists the batch sizes that the model
+    takes, None for all. ``profiles`` are the optimization profiles of an engine. ``queue_rows`` and ``queue_bytes``
+    limit the waiting rows and bytes over all priority levels. ``response_cache`` answers repeated requests from the
+    server's cache. ``eager=True`` runs a request at once if an instance is idle and the queue is empty, whatever
+    ``max_delay_us`` and ``preferred`` say; ``eager=False`` lets the request wait for other requests, as in Triton.
+    ``resources`` maps a shared resource to the amount that one run takes. ``rate_limit.py`` explains
+    ``resource_priority``.
     """
 
     max_batch_size: int = 0
@@ -108,5 +108,5 @@ class Scheduling:
 
     @property
     def optional_inputs(self) -> frozenset[str]:
-        """Returns the inputs that the server makes if a client leaves them out: the mask of lengths."""
+        """Returns the inputs that the server makes for a client that sends none: the mask of lengths."""
         return frozenset([self.lengths.mask] if self.lengths is not None and self.lengths.mask is not None else [])

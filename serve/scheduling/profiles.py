@@ -1,4 +1,4 @@
-"""The optimization profiles of an engine: the batch sizes that the engine takes at given other dims."""
+"""The optimization profiles of an engine: the batch sizes that the engine takes for given sizes of the other dims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_KEPT = 4096
 
 
 def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
-    """Returns the profiles of an engine from its manifest's properties. Empty for other artifacts."""
+    """Returns the profiles of an engine from the manifest's properties, or () for any other artifact."""
     return tuple(
         {name: (tuple(ends[0]), tuple(ends[-1])) for name, ends in profile.items()}
         for profile in properties.get("profiles", ())
@@ -23,8 +23,8 @@ def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
 
 
 def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int, step: int = 1) -> tuple[int, ...]:
-    """Returns the batch sizes at which one of ``profiles`` takes ``shapes``: multiples of ``step`` up to ``most``,
-    ascending. ``shapes``: None means any shapes."""
+    """Returns the batch sizes at which one of ``profiles`` takes ``shapes`` (None: any shapes): multiples of ``step``
+    up to ``most``, ascending."""
     found: set[int] = set()
     for profile in profiles:
         low = max((ends[0][0] for ends in profile.values() if ends[0]), default=1)

@@ -2,7 +2,7 @@
 time.
 
 Within a priority level requests are served in the order of arrival. An expired request whose policy says ``delay`` is
-served after the requests that are in time. The queue calls no ``Answer``: it raises errors or returns them.
+served after the requests that are in time. The queue calls no ``Answer``, but raises or returns errors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _STALE = 4
 
 
 class Entry:
-    """A taken request, from its arrival to its answer. ``submit`` returns it as the ``Ticket``.
+    """An accepted request, from arrival to answer, and the ``Ticket`` that ``submit`` returns.
 
-    ``rows``: rows of its batch, 1 if the model has no batch dim. ``key``: entries with equal keys may be run together.
-    ``level``: priority level. ``expires``: end of the queue timeout, in seconds on the server's clock. ``deadline``:
-    the time after which the client no longer waits, in seconds on the same clock. ``done``: the entry has its answer.
-    ``result``: the answer, until it is delivered. ``unwanted``: the request was canceled while it streams.
+    ``rows`` is the size of the request's batch dim, or 1 without a batch dim. Entries with equal ``key`` may run
+    together. ``level`` is the priority level. ``expires`` is the end of the queue timeout, in seconds on the server's
+    clock. ``deadline`` is the time on this clock after which the client no longer waits. ``done`` is True once the
+    entry has an answer, and ``result`` is the undelivered answer. ``unwanted`` is True if the request was canceled
+    during the stream.
     """
 
     __slots__ = (
@@ -70,7 +71,7 @@ class Entry:
         self.result: InferenceResponse | ServeError | None = None
 
     def book(self, started: float, spent: Durations) -> None:
-        """Records that the request waited until ``started`` and then ran in a batch that took ``spent``."""
+        """Records that the request waited until ``started`` and then ran in a batch with the durations ``spent``."""
         durations = self.durations
         durations.queue = ns(started - self.arrived)
         durations.compute_input = spent.compute_input
@@ -78,18 +79,18 @@ class Entry:
         durations.compute_output = spent.compute_output
 
     def cancel(self) -> None:
-        """Answers the request with CANCELLED. A request that still waits is not run."""
+        """Answers the request with CANCELLED, and removes a waiting request from the queue."""
         if self.owner is not None:
             self.owner(self)
 
 
 def queue_full() -> ServeError:
-    """Returns the error of a request that a bound of the queue refuses, in Triton's words."""
+    """Returns the error of a request that a bound of the queue refuses, with Triton's text."""
     return ServeError(Code.UNAVAILABLE, "Exceeds maximum queue size")
 
 
 def timed_out() -> ServeError:
-    """Returns the error of a request that waited longer than its queue timeout, in Triton's words."""
+    """Returns the error of a request that waited longer than its queue timeout, with Triton's text."""
     return ServeError(Code.UNAVAILABLE, "Request timeout expired")
 
 
@@ -99,7 +100,8 @@ def too_late() -> ServeError:
 
 
 def request_bytes(inputs: Mapping[str, np.ndarray]) -> int:
-    """Returns the bytes of the inputs in memory. numpy counts only pointers for strings, so strings are added here."""
+    """Returns the bytes of the inputs in memory. numpy counts only pointers for strings, so the strings' bytes are
+    added."""
     total = 0
     for value in inputs.values():
         total += int(value.nbytes)
@@ -153,7 +155,8 @@ class RequestQueue:
         return next(iter(self), None)
 
     def level_of(self, priority: int) -> int:
-        """Returns the level for a request's priority: as in Triton, the default level if the model lacks that level."""
+        """Returns the level for a request's priority. As in Triton, a level that the model lacks stands for the default
+        level."""
         levels = self._scheduling.priority_levels
         return priority if 1 <= priority <= levels else self._scheduling.default_priority if levels else 0
 
@@ -193,7 +196,7 @@ class RequestQueue:
             heapq.heappush(self._instants, (entry.deadline, entry.seq))
 
     def remove(self, entry: Entry) -> None:
-        """Removes ``entry`` from the queue, to run it or because it is canceled."""
+        """Removes ``entry`` from the queue, because ``entry`` runs or is canceled."""
         level = self._levels[entry.level]
         del (level.delayed if entry.delayed else level.in_time)[entry.seq]
         del self._live[entry.seq]
@@ -201,8 +204,8 @@ class RequestQueue:
         self.nbytes -= entry.nbytes
 
     def expire(self, now: float) -> list[tuple[Entry, ServeError]]:
-        """Removes the requests that may not wait longer and returns each with its error. Moves expired requests whose
-        policy says ``delay`` behind the others."""
+        """Removes the requests that may not wait longer and returns each with an error. Moves expired requests whose
+        policy says ``delay`` behind the other requests."""
         found: list[tuple[Entry, ServeError]] = []
         while self._instants and self._instants[0][0] <= now:
             _, seq = heapq.heappop(self._instants)
@@ -223,7 +226,7 @@ class RequestQueue:
         return found
 
     def next_instant(self) -> float:
-        """Returns when ``expire`` next has work. ``NEVER`` if no waiting request has a timeout or deadline."""
+        """Returns when ``expire`` next has work, or ``NEVER`` if no waiting request has a timeout or deadline."""
         instants = self._instants
         if len(instants) > 64 and len(instants) > _STALE * len(self._live):
             instants[:] = [row for row in instants if row[1] in self._live]
@@ -234,7 +237,7 @@ class RequestQueue:
 
 
 def _timeout_us(policy: QueuePolicy, asked: int) -> int:
-    """Returns the queue timeout in microseconds, 0 for none. A request may shorten it if the policy allows that."""
+    """Returns the queue timeout in microseconds, 0 for none. A request may shorten the timeout if the policy allows."""
     if asked > 0 and policy.allow_override:
         return min(asked, policy.timeout_us) if policy.timeout_us else asked
     return policy.timeout_us

@@ -1,9 +1,9 @@
-"""Resources that models share: a run takes the amounts that its model's config names, and waits until they are free.
+"""Resources that models share: a run waits until the amounts in the model's config are free, and takes these amounts.
 
-This is Triton's ``rate_limiter`` of an instance group. The server's options say how much of a resource exists. Without
-that option as much exists as the most demanding model needs. Stride scheduling decides which waiting model runs next:
-each run moves its model forward by ``priority``, and the model that is furthest behind goes first. So a model of
-priority 2 gets half as many runs as a model of priority 1 while both always have work. An idle model saves up no runs.
+This is Triton's ``rate_limiter`` of an instance group. The server's options set the amount of each resource, by default
+the need of the most demanding model. Stride scheduling decides which waiting model runs next: each run advances its
+model by ``priority``, and the model that has advanced least runs next. So a model of priority 2 gets half as many runs
+as a model of priority 1 while both always have work. An idle model saves up no runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel.errors import BadConfig
 
 
 class RateLimiter:
-    """Shares resources between all models of a process. ``limits``: the existing amount of a resource, by name."""
+    """Shares resources between all models of a process. ``limits`` maps a resource to the existing amount."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -25,7 +25,7 @@ class RateLimiter:
         self._gates: set[Gate] = set()
         self._waiting: set[Gate] = set()
         self._used: Counter[str] = Counter()
-        self._turn = 0  # the turn of the run that entered last
+        self._turn = 0  # the stride position of the run that entered last
         self._arrivals = itertools.count()
 
     def gate(self, need: Mapping[str, int], priority: int, wake: Callable[[], None], *, name: str) -> Gate:
@@ -50,7 +50,8 @@ class RateLimiter:
         return max((gate.need.get(resource, 0) for gate in self._gates), default=0) if limit is None else limit
 
     def enter(self, gate: Gate) -> bool:
-        """Takes the resources of ``gate``. Returns False if other models have them or wait for them before ``gate``."""
+        """Takes the resources of ``gate``. Returns False if other models hold the resources or wait for the resources
+        before ``gate``."""
         with self._lock:
             self._wait(gate)
             if gate not in self._next():
@@ -81,7 +82,7 @@ class RateLimiter:
     def leave(self, gate: Gate, *, again: bool) -> None:
         """Gives back the resources that ``gate`` took.
 
-        ``again``: its model has more to run, so ``gate`` waits for the next run.
+        With ``again``, the model of ``gate`` has more to run, so ``gate`` waits for the next run.
         """
         with self._lock:
             self._used.subtract(gate.need)
@@ -90,7 +91,8 @@ class RateLimiter:
         self.pass_on()
 
     def withdraw(self, gate: Gate) -> bool:
-        """Ends the wait of ``gate``. Returns True if ``gate`` waited; then the caller has to call ``pass_on``."""
+        """Ends the wait of ``gate``. Returns True if ``gate`` waited and the caller therefore has to call
+        ``pass_on``."""
         with self._lock:
             if gate not in self._waiting:
                 return False
@@ -113,7 +115,7 @@ class RateLimiter:
 
 
 class Gate:
-    """The gate that the runs of one model pass."""
+    """The rate limit of one model: a run calls ``enter`` and ``leave``."""
 
     def __init__(self, limiter: RateLimiter, need: Mapping[str, int], priority: int, wake: Callable[[], None]) -> None:
         self._limiter = limiter
@@ -121,14 +123,14 @@ class Gate:
         self.turn = (0, 0)
 
     def enter(self) -> bool:
-        """Asks for a run. Returns False if the run has to wait.
+        """Takes the resources of a run, or returns False if the run has to wait.
 
-        ``wake`` is then called as soon as another try may succeed.
+        ``wake`` is called as soon as a waiting run may succeed.
         """
         return self._limiter.enter(self)
 
     def leave(self, *, again: bool = False) -> None:
-        """Ends a run. ``again``: the model has more to run."""
+        """Ends a run. ``again`` tells that the model has more to run."""
         self._limiter.leave(self, again=again)
 
     def withdraw(self) -> bool:
@@ -143,7 +145,7 @@ class Gate:
 
 
 def parse_limit(text: str) -> tuple[str, int]:
-    """Reads ``NAME:COUNT``. Raises ``ValueError`` if ``text`` has another form."""
+    """Reads ``NAME:COUNT``. Raises ``ValueError`` if ``text`` doesn't match."""
     name, _, count = text.rpartition(":")
     if not name or not count.isdigit() or int(count) < 1:
         raise ValueError(text)

@@ -1,4 +1,4 @@
-"""A cache of responses: a request that equals an answered request gets the same answer without a run of the model."""
+"""A cache of responses, which answers a repeated request without a run of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _OVERHEAD = 512
 
 
 class ResponseCache:
-    """Keeps at most ``max_bytes`` of outputs and drops the least recently used first. Several models may share it."""
+    """Keeps at most ``max_bytes`` of outputs and drops the least recently used entries first. Several models may share
+    a cache."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -50,7 +51,7 @@ class ResponseCache:
         return int(self._found.currsize)
 
     def new_owner(self) -> int:
-        """Returns a number for one load of a version. The same version may have other weights when loaded again."""
+        """Returns a number for one load of a version, because a version may have other weights when loaded again."""
         return next(self._owners)
 
     def get(self, key: Key) -> Mapping[str, np.ndarray] | None:
@@ -60,7 +61,8 @@ class ResponseCache:
         return None if row is None else row[0]
 
     def put(self, key: Key, outputs: Mapping[str, np.ndarray]) -> None:
-        """Keeps a copy of ``outputs``: a session's output is often a view of a larger array, and may be written to."""
+        """Caches a copy of ``outputs``, because a session's output is often a view of a larger array, and may be
+        overwritten."""
         size = request_bytes(outputs) + _OVERHEAD
         if size > self.max_bytes:
             return
@@ -80,7 +82,7 @@ class ResponseCache:
 def request_digest(request: InferenceRequest, *, name: str, version: str) -> bytes:
     """Returns a hash of the model, its version, the inputs and the requested outputs.
 
-    The hash is cryptographic: a client that could make two requests collide could choose the answers of other clients.
+    The hash is cryptographic, because a client with two colliding requests could choose the answers of other clients.
     """
     digest = hashlib.blake2b(repr((name, version, request.outputs)).encode(), digest_size=32)
     for key in sorted(request.inputs):
@@ -100,7 +102,7 @@ def request_digest(request: InferenceRequest, *, name: str, version: str) -> byt
 
 @dataclass
 class _Hit:
-    """The ticket of a request that was answered from the cache."""
+    """The ``Ticket`` of a request that was answered from the cache."""
 
     durations: Durations = field(default_factory=Durations)
 
@@ -125,7 +127,7 @@ class CachingExecutor:
         self._closed = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Answers a cached request before ``submit`` returns. Hands other requests to the inner executor."""
+        """Answers a cached request before returning. Passes any other request to the inner executor."""
         start = self._clock()
         if self._closed or (request.deadline is not None and request.deadline <= start):
             return self.inner.submit(request, answer)  # the inner executor refuses the request
@@ -145,7 +147,7 @@ class CachingExecutor:
         return hit
 
     def _keeping(self, key: Key, looked_up: int, answer: Answer) -> Answer:
-        """Wraps ``answer`` so that a response is cached before it is delivered."""
+        """Wraps ``answer`` so that a response is cached before delivery."""
 
         def keep(result: InferenceResponse | ServeError) -> None:
             start = self._clock()
@@ -158,7 +160,7 @@ class CachingExecutor:
         return keep
 
     def statistics(self) -> ModelStatistics:
-        """Returns the inner executor's statistics with the hits. A hit counts as received and success, not as an
+        """Returns the inner executor's statistics with the cache hits. A hit counts as received and success, not as an
         inference."""
         with self._lock:
             own = self._recorder.copy()

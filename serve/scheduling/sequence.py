@@ -1,9 +1,9 @@
-"""Stateful models: the requests of a sequence run in their order, and the server keeps the sequence's state.
+"""Stateful models: the requests of a sequence run in order, and the server keeps the sequence's state.
 
-The inner executor has at most one request of a sequence at a time and batches requests of different sequences. If a
-request fails or is canceled, the state stays as it was before the request. After a failed start the sequence has no
-state. The requests that already wait behind the failed one, up to the next start, fail too (FAILED_PRECONDITION),
-because their caller relied on its success.
+The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
+or canceled request leaves the state unchanged. After a failed start the sequence has no state. The requests that
+already wait behind the failed request, up to the next start, fail too (FAILED_PRECONDITION), because the caller relied
+on success.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Step:
-    """One request of a sequence. ``submit`` returns it as the ``Ticket``."""
+    """One request of a sequence, and the ``Ticket`` that ``submit`` returns."""
 
     __slots__ = ("answer", "arrived", "cancelled", "durations", "executor", "nbytes", "request", "sequence", "ticket")
 
@@ -61,22 +61,24 @@ class _Step:
 
 
 class _Sequence:
-    """``running``: the step that the inner executor has. ``pumped``: a thread is handing on steps of the sequence."""
+    """One open sequence. ``running`` is the step in the inner executor. ``pumped`` is True while a thread submits steps
+    of the sequence to the inner executor."""
 
     __slots__ = ("id", "last_used", "open", "pumped", "running", "states", "waiting")
 
     def __init__(self, sequence_id: int | str) -> None:
         self.id = sequence_id
-        self.states: dict[str, np.ndarray] | None = None  # the states are None before the first answer
+        self.states: dict[str, np.ndarray] | None = None  # the state is None before the first answer
         self.waiting: deque[_Step] = deque()
         self.running: _Step | None = None
         self.pumped = False
-        self.open = False  # True if the last taken request doesn't end the sequence
+        self.open = False  # True if the last accepted request doesn't end the sequence
         self.last_used = 0.0
 
 
 class SequenceExecutor:
-    """An ``Executor`` that adds states and controls to the requests of sequences and hands them to ``inner``."""
+    """An ``Executor`` that adds states and controls to the requests of sequences and passes the requests to
+    ``inner``."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class SequenceExecutor:
     # Taking requests
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Takes the next request of a sequence. Raises ``ServeError`` to refuse it."""
+        """Accepts the next request of a sequence, or raises ``ServeError``."""
         step = _Step(self, request, answer, self._clock())
         with self._lock:
             try:
@@ -120,7 +122,7 @@ class SequenceExecutor:
         return step
 
     def _place(self, step: _Step) -> _Sequence:
-        """Puts ``step`` behind the waiting steps of its sequence. Is called with the lock held."""
+        """Puts ``step`` behind the waiting steps of its sequence. Called with the lock held."""
         request, now = step.request, step.arrived
         self._check(request)
         self._end_idle(now)
@@ -174,24 +176,24 @@ class SequenceExecutor:
         self._sequences.move_to_end(sequence.id)
 
     def _end_idle(self, now: float) -> None:
-        """Ends the sequences that got no request for ``max_idle_us``. Is called with the lock held."""
+        """Ends the sequences that got no request for ``max_idle_us``. Called with the lock held."""
         oldest = now - self._options.max_idle_us / 1e6
         while self._sequences:
             sequence = next(iter(self._sequences.values()))
             if sequence.last_used >= oldest:
                 return
             if sequence.running is not None or sequence.waiting:
-                self._used(sequence, now)  # requests of the sequence wait for the server
+                self._used(sequence, now)  # requests of the sequence are still waiting or running
             else:
                 del self._sequences[sequence.id]
 
     # Handing steps to the inner executor
 
     def _pump(self, sequence: _Sequence) -> None:
-        """Hands the waiting steps of ``sequence`` to the inner executor, one after the other.
+        """Submits the waiting steps of ``sequence`` to the inner executor, one after the other.
 
-        One thread at a time does so for a sequence. After an answer that comes inside ``submit``, this loop takes the
-        next step, so that the calls don't nest.
+        Only one thread at a time submits the steps of a sequence. After an answer that comes inside ``submit``, this
+        loop takes the next step, so that the calls don't nest.
         """
         while True:
             with self._lock:
@@ -256,8 +258,8 @@ class SequenceExecutor:
             _LOG.exception("model %s: an answer could not be delivered", self.name)
 
     def _fail_behind(self, sequence: _Sequence, step: _Step, index: int) -> list[_Step]:
-        """Removes and returns the waiting steps from ``index`` up to the next start, because ``step`` before them
-        failed. Is called with the lock held."""
+        """Removes and returns the waiting steps from ``index`` up to the next start, because the earlier ``step``
+        failed. Called with the lock held."""
         failed = []
         while len(sequence.waiting) > index and not sequence.waiting[index].request.sequence_start:
             failed.append(self._unqueue(sequence, index))
@@ -275,7 +277,7 @@ class SequenceExecutor:
         self._fail(failed, error)
 
     def _fail(self, steps: Sequence[_Step], error: ServeError) -> None:
-        """Answers steps that the inner executor never got."""
+        """Answers steps that never reached the inner executor."""
         for step in steps:
             with self._lock:
                 self._recorder.received()
@@ -284,7 +286,7 @@ class SequenceExecutor:
             self._give(step, error)
 
     def cancel(self, step: _Step) -> None:
-        """Cancels ``step``. A waiting step is answered and not run. The inner executor cancels a running step."""
+        """Cancels ``step``. A waiting step is answered and never runs. The inner executor cancels a running step."""
         sequence = step.sequence
         assert sequence is not None
         with self._lock:
@@ -306,7 +308,7 @@ class SequenceExecutor:
     # Statistics and closing
 
     def statistics(self) -> ModelStatistics:
-        """Returns the inner executor's statistics with the requests that never got there."""
+        """Returns the inner executor's statistics, plus the requests that never reached the inner executor."""
         with self._lock:
             return merged(self.inner.statistics(), self._recorder.copy(self._waiting))
 
@@ -325,7 +327,7 @@ class SequenceExecutor:
         return self.inner.poll()
 
     def close(self, timeout: float) -> None:
-        """Refuses new requests, runs the waiting ones for at most ``timeout`` seconds, and fails the rest."""
+        """Refuses new requests, waits at most ``timeout`` seconds for accepted requests, and fails the rest."""
         end = time.monotonic() + timeout
         with self._lock:
             self._closing = True

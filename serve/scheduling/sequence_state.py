@@ -1,4 +1,4 @@
-"""Makes a stateful model's states and controls, which are inputs, and keeps the states that its outputs give."""
+"""Makes the state and control inputs of a stateful model, and keeps the states in the model's outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTROLS = ("START", "END", "READY", "CORRID")
 
 
 class ServerInputs:
-    """Makes the states and controls of a stateful model, in the dtypes and shapes of its signature."""
+    """Makes the states and controls of a stateful model, in the dtypes and shapes of the signature."""
 
     def __init__(self, signature: Signature, scheduling: Scheduling, options: SequenceBatching) -> None:
         self._options = options
@@ -30,7 +30,7 @@ class ServerInputs:
         self._outputs = tuple(spec.name for spec in signature.outputs)
 
     def unfit(self, sequence_id: int | str) -> TensorSpec | None:
-        """Returns the control input whose dtype can't hold ``sequence_id``, or None if it can."""
+        """Returns the control input whose dtype can't hold ``sequence_id``, or None if every dtype can."""
         if corrid := self._options.controls.get("CORRID"):
             try:
                 self._correlation(corrid, sequence_id)
@@ -39,7 +39,7 @@ class ServerInputs:
         return None
 
     def added(self, request: InferenceRequest, states: Mapping[str, np.ndarray] | None) -> InferenceRequest:
-        """Returns the request with the inputs that the server makes. ``states``: None if the sequence begins."""
+        """Returns the request with the inputs that the server makes. ``states`` is None if the sequence begins."""
         inputs = dict(request.inputs)
         for name in self._options.states.values():
             if states is None:
@@ -70,8 +70,8 @@ class ServerInputs:
     def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the state of a new sequence: the configured initial state, or zeros by default.
 
-        A dynamic dim of the zeros has the size that the request's inputs give it. A dynamic dim that only states have,
-        such as the steps seen so far, starts with size 0.
+        A dynamic dim of the zeros has its size in the request's inputs. A dynamic dim that only states have, such as
+        the steps seen so far, starts with size 0.
         """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given
@@ -87,11 +87,12 @@ class ServerInputs:
         return np.full(shape, "", object) if spec.dtype == "string" else np.zeros(shape, numpy_dtype(spec.dtype))
 
     def kept(self, response: InferenceResponse) -> dict[str, np.ndarray]:
-        """Returns copies of the states after ``response``. The session's arrays may be views of a whole batch."""
+        """Returns copies of the states after ``response``, because the session's arrays may be views of a whole
+        batch."""
         return {to: np.array(response.outputs[output]) for output, to in self._options.states.items()}
 
     def without(self, response: InferenceResponse, request: InferenceRequest) -> InferenceResponse:
-        """Returns ``response`` without the states that ``request`` didn't ask for."""
+        """Returns ``response`` without the states that ``request`` didn't request."""
         asked = request.outputs
         outputs = {
             name: value

@@ -1,4 +1,4 @@
-"""Counts the requests and runs of a model. The figures add up at any time."""
+"""Counts the requests and runs of a model, with figures that add up at any time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Recorder:
         self.figures = ModelStatistics()
 
     def received(self) -> None:
-        """Counts a request that came."""
+        """Counts a received request."""
         self.figures.received += 1
 
     def succeeded(self, durations: Durations) -> None:
@@ -37,20 +37,20 @@ class Recorder:
         figures.compute_times.add(durations.compute_input + durations.compute_infer + durations.compute_output)
 
     def found(self, ns: int) -> None:
-        """Counts a request that was answered from the cache, ``ns`` nanoseconds after it came."""
+        """Counts a request that was answered from the cache, ``ns`` nanoseconds after arrival."""
         self.figures.received += 1
         self.figures.success.add(ns)
         self.figures.cache_hit.add(ns)
         self.figures.request_times.add(ns)
 
     def failed(self, error: ServeError, ns: int) -> None:
-        """Counts a request that was answered with ``error``, ``ns`` nanoseconds after it came."""
+        """Counts a request that was answered with ``error``, ``ns`` nanoseconds after arrival."""
         self.figures.fail.add(ns)
         if error.code is Code.CANCELLED:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Counts a request as failed that another recorder counted as success with these ``durations``."""
+        """Moves a request that another recorder counted with ``durations`` from success to failure."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)

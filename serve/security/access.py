@@ -26,7 +26,8 @@ from ..protocol.inference import Code, ServeError
 
 @dataclass(frozen=True)
 class Permission:
-    """One token, as its sha256 in hex, with the models it is for and whether it may control the server."""
+    """The permission of one token: the token's sha256 in hex, its model patterns, and whether the token may control the
+    server."""
 
     name: str
     sha256: str
@@ -46,7 +47,8 @@ class Access:
 
     def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> str:
         """Returns the name of the token, or "" if there are no permissions. Raises ``ServeError`` UNAUTHENTICATED if
-        the token is unknown, and PERMISSION_DENIED if it is not for ``model`` or, with ``control``, for commands."""
+        the token is unknown, and PERMISSION_DENIED if the token doesn't allow ``model`` or, with ``control``,
+        commands."""
         if not self._permissions:
             return ""
         found = self._find(token)
@@ -62,7 +64,7 @@ class Access:
         return frozenset(p.name for p in self._permissions)
 
     def allowed(self, token: str | None, model: str) -> bool:
-        """Tells whether the token is for ``model``."""
+        """Tells whether the token allows ``model``."""
         try:
             self.check(token, model=model)
         except ServeError:
@@ -76,7 +78,7 @@ class Access:
         if token is None or not matching:
             raise ServeError(
                 Code.UNAUTHENTICATED,
-                "this server wants a token that it knows; send the header authorization: Bearer TOKEN",
+                "this server wants a known token; send the header authorization: Bearer TOKEN",
             )
         return matching[0]
 

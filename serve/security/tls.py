@@ -11,7 +11,7 @@ from accel.errors import UnsupportedHere
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """Paths of PEM files. ``client_ca``: clients have to show a certificate signed by this CA (mTLS)."""
+    """Paths of PEM files. With ``client_ca``, clients have to show a certificate signed by this CA (mTLS)."""
 
     certificate: Path
     key: Path
@@ -19,7 +19,7 @@ class Tls:
 
 
 def check_certificates(tls: Tls) -> ssl.SSLContext:
-    """Returns the SSL context of a server with these files. Raises ``UnsupportedHere`` if they can't be used."""
+    """Returns the SSL context of a server with these files. Raises ``UnsupportedHere`` if a file can't be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(tls.certificate, tls.key)

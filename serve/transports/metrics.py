@@ -1,4 +1,4 @@
-"""Prometheus metrics under Triton's names, computed from the exact statistics at each request for them."""
+"""Prometheus metrics under Triton's names, computed from the exact statistics at each scrape."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _COUNTERS = {
 }
 
 
-# By name: the description, the histogram, and the sum of the counted durations in nanoseconds.
+# Maps each histogram's name to the description, the histogram, and the sum of the counted durations in nanoseconds.
 _HISTOGRAMS: dict[str, tuple[str, Callable[[ModelStatistics], Histogram], Callable[[ModelStatistics], int]]] = {
     "accel_request_duration_seconds": (
         "Time of answered requests, end to end",
@@ -94,7 +94,7 @@ class _Rows(Collector):
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Returns the upper end and the count of each bucket. In Prometheus, a bucket also counts the buckets before it."""
+    """Returns the upper end and the count of each bucket. In Prometheus, a bucket also counts all smaller buckets."""
     ends = [floatToGoString(ns / 1e9) for ns in LATENCIES_NS] + ["+Inf"]
     return list(zip(ends, accumulate(histogram.counts), strict=True))
 

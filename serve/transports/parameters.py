@@ -8,7 +8,8 @@ from ..protocol.tensors import invalid
 
 
 def memory_slice(given: dict[str, Parameter], name: str) -> Slice | None:
-    """Remove the shared memory from the parameters of tensor ``name`` and return it. Returns None if there is none."""
+    """Remove the shared memory from the parameters of tensor ``name`` and return the slice, or None without shared
+    memory."""
     region = given.pop("shared_memory_region", None)
     if region is None:
         return None

@@ -1,12 +1,12 @@
-"""Checkpoints. Each is written beside its place and renamed, and can be read on any world size and ZeRO stage.
+"""Checkpoints. Each checkpoint is written atomically and can be read on any world size and ZeRO stage.
 
     RUN/checkpoints/step-00000200/   DCP shards and their .metadata, and run.json: step, loss scale, config, model
-    RUN/checkpoints/best.json        the step that is the best so far, and the metric
-    RUN/final/                       the model for ``accel export`` (see ``accel.train.checkpoints.final``)
+    RUN/checkpoints/best.json        the best step so far, and the metric RUN/final/                       the model for
+    ``accel export`` (see ``accel.train.checkpoints.final``)
 
 A folder without ``run.json`` is unfinished, and no run resumes from it. ``run.json`` is written last, after every
 rank's shards are on disk, and after that the folder gets its name. ``run.json`` holds the size and CRC-32 of each file.
-A run reports a damaged checkpoint and uses the one before it.
+A run reports a damaged checkpoint and uses the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accel.errors import BadCheckpoint, BadConfig, CannotWrite, one_line
 
 from ..config.schema import CheckpointConfig
 
-dcp: Any = torch.distributed.checkpoint  # torch doesn't declare the module's names as exported
+dcp: Any = torch.distributed.checkpoint  # torch doesn't declare the names of this module as exported
 
 # DCP's CheckpointException, raised if a rank failed, is not a subclass of Exception.
 _FAILED = (Exception, dcp.CheckpointException)
@@ -44,8 +44,8 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:
         self.folder = folder / "checkpoints"
         self.config = config
-        self.group = group  # a separate gloo group, so that a save in the background meets no other collective
-        self.damaged: list[str] = []  # the fault of each damaged checkpoint that was skipped
+        self.group = group  # a separate gloo group, so that background saves don't mix with other collectives
+        self.damaged: list[str] = []  # the faults of the damaged checkpoints that were skipped
         self._passed: set[str] = set()
         self._pending: tuple[Future[Any] | Any, Path, dict[str, Any]] | None = None
 
@@ -66,9 +66,9 @@ class Checkpoints:
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Writes ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
 
-        Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes them in
-        the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, best as soon as no
-        rank is ``writing`` any more.
+        Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes the copies
+        in the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, ideally once no
+        rank is ``writing``.
         """
         self.wait()
         final = self.folder / f"step-{int(run['step']):08d}"
@@ -107,7 +107,7 @@ class Checkpoints:
         return self._pending is not None and not self._pending[0].done()
 
     def wait(self) -> None:
-        """Waits until the save in the background is whole and has its name."""
+        """Waits until the background save is complete and has its final name."""
         if self._pending is None:
             return
         (future, final, run), self._pending = self._pending, None
@@ -150,10 +150,10 @@ class Checkpoints:
         return found
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Records ``step`` if it is the best step so far, and tells whether it is. Only rank 0 calls this.
+        """Tells whether ``step`` is the best step so far, and records the best step. Only rank 0 calls this.
 
-        The checkpoint of the best step is kept in addition to the ``keep`` newest. Raises ``BadConfig`` if ``evaluate``
-        doesn't measure the metric of ``checkpoint.best``.
+        The best step's checkpoint is kept in addition to the ``keep`` newest checkpoints. Raises ``BadConfig`` if
+        ``evaluate`` doesn't measure the metric of ``checkpoint.best``.
         """
         name = self.config.best
         if not name:
@@ -172,7 +172,7 @@ class Checkpoints:
         return True
 
     def best(self) -> dict[str, Any] | None:
-        """Returns the content of ``best.json``, or None if it can't be read."""
+        """Returns the content of ``best.json``, or None if the file can't be read."""
         try:
             body: dict[str, Any] = json.loads((self.folder / BEST).read_text())
         except (OSError, ValueError):
@@ -188,7 +188,7 @@ class Checkpoints:
         return best if best is not None and best["metric"] == self.config.best and self.has(best["step"]) else None
 
     def set_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """On rank 0: adds the metrics of ``step`` to its checkpoint, and deletes checkpoints that needn't be kept."""
+        """Adds, on rank 0, the metrics of ``step`` to the step's checkpoint, and deletes expired checkpoints."""
         file = self.folder / f"step-{step:08d}" / RUN
         _write(file, {**json.loads(file.read_text()), "metrics": dict(metrics)})
         self._keep()
@@ -206,7 +206,7 @@ class Checkpoints:
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Reads the newest sound checkpoint. Returns its ``run.json`` and tensors, or None if there is no checkpoint.
 
-        ``wanted``: takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
+        ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
         rank has to call ``load_newest``, and all ranks take the same checkpoint. ``damaged`` lists the skipped
         checkpoints.
 
@@ -255,7 +255,7 @@ class Checkpoints:
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         try:
-            with warnings.catch_warnings():  # torch warns if a process runs alone
+            with warnings.catch_warnings():  # torch warns about DCP in a single process
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 reader = dcp.FileSystemReader(path)
                 dcp.load(state, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
@@ -263,7 +263,8 @@ class Checkpoints:
             raise _Unreadable(f"{path} can't be read ({_reason(error)})") from error
 
     def check(self, path: Path, model: str) -> dict[str, Any]:
-        """Returns ``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` if it is of another model."""
+        """Returns ``run.json`` of a finished checkpoint. Raises ``BadCheckpoint`` if the checkpoint is of another
+        model."""
         try:
             run: dict[str, Any] = json.loads((path / RUN).read_text())
             other = run["model"]
@@ -274,7 +275,7 @@ class Checkpoints:
         return run
 
     def _wrong(self, path: Path, run: dict[str, Any]) -> str:
-        """Says in words which file in ``path`` is damaged, or returns "". Each rank checks some of the files."""
+        """Returns a message that names a damaged file in ``path``, or "". Each rank checks some of the files."""
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if self.group is not None else (1, 0)
         said = ""
         for name, (size, crc) in list(run["files"].items())[rank::ranks]:
@@ -295,7 +296,7 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", {})
     first: BaseException | None = failures[min(failures)][0] if failures else error
     said = str(first)
-    while first is not None:  # torch.save hides the OSError behind an error of its own
+    while first is not None:  # torch.save raises a different error in place of the OSError
         said = str(first) if isinstance(first, OSError) else said
         first = first.__cause__ or first.__context__
     return one_line(said, None)[-200:]
@@ -317,5 +318,5 @@ def _write(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def _beside(final: Path) -> Path:
-    """Returns the folder that a checkpoint is written to until it is whole."""
+    """Returns the folder of a checkpoint that is still being written."""
     return final.with_name(f".{final.name}.part")

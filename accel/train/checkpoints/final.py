@@ -34,9 +34,9 @@ SHARD_BYTES = 4 * 2**30
 
 
 def gather(state: Mapping[str, Any], ranks: Ranks) -> dict[str, torch.Tensor] | None:
-    """Returns the whole tensors of all pipeline stages on the CPU of rank 0, and None on the other ranks.
+    """Returns the unsharded tensors of all pipeline stages on the CPU of rank 0, and None on the other ranks.
 
-    Every rank has to call it. The other ranks hold only one whole tensor at a time.
+    Every rank has to call this function. The other ranks hold only one unsharded tensor at a time.
     """
     stages = ranks.pp.size() if ranks.pp is not None else 1
     first, leads = ranks.rank == 0, ranks.rank % (ranks.world // stages) == 0
@@ -84,7 +84,7 @@ def write_run(
 ) -> None:
     """Writes ``final/`` of a run into ``folder`` (rank 0): the weights, the factory and its declaration, some inputs.
 
-    ``names``: the names of the inputs of the model's ``forward``. ``code``: the model's ``sources`` when the run began.
+    ``names`` are the names of ``forward``'s inputs. ``code`` holds the model's ``sources`` at the start of the run.
     """
     from accel.sources.python_object import load_object
 
@@ -93,9 +93,9 @@ def write_run(
     samples = [data[i] for i in range(min(64, len(data)))]
     try:
         stacked = torch.utils.data.default_collate(samples)[0]
-    except RuntimeError:  # the samples differ in length, as a micro-batch of 1 allows, and can't be stacked
+    except RuntimeError:  # the samples differ in length (a micro-batch of 1 allows that) and can't be stacked
         stacked = torch.utils.data.default_collate(samples[:1])[0]
-    if config.pack:  # only training takes positions and documents
+    if config.pack:  # only training passes positions and documents
         stacked = stacked[0]
     signature = None
     if declaration is not None:
@@ -119,7 +119,7 @@ def write_run(
 def input_options(folder: Path) -> list[str]:
     """Returns the ``--input`` options with which ``accel export`` takes a checkpoint of the run.
 
-    ``folder``: the run's ``final/``, whose ``inputs.safetensors`` gives the inputs. Returns an empty list if the
+    ``folder`` is the run's ``final/``, whose ``inputs.safetensors`` holds example inputs. Returns an empty list if the
     factory declares its inputs.
     """
     from safetensors.torch import load_file
@@ -133,7 +133,7 @@ def input_options(folder: Path) -> list[str]:
 
 
 def sources(spec: str) -> dict[str, bytes]:
-    """Returns the Python files of ``file.py:factory`` by name: its own, then the imported files of its folder.
+    """Returns the Python files of ``file.py:factory`` by name: ``file.py``, then the imported files of the same folder.
 
     Returns an empty dict for ``package.module:factory``, whose code is not copied.
     """
@@ -164,9 +164,9 @@ def write_final(
     signature: Mapping[str, Any] | None,
     code: Mapping[str, bytes],
 ) -> None:
-    """Writes ``folder`` under another name and renames it, so that it is never there in part (rank 0).
+    """Writes ``folder`` under another name and renames the complete folder (rank 0).
 
-    Raises ``CannotWrite`` if the disk has no room for it.
+    Raises ``CannotWrite`` if the disk is full.
     """
     from safetensors import SafetensorError
 
@@ -200,7 +200,7 @@ def write_final(
 
 
 def set_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to a ``final/`` that is already written."""
+    """Adds metrics to an existing ``final/``."""
     from accel.artifact import beside
 
     body = json.loads((folder / CONFIG).read_text())

@@ -1,4 +1,4 @@
-"""The config of a training run: its dataclasses and choices, TOML, the rules it has to keep, the learning rate.
+"""The config of a training run: dataclasses and choices, TOML, validity rules, the learning rate schedule.
 
 In: a TOML file and `--key=value`. Out: a checked `TrainConfig`, or `BadConfig` with the fix in one sentence.
 """

@@ -1,4 +1,4 @@
-"""Checks that a config can run. Each problem is one sentence with its fix. Needs neither torch nor a process group."""
+"""Checks that a config can run, without torch or a process group. Each problem is one sentence with its fix."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
-    """Yields each reason, with its fix, why ``config`` can't run on ``world_size`` ranks."""
+    """Yields each problem of ``config`` on ``world_size`` ranks, with its fix."""
     yield from _names(config)
     yield from _numbers(config)
     yield from _layout(config, world_size)
 
 
 def runnable(config: TrainConfig) -> None:
-    """Raises ``BadConfig`` if ``config`` is enough for ``accel plan`` but not for a run."""
+    """Raises ``BadConfig`` if ``config`` lacks keys that a run needs and ``accel plan`` doesn't."""
     if not config.model or not config.data:
         raise BadConfig(
             "the config needs model and data; write model = 'package.module:factory', and data the same way "

@@ -10,8 +10,8 @@ from .schema import TrainConfig
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Returns the learning rate of ``step`` (from 0).
 
-    The rate warms up linearly. After that it stays constant, or falls linearly or as a cosine to ``floor`` times
-    ``lr``.
+    The rate warms up linearly. After the warm-up, the rate stays constant, or falls linearly or as a cosine to
+    ``floor`` times ``lr``.
 
     Cosine: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts.
     """

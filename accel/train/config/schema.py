@@ -10,7 +10,7 @@ from typing import Any
 
 from . import toml
 
-# Precision modes, and the mode that each name of apex stands for. See ``accel.train.precision``.
+# Precision modes, and the precision mode for each of apex's names. See ``accel.train.precision``.
 MODES = ("fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16", "bf16-only", "fp16-only")
 APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -20,7 +20,7 @@ RECOMPUTE = ("none", "selective", "full")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# The first step may take this many times ``hang_seconds``: imports, building the model and reading a checkpoint.
+# The first step may take this many times ``hang_seconds``, for imports, building the model and reading a checkpoint.
 FIRST_STEP_FACTOR = 10
 
 
@@ -28,7 +28,7 @@ FIRST_STEP_FACTOR = 10
 class PrecisionConfig:
     """The number formats of parameters and products.
 
-    ``mode``: one of ``MODES``, or O0 to O3. ``tf32``: lets CUDA round float32 products to TF32. ``loss_scale``: the
+    ``mode`` is one of ``MODES``, or O0 to O3. ``tf32`` lets CUDA round float32 products to TF32. ``loss_scale`` is the
     first loss scale of the fp16 modes. The scale halves on overflow and doubles after ``growth_interval`` good steps.
     """
 
@@ -39,7 +39,7 @@ class PrecisionConfig:
 
     @property
     def resolved(self) -> str:
-        """Returns the mode. A name of apex is replaced by the mode that it stands for."""
+        """Returns the mode. Resolves a name of apex to the precision mode."""
         return APEX.get(self.mode, self.mode)
 
 
@@ -49,21 +49,21 @@ class ParallelConfig:
 
     ``dp_shard`` follows from the world size and the other axes.
 
-    ``zero``: the ZeRO stage. Stage 0 replicates everything. Stage 1 shards the optimizer states over the data-parallel
-    ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload``: keeps the shards on
-    the host. ``replicate``: the number of replicas of the sharded group (hybrid sharding).
+    ``zero`` is the ZeRO stage. Stage 0 replicates everything. Stage 1 shards the optimizer states over the
+    data-parallel ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload`` keeps
+    the shards on the host. ``replicate`` is the number of replicas of the sharded group (hybrid sharding).
 
-    ``tp``: the number of ranks that share each tensor. ``sequence_parallel``: a tensor-parallel rank also holds only a
-    part of the sequence between the modules that the plan cuts. ``pp``: the number of pipeline stages, which run in the
-    order of the schedule ``pipeline``. ``cp``: the number of data-parallel ranks that share the sequences of the same
-    samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute``: activation
+    ``tp`` is the number of ranks that share each tensor. ``sequence_parallel`` also shards the sequence over the
+    tensor-parallel ranks between the modules that the plan cuts. ``pp`` is the number of pipeline stages, which run in
+    the order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks that share the sequences of the
+    same samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute`` sets activation
     checkpointing.
 
     ZeRO++ (stage 3): ``hpz`` ranks together hold a second copy of the parameters in shards, so that the backward gather
     stays among these ranks. ``qwz`` gathers parameters in int8 blocks, ``qgz`` reduces gradients in int8 blocks.
 
-    ``compression``: how DDP sends gradients: bf16, fp16, or PowerSGD of rank ``compression_rank`` after
-    ``compression_start`` exact steps.
+    ``compression`` selects the format in which DDP sends gradients: bf16, fp16, or PowerSGD of rank
+    ``compression_rank`` after ``compression_start`` exact steps.
     """
 
     zero: int = 0
@@ -88,8 +88,8 @@ class ParallelConfig:
 class OptimizerConfig:
     """The optimizer.
 
-    ``clip``: the largest norm of all gradients together, 0 for no limit. ``momentum``: for SGD. ``betas``, ``eps``: for
-    Adam.
+    ``clip`` limits the norm of all gradients together, 0 for no limit. SGD uses ``momentum``, Adam uses ``betas`` and
+    ``eps``.
     """
 
     name: str = "adamw"
@@ -105,7 +105,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the steps.
 
-    The rate rises for ``warmup`` steps. Then it follows the curve ``name`` down to ``floor`` times ``lr``.
+    The rate rises for ``warmup`` steps. Then the rate follows the curve ``name`` down to ``floor`` times ``lr``.
     """
 
     name: str = "constant"
@@ -117,9 +117,9 @@ class ScheduleConfig:
 class CheckpointConfig:
     """The rules by which checkpoints are written and kept.
 
-    ``every``: steps from one checkpoint to the next, 0 for only one at the end. ``keep``: how many of the newest to
-    keep. ``best``: the metric of ``evaluate`` whose best checkpoint is kept too, with ``-`` in front if lower is better
-    (``-loss``). ``asynchronous``: writes checkpoints while training goes on.
+    ``every`` is the number of steps between two checkpoints, 0 for a single checkpoint at the end. ``keep`` is the
+    number of newest checkpoints to keep. ``best`` is the metric of ``evaluate`` whose best checkpoint is kept too, with
+    ``-`` in front if lower is better (``-loss``). ``asynchronous`` writes checkpoints while training goes on.
     """
 
     every: int = 0
@@ -130,7 +130,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
-    """The shape of a transformer, for ``accel plan`` if the model doesn't have a config of its own. 0 means unknown."""
+    """The shape of a transformer, for ``accel plan`` if the model has no config. 0 means unknown."""
 
     params: int = 0
     layers: int = 0
@@ -145,20 +145,21 @@ class ShapeConfig:
 class TrainConfig:
     """The config of a whole run.
 
-    ``model``: a factory of an ``nn.Module``. ``data``: a factory of a map-style dataset of training samples ``(inputs,
-    targets)``. ``loss``: a function ``(outputs, targets) -> (sum of losses, count)``. The default is the cross entropy
-    summed over tokens, which leaves out targets of -100. ``accel.train.loss:squared_error`` is another. ``evaluate``: a
-    function ``module -> {metric: value}``. Rank 0 runs it every ``evaluate_every`` steps and at the end.
+    ``model`` names a factory of an ``nn.Module``. ``data`` names a factory of a map-style dataset of training samples
+    ``(inputs, targets)``. ``loss`` names a function ``(outputs, targets) -> (sum of losses, count)``. The default loss
+    is the cross entropy summed over tokens, without targets of -100. accel also has the loss
+    ``accel.train.loss:squared_error``. ``evaluate`` names a function ``module -> {metric: value}``. Rank 0 calls
+    ``evaluate`` every ``evaluate_every`` steps and at the end.
 
-    ``global_batch``: samples per step over all ranks. ``micro_batch``: samples per rank and pass; gradients are
-    accumulated over the micro-batches of a step. ``pack``: the samples are documents of any length, which are packed
-    into sequences of this many positions (see ``data/packing.py``). Batches then count sequences. 0 takes samples as
-    they are. ``drop_last = false`` trains on the last, smaller batch of an epoch too.
+    ``global_batch`` is the number of samples per step over all ranks. ``micro_batch`` is the number of samples per rank
+    and pass; gradients are accumulated over the micro-batches of a step. ``pack`` packs samples of any length into
+    sequences of this many positions (see ``data/packing.py``), and batches then count sequences. ``pack = 0`` takes
+    samples unchanged. ``drop_last = false`` trains on the last, smaller batch of an epoch too.
 
-    ``tensor_parallel``: how modules are cut, by name pattern (see ``accel.train.parallel.tensor``). ``compile``:
-    compiles each block with torch.compile. ``peak_flops``: FLOP/s of one rank's device (989e12 for an H100 in bf16),
-    for the MFU in the log. ``hang_seconds``: the run stops after this time without a step, and names the rank that
-    hangs. 0 waits forever. The first step may take ten times as long.
+    ``tensor_parallel`` maps module-name patterns to styles (see ``accel.train.parallel.tensor``). ``compile`` compiles
+    each block with torch.compile. ``peak_flops`` is the FLOP/s of one rank's device (989e12 for an H100 in bf16), for
+    the MFU in the log. The run stops after ``hang_seconds`` without a step (0: never) and names the hanging rank. The
+    first step may take ten times ``hang_seconds``.
     """
 
     model: str = ""
@@ -189,7 +190,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Returns the config of a TOML file, each ``key=value`` or ``table.key=value`` of ``overrides`` applied to it.
+        """Returns the config of a TOML file, overridden by each ``key=value`` or ``table.key=value`` of ``overrides``.
 
         Raises ``BadConfig`` if the file can't be read, names an unknown key, or has a value of the wrong type.
         """
@@ -197,7 +198,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> TrainConfig:
-        """Returns the config of nested plain values; the inverse of ``dataclasses.asdict``."""
+        """Builds a config from nested plain values; the inverse of ``dataclasses.asdict``."""
         return toml.build(cls, body)
 
     def to_toml(self) -> str:
@@ -205,9 +206,9 @@ class TrainConfig:
         return toml.dump(dataclasses.asdict(self))
 
     def data_ranks(self, world_size: int) -> int:
-        """Returns how many ranks see different samples: the world size divided by tp, pp and cp."""
+        """Returns the number of ranks with different samples: the world size divided by tp, pp and cp."""
         return world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
     def accumulation(self, world_size: int) -> int:
-        """Returns how many micro-batches a rank runs in a step."""
+        """Returns the number of micro-batches that a rank runs in a step."""
         return self.global_batch // (self.micro_batch * self.data_ranks(world_size))

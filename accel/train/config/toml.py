@@ -1,4 +1,4 @@
-"""Reading a dataclass from TOML and ``--key=value``, and writing it as TOML."""
+"""Reads a dataclass from TOML and ``--key=value``, and writes a dataclass as TOML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ C = TypeVar("C")
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the nested values of a TOML file, each ``key=value`` of ``overrides`` applied to them.
+    """Returns the nested values of a TOML file, overridden by each ``key=value`` of ``overrides``.
 
     Raises ``BadConfig`` if the file or an override can't be read.
     """
@@ -26,7 +26,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except FileNotFoundError:
         raise BadConfig(f"{path} does not exist; give a training config, e.g. examples/digits.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise BadConfig(f"{path} is not a TOML file ({one_line(error, None)}); correct it") from error
+        raise BadConfig(f"{path} is not a TOML file ({one_line(error, None)}); correct the file") from error
     for text in overrides:
         override(body, text)
     return body
@@ -42,7 +42,7 @@ def dump(body: Mapping[str, Any]) -> str:
 
 
 def override(body: dict[str, Any], text: str) -> None:
-    """Sets ``table.key=value`` in nested ``body``. The value is text if it can't be read as TOML."""
+    """Sets ``table.key=value`` in nested ``body``. A value that isn't valid TOML is a string."""
     path, equals, value = text.partition("=")
     *tables, key = path.strip().replace("-", "_").split(".")
     if not equals or not key:
@@ -59,10 +59,10 @@ def override(body: dict[str, Any], text: str) -> None:
 
 
 def build(kind: type[C], body: Mapping[str, Any], where: str = "") -> C:
-    """Returns the dataclass ``kind`` of nested plain values.
+    """Builds the dataclass ``kind`` from nested plain values.
 
-    ``where``: the prefix of the keys in messages, e.g. ``optimizer.``. Raises ``BadConfig`` if ``body`` has an unknown
-    key or a value of the wrong type.
+    ``where`` is the prefix of the keys in messages, such as ``optimizer.``. Raises ``BadConfig`` if ``body`` has an
+    unknown key or a value of the wrong type.
     """
     if not isinstance(body, Mapping):
         raise BadConfig(f"{where.rstrip('.')} is a table of the config, not {body!r}; write [{where.rstrip('.')}]")

@@ -1,11 +1,11 @@
-"""Packing: several documents of any length in one sequence, each trained as if it were alone.
+"""Packing: puts several documents of any length into one sequence and trains each document as if alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n varies) into
-sequences of 128 positions. The longest document comes first, and each goes into the fullest sequence that still has
-room (best fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
+sequences of 128 positions. Documents are placed longest first, each into the fullest sequence with enough room (best
+fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
 
-Positions restart in every document. The model's ``forward`` takes them as ``positions`` or ``position_ids`` if it uses
-positions. ``F.scaled_dot_product_attention`` sees only the positions of its own document. The padding at the end of a
+Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
+In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
 sequence has targets of -100, which aren't counted.
 """
 
@@ -25,7 +25,7 @@ from ..attention import AroundAttention
 from ..batch import call, input_names, to_device
 from ..loss import IGNORED
 
-# The names of forward's parameter for the position of a token in its document.
+# Names of forward's parameter for the position of a token in the token's document.
 POSITIONS = ("positions", "position_ids")
 _FIX = (
     "let forward take positions (or position_ids), and let only F.scaled_dot_product_attention look at other "
@@ -37,8 +37,8 @@ class Packed(torch.utils.data.Dataset[Any]):
     """``documents`` packed into sequences of ``length`` positions, the same on every rank and in every run.
 
     A sample is ``((tokens, positions, documents), targets)``, each ``int64[length]``. ``documents`` numbers the
-    documents within the sequence, and -1 is padding. Takes the lengths from ``documents.lengths`` if there is such a
-    list, else reads every document once. Raises ``BadData`` if a document is longer than a sequence.
+    documents within the sequence, and -1 is padding. Takes the lengths from the list ``documents.lengths``, or reads
+    every document once if the list is missing. Raises ``BadData`` if a document is longer than a sequence.
     """
 
     def __init__(self, documents: Sequence[Any], length: int) -> None:
@@ -64,8 +64,8 @@ class Packed(torch.utils.data.Dataset[Any]):
             end = start + len(x)
             if x.ndim != 1 or x.shape != y.shape or end > self.length:
                 raise BadData(
-                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; give two rows of the "
-                    "same length, and that length in the dataset's lengths"
+                    f"document {document} has tokens {list(x.shape)} and targets {list(y.shape)}; give two arrays of "
+                    "equal length, and list this length in the dataset's lengths"
                 )
             tokens[start:end], targets[start:end] = x, y
             positions[start:end], documents[start:end] = torch.arange(len(x)), number
@@ -73,7 +73,8 @@ class Packed(torch.utils.data.Dataset[Any]):
         return (tokens, positions, documents), targets
 
     def several(self) -> tuple[torch.Tensor, ...] | None:
-        """Returns the inputs of the first sequence that holds more than one document, or None if there is none."""
+        """Returns the inputs of the first sequence with more than one document, or None if every sequence has only
+        one."""
         index = next((i for i, inside in enumerate(self.sequences) if len(inside) > 1), None)
         return None if index is None else self[index][0]
 
@@ -81,11 +82,11 @@ class Packed(torch.utils.data.Dataset[Any]):
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Returns the documents of each sequence of ``room`` tokens.
 
-    Places the longest documents first, each in the sequence with the least room left that is enough.
+    Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # the sequences with each amount of room left
-    rooms: list[int] = []  # the amounts of room that some sequence has, sorted
+    spare: dict[int, list[int]] = {}  # the sequences by free room
+    rooms: list[int] = []  # the existing amounts of free room, sorted
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
         if place == len(rooms):
@@ -105,9 +106,9 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 class OwnDocument(AroundAttention):
-    """A context in which attention sees only the positions of its own document.
+    """A context in which a position attends only to positions of the same document.
 
-    ``documents``: int64[batch, positions].
+    ``documents`` are int64[batch, positions].
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class OwnDocument(AroundAttention):
         self._masks: dict[bool, torch.Tensor] = {}
 
     def enter(self, documents: torch.Tensor) -> None:
-        """Sets the documents of the sequences that run next."""
+        """Sets the document numbers of the sequences that run next."""
         self.documents = documents
         self._masks = {}
 
@@ -153,9 +154,9 @@ class OwnDocument(AroundAttention):
 
 
 def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: torch.dtype) -> None:
-    """Makes ``module`` take ``(tokens, positions, documents)`` and keep documents apart, in place.
+    """Makes ``module``, in place, take ``(tokens, positions, documents)`` and keep documents apart.
 
-    Raises ``BadConfig`` if the output for a document in a sequence differs from its output alone.
+    Raises ``BadConfig`` if the output for a document in a sequence differs from the output for the document alone.
     """
     sample = data.several()
     if sample is None:
@@ -177,7 +178,7 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the positions of each document in the only sequence: bool[positions] each."""
+    """Returns a mask bool[positions] for each document of the single sequence."""
     return [numbers[0] == number for number in range(int(numbers.max()) + 1)]
 
 

@@ -17,11 +17,12 @@ Sample = tuple[Any, Any]
 class Order(torch.utils.data.Sampler[int]):
     """The samples of one data-parallel rank.
 
-    Shuffles all samples of an epoch with (seed, epoch), cuts them into global batches, and gives each rank its part of
-    each batch. So the global batch of a step is the same on any number of ranks.
+    Shuffles all samples of an epoch by (seed, epoch), cuts the epoch into global batches, and deals each batch out to
+    the ranks. So the global batch of a step is the same on any number of ranks.
 
-    ``first``: the step to begin with. The samples that don't fill the last global batch are left out of the epoch. With
-    ``drop_last=False`` they are a smaller batch. Some ranks then get fewer samples than others, or none.
+    ``first`` is the step to begin with. The samples that don't fill the last global batch are left out of the epoch.
+    With ``drop_last=False`` the remaining samples are a smaller batch. In a smaller batch, some ranks get fewer samples
+    than others, or none.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class MicroBatches:
 
 
 class _Stack:
-    """Stacks samples to a micro-batch ``(inputs, targets)``. Without samples: the inputs of ``spare``, and None."""
+    """Stacks samples to a micro-batch ``(inputs, targets)``. Without samples, returns the inputs of ``spare``, and
+    None."""
 
     def __init__(self, spare: Sample) -> None:
         self.spare = spare

@@ -1,4 +1,5 @@
-"""Parallel training: a file per technique (ZeRO, tensor, pipeline, context), compressed communication, the mesh.
+"""Parallel training: one module per technique (ZeRO, tensor, pipeline, context), compressed communication, the mesh.
 
-In: a model and the place of this rank (`Ranks`). Out: this rank's part of the model, and how its parts communicate.
+In: a model and this rank's position in the mesh (`Ranks`). Out: this rank's part of the model, with the communication
+between ranks.
 """

@@ -21,9 +21,9 @@ from ..config.schema import ParallelConfig
 
 
 def compress(module: DistributedDataParallel, config: ParallelConfig) -> PowerSGD | None:
-    """Registers the hook that ``config.compression`` names.
+    """Registers the communication hook that ``config.compression`` names.
 
-    Returns its state for checkpoints, or None if it has none.
+    Returns the hook's state for checkpoints, or None if the hook has no state.
     """
     if config.compression == "powersgd":
         return PowerSGD(module, config)
@@ -34,14 +34,14 @@ def compress(module: DistributedDataParallel, config: ParallelConfig) -> PowerSG
 
 
 class PowerSGD:
-    """Torch's PowerSGD with a memory that can be saved and loaded.
+    """Torch's PowerSGD with a state that can be saved and loaded.
 
-    A parameter's memory is its ``error``, which the approximation left out, and ``q``, the matrix that the next
-    approximation starts with. Torch keeps the memory by bucket, and DDP changes its buckets after the first step of a
-    process. So the memory is kept by parameter whenever the buckets change.
+    A parameter's state is ``error``, the part of the gradient that the approximation left out, and ``q``, the matrix
+    that the next approximation starts with. Torch keeps the state by bucket, and DDP changes the buckets after the
+    first step of a process. So this class saves the state by parameter whenever the buckets change.
 
     Only the mean error over the ranks matters, because the approximation is linear in the gradients. So a checkpoint
-    saves one copy, and any number of ranks can load it.
+    saves one copy of the state, which any number of ranks can load.
     """
 
     def __init__(self, module: DistributedDataParallel, config: ParallelConfig) -> None:
@@ -59,9 +59,9 @@ class PowerSGD:
         module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))  # DDP refuses some annotations
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Reduces a bucket. This is the communication hook."""
+        """Reduces a bucket. Compresses and reduces a bucket, as DDP's communication hook."""
         names, index = tuple(self._names[id(p)] for p in bucket.parameters()), bucket.index()
-        if self._buckets.get(index, names) != names:  # earlier buckets haven't changed, and are being reduced
+        if self._buckets.get(index, names) != names:  # earlier buckets are unchanged and already being reduced
             for old in [old for old in self._buckets if old >= index]:
                 self._memory |= self._by_parameter(old)
                 for memory in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
@@ -73,9 +73,10 @@ class PowerSGD:
         return powerSGD_hook.powerSGD_hook(self.state, bucket)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns ``<parameter>.error``, the mean over the ranks, and ``<parameter>.q``. Empty before PowerSGD begins.
+        """Returns ``<parameter>.error``, the mean over the ranks, and ``<parameter>.q``. Returns {} before PowerSGD
+        begins.
 
-        Every rank has to call it.
+        Every rank has to call this method.
         """
         found = dict(self._memory)
         for index in self._buckets:
@@ -97,9 +98,9 @@ class PowerSGD:
         self._memory = dict(state)
 
     def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
-        """Returns the compressed parameters among ``names`` with the shape of their q.
+        """Maps each compressed parameter among ``names`` to the shape of its q.
 
-        The order is the order of torch's hook, which puts parameters of one shape together.
+        The order is that of torch's hook, which groups parameters of equal shape.
         """
         shapes: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name in names:

@@ -1,9 +1,9 @@
 """Ulysses context parallel: ranks share the sequences of a batch, and share the heads during attention.
 
-Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays as it is. One module (``parallel.cp_split``, which
-embeds tokens and positions) works on whole sequences, and its output is cut. After it, every call of
-``F.scaled_dot_product_attention`` gets all positions of its share of the heads, through two all-to-alls. Everything
-else has to work on each position alone, which a sample checks before training. ZeRO sees each rank as a data-parallel
+Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module (``parallel.cp_split``, which
+embeds tokens and positions) works on whole sequences, and its output is cut. After this module, every call of
+``F.scaled_dot_product_attention`` gets all positions of a share of the heads, through two all-to-alls. Every other
+module has to treat each position alone. A sample checks that before training. ZeRO sees each rank as a data-parallel
 rank.
 """
 
@@ -66,7 +66,7 @@ class Ulysses(AroundAttention):
         return self._turn(found, _HEADS, _POSITIONS)
 
     def _turn(self, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
-        """Trades this rank's part of a tensor along the dim ``had`` for its part along the dim ``gets``."""
+        """Exchanges this rank's shard of a tensor along the dim ``had`` for the shard along the dim ``gets``."""
         shared = DTensor.from_local(tensor, self.mesh, (Shard(had),), run_check=False)
         return shared.redistribute(placements=(Shard(gets),)).to_local()
 
@@ -89,7 +89,7 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     module.eval()
     with torch.no_grad():
         expected = part(call(module, inputs), mesh)
-        # A copy: a view would keep the whole output until the backward pass.
+        # A copy, because a view would keep the whole output in memory until the backward pass.
         embedding.register_forward_hook(lambda _, __, output: part(output, mesh, output.ndim - 2).clone())
         Ulysses(mesh).wrap(module)
         try:
@@ -102,7 +102,7 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     module.train()
     right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
     wrong = torch.tensor(float(not right), device=ranks.device)
-    dist.all_reduce(wrong, group=mesh.get_group())  # one part of a sequence may be right and another wrong
+    dist.all_reduce(wrong, group=mesh.get_group())  # only some parts of a sequence may be wrong
     if wrong:
         raise BadConfig(f"the output of the model changes if its sequence is cut after {name}; {_FIX}")
 

@@ -1,4 +1,4 @@
-"""Joining the process group, and the meshes of each technique, cut out of ``(pp, dp_replicate, dp_shard, tp)``."""
+"""Joins the process group, and slices the mesh of each technique out of ``(pp, dp_replicate, dp_shard, tp)``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOREVER = timedelta(days=365)
 
 
 def patience(config: TrainConfig) -> timedelta:
-    """Returns how long ranks wait for one another in a collective: as long as the watchdog allows the first step.
+    """Returns the timeout of collectives: the time that the watchdog allows the first step.
 
     A shorter wait would fail before the watchdog names the rank that hangs, or while a rank evaluates or writes.
     """
@@ -27,9 +27,9 @@ def patience(config: TrainConfig) -> timedelta:
 
 
 def join(config: TrainConfig) -> Ranks:
-    """Joins the process group that torchrun's environment variables describe, and returns this rank's place.
+    """Joins the process group that torchrun's environment variables describe, and returns this rank and its meshes.
 
-    Without these variables the process is a world of one rank.
+    Without the variables of torchrun, the world size is 1.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     check(config, world)

@@ -6,7 +6,8 @@
     zero-bubble  two stages a rank in a V, backward in two halves       Qi et al. 2024, "Zero Bubble", ZB-V
 
 The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names (a ``ModuleList``
-stands for its entries). ``forward`` has to run these modules one after the other, which a sample checks before the cut.
+stands for its entries). ``forward`` has to run the modules of the chain one after the other, which a sample checks
+before the cut.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TWO_STAGES = ("interleaved", "zero-bubble")
 
 
 class Stage(nn.Module):
-    """Successive modules of a chain, under the names they have in the whole model."""
+    """Successive modules of a chain, under their names in the whole model."""
 
     def __init__(self, parts: Mapping[str, nn.Module], mode: str) -> None:
         super().__init__()
@@ -80,12 +81,12 @@ class _Place(PipelineStage):
             return super()._compute_outputs(*args, module=module, **kwargs)
         finally:
             for buffer, value in before:
-                buffer.data.copy_(value)  # through .data, so that autograd doesn't see a change
+                buffer.data.copy_(value)  # writes through .data, so that autograd doesn't see a change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A stage on this rank: its place ``index`` of ``count``, and the ``blocks`` that FSDP2 gathers together."""
+    """Stage ``index`` of ``count``, on this rank, and the ``blocks`` that FSDP2 gathers together."""
 
     module: Stage
     index: int
@@ -94,7 +95,8 @@ class Cut:
 
 
 def chain(module: nn.Module) -> list[str]:
-    """Returns the names of the modules in the chain of ``module``. Raises ``BadConfig`` if it declares no chain."""
+    """Returns the names of the modules in the chain of ``module``. Raises ``BadConfig`` if ``module`` declares no
+    chain."""
     names = getattr(module, "pipeline_chain", None)
     if names is None and isinstance(module, nn.Sequential):
         return [name for name, _ in module.named_children()]
@@ -108,7 +110,7 @@ def chain(module: nn.Module) -> list[str]:
         try:
             part = module.get_submodule(name)
         except AttributeError:
-            raise BadConfig(f"pipeline_chain names {name}, which is not in the model; correct it") from None
+            raise BadConfig(f"pipeline_chain names {name}, which is not in the model; correct the name") from None
         several = isinstance(part, nn.ModuleList)
         found += [f"{name}.{index}" for index, _ in part.named_children()] if several else [name]
     return found
@@ -116,10 +118,10 @@ def chain(module: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
-    """Returns the cost of each part of the chain on ``inputs``: the FLOPs of its forward pass.
+    """Returns the cost of each module of the chain on ``inputs``: the FLOPs of the module's forward pass.
 
-    If no part has FLOPs, the cost is the number of parameters. Raises ``BadConfig`` if the chain leaves out parameters
-    of the model, or its output differs from the model's.
+    If no module has FLOPs, the cost is the number of parameters. Raises ``BadConfig`` if the chain leaves out
+    parameters of the model, or its output differs from the model's.
     """
     owned = {id(p) for name in names for p in module.get_submodule(name).parameters()}
     for name, parameter in module.named_parameters():
@@ -157,7 +159,7 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
 def balance(costs: Sequence[float], stages: int) -> list[range]:
     """Cuts ``costs`` into ``stages`` non-empty runs so that the most expensive run costs least.
 
-    The result is exact, by dynamic programming. Raises ``BadConfig`` if there are fewer costs than stages.
+    Finds the exact optimum by dynamic programming. Raises ``BadConfig`` if there are fewer costs than stages.
     """
     count = len(costs)
     if count < stages:
@@ -165,7 +167,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][n]: the cost of the most expensive of k runs over the first n parts, and where the last run begins
+    # best[k][n] is the cost of the most expensive of k runs over the first n parts, and the start of the last run
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k
@@ -221,7 +223,7 @@ def _not_tied(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def whole(stages: Sequence[Cut]) -> nn.Module:
-    """Returns all stages of a rank as one module, for its names and parameters."""
+    """Returns all stages of a rank as one module with the stages' names and parameters."""
     return Stage({name: s.module.get_submodule(name) for s in stages for name in s.module._order}, "fp32")
 
 
@@ -266,7 +268,7 @@ class Pipelined:
         target = None
         if self.last:
             target = torch.cat([one_tensor(y, "a pipeline") for _, y in batches]).to(self.ranks.device)
-        with loss_parallel():  # if the vocabulary is cut, its backward pass has to run in this context
+        with loss_parallel():  # over a sharded vocabulary, the loss's backward pass has to run in this context
             self.schedule.step(*inputs, **({"target": target} if self.last else {}))
         if not self.last:
             return torch.zeros(2, dtype=torch.float64, device=self.ranks.device)

@@ -1,7 +1,7 @@
 """Collectives of FSDP2 in 8 bits: qwZ (gather of parameters) and qgZ (reduction of gradients) of ZeRO++.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training". Values are quantized
-symmetrically in blocks. Each block has its own scale, so an outlier affects only its block. Each parameter begins a new
+symmetrically in blocks. Each block has a scale, so an outlier affects only one block. Each parameter begins a new
 block, so that a norm's weights of 1 don't affect a neighbor's weights of 0.02.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice: under hpZ the
@@ -51,7 +51,7 @@ def encode(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns float32 [rows, values] from the codes and scales that ``encode`` made of each row."""
+    """Decodes the codes and scales that ``encode`` made of each row to float32 [rows, values]."""
     blocks = [-(-size // BLOCK) for size in sizes]
     found = []
     for code, scale, size, count in zip(
@@ -64,7 +64,7 @@ def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 class _Comm:
-    """The interface of a custom collective of FSDP2, without the call."""
+    """The interface of a custom FSDP2 collective, except ``__call__``."""
 
     def __init__(self, module: FSDPModule) -> None:
         self.module = module
@@ -73,9 +73,9 @@ class _Comm:
         return torch.empty(size, dtype=dtype, device=device)
 
     def sizes(self, count: int) -> list[int]:
-        """Returns how many of a rank's ``count`` values belong to each parameter.
+        """Returns the number of a rank's ``count`` values that belong to each parameter.
 
-        Returns ``[count]`` if FSDP2 leaves out parameters, as it does with parameters that got no gradient.
+        Returns ``[count]`` if FSDP2 leaves out parameters, namely those without a gradient.
         """
         groups = self.module._get_fsdp_state()._fsdp_param_groups
         found = [p._sharded_param_data.numel() for group in groups for p in group.fsdp_params]
@@ -85,7 +85,7 @@ class _Comm:
 class QuantizedAllGather(_Comm):
     """Gathers parameters in int8. The owner of a shard gets the rounded values too, so all ranks have equal parameters.
 
-    ``shards``: the number of ranks that the parameters are sharded over.
+    ``shards`` is the number of ranks that the parameters are sharded over.
     """
 
     def __init__(self, module: FSDPModule, shards: int) -> None:
@@ -142,8 +142,8 @@ class QuantizedReduceScatter(_Comm):
 def set_quantized(module: torch.nn.Module, shards: int, *, gather: bool, reduce: bool) -> None:
     """Makes each FSDP2 module inside ``module`` communicate in int8.
 
-    ``shards``: the number of ranks that parameters are sharded over. ``gather``: gathers parameters in int8.
-    ``reduce``: reduces gradients in int8.
+    ``shards`` is the number of ranks that parameters are sharded over. ``gather`` gathers parameters in int8,
+    ``reduce`` reduces gradients in int8.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

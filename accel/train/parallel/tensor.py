@@ -10,10 +10,10 @@
 Column and row cuts: Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel: Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch, sequence,
 hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the sequence, and
-``row`` reduces and scatters it.
+``row`` reduce-scatters the sequence.
 
-The model's code sees plain tensors. Only the logits stay a DTensor, and the cross entropy works on them without a
-gather. The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
+The model's code sees plain tensors. Only the logits stay a DTensor, on which the cross entropy works without a gather.
+The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tells whether ``pattern`` matches a module's ``name``, part by part between the dots."""
+    """Tells whether ``pattern`` matches a module's ``name``, component by component between the dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -87,8 +87,8 @@ def fits(name: str, pattern: str) -> bool:
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
     """Cuts the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place. Names don't change.
 
-    ``sequence``: sequence parallel too. Raises ``BadConfig`` if a size doesn't divide by the ranks. A vocabulary
-    needn't divide.
+    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size, except the vocabulary's, doesn't divide by the
+    ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -129,7 +129,8 @@ def _styles(part: nn.Module, style: str, gathered: _Gathered, *, sequence: bool)
 
 
 class _Gathered:
-    """Keeps the last gathered tensor, so that columns with the same input (query, key, value) gather it only once."""
+    """Caches the last gathered tensor, so that columns with the same input (query, key, value) share a single
+    gather."""
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor, int, bool, DTensor] | None = None
@@ -198,8 +199,8 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
 
-    Raises ``TrainingFailed`` with the first parameter whose gradients differ. The module of this parameter saw only a
-    part of the sequence or of the hidden states, and each rank would continue with different weights.
+    Raises ``TrainingFailed`` with the first parameter whose gradients differ. The parameter's module saw only a part of
+    the sequence or of the hidden states, so the ranks' weights would diverge.
     """
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:

@@ -1,8 +1,8 @@
-"""Checks before training that tensor parallel hasn't changed the model, on a sample.
+"""Checks on a sample before training that tensor parallel hasn't changed the model.
 
-A rank's share of a product goes through the model's own code. That code may cut a head in two, use a fixed number of
-heads, or take query, key and value from one product. Then torch raises an error about shapes, or the model silently
-becomes another one, whose weights are wrong once they are put together.
+The model's own code processes a rank's shard of a linear layer's output. That code may cut a head in two, use a fixed
+number of heads, or take query, key and value from one product. Such code makes torch raise an error about shapes, or
+silently trains another model, whose combined weights are wrong.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
 
 
 def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool, sequence: bool) -> None:
-    """Raises ``BadConfig`` if ``module``, now cut over ``mesh``, can't be run or its output differs from ``whole``.
+    """Raises ``BadConfig`` if ``module``, now cut over ``mesh``, fails on a sample or its output differs from
+    ``whole``.
 
-    ``exact``: parameters and products are float32. ``sequence``: the ranks share the sequence between cut modules.
+    ``exact`` means that parameters and products are float32, ``sequence`` that the ranks share the sequence between cut
+    modules.
     """
     fix = _FIX + _SEQUENCE if sequence else _FIX
     running: list[str] = []
@@ -143,7 +145,8 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def attempt(module: nn.Module, inputs: Any, running: list[str]) -> Tried:
-    """Runs ``module`` in ``eval()`` mode. If it raises, the last entry of ``running`` is the module that raised."""
+    """Runs ``module`` in ``eval()`` mode. After an exception, the last entry of ``running`` is the module that
+    raised."""
     watched = _Watched(running)
     training = [part for part in module.modules() if part.training]
     handles = []

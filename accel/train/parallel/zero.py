@@ -6,9 +6,10 @@
     2      + gradients                 no                      on every micro-batch
     3      + parameters                yes (blocks)            on every micro-batch
 
-Under FSDP2 the optimizer always works on shards. The stages differ in how long whole gradients and parameters are kept.
-At stages 1 and 2 the gathered parameters stay through all micro-batches of a step. After the last micro-batch they are
-always freed, because the optimizer updates the shards and a gathered copy would hide the update.
+Under FSDP2 the optimizer always works on shards. The stages differ in the lifetime of unsharded gradients and
+parameters. At stages 1 and 2 the gathered parameters stay in memory through all micro-batches of a step. After the last
+micro-batch the gathered parameters are always freed, because the optimizer updates the shards and a gathered copy would
+hide the update.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def shard(
 ) -> nn.Module:
     """Lays ``module`` out over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
 
-    Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients come out averaged over the data-parallel
-    ranks. ``mesh``: 1-D of data-parallel ranks, or 2-D of replicas and shards. None is a single process, where nothing
-    is done.
+    Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients are averaged over the data-parallel
+    ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). Without a ``mesh``, for a single process,
+    nothing is done.
 
-    ``ddp=False``: uses FSDP2 at stage 0 too, as tensor and pipeline parallel need. The mesh then shards over one rank.
-    ``parts``: the modules whose parameters are gathered together, by default the blocks. ``hpz``: at stage 3, keeps the
-    parameters in shards over this many ranks between forward and backward (ZeRO++). This costs memory and saves a
+    ``ddp=False`` uses FSDP2 with shards over one rank at stage 0 too, as tensor and pipeline parallel need. ``parts``
+    are the modules whose parameters are gathered together, by default the blocks. At stage 3, ``hpz`` keeps the
+    parameters in shards over this many ranks between forward and backward (ZeRO++), which costs memory and saves a
     gather over all ranks.
     """
     if mesh is None:
@@ -56,7 +57,7 @@ def shard(
     reshard = hpz or zero == 3
     for block in blocks(module) if parts is None else parts:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
-    # The parameters outside the blocks are used in both passes. To free them in between would save nothing.
+    # Both passes use the parameters outside the blocks, so freeing these parameters in between would save nothing.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
     return module
 
@@ -65,7 +66,7 @@ def shard(
 def micro_batch(module: nn.Module, zero: int, *, last: bool) -> Iterator[None]:
     """Returns the context of the forward and backward pass of one micro-batch.
 
-    ``last``: whether it is the last of its step.
+    ``last`` marks the last micro-batch of a step.
     """
     if isinstance(module, DistributedDataParallel):
         if last:

@@ -48,10 +48,11 @@ def train(
 ) -> dict[str, Any]:
     """Trains ``config`` into the folder ``out`` and returns the report of rank 0: steps, loss, metrics.
 
-    ``nproc``: processes on this machine. ``nnodes``: the number of machines, or ``MIN:MAX``, which meet at
-    ``rendezvous``. If ``out`` holds checkpoints, training goes on from the newest, and ``fresh`` starts over.
+    ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines, or ``MIN:MAX``, which
+    meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest, or starts over with
+    ``fresh``.
 
-    Raises the error of the first rank that failed. The message has the first error of every rank.
+    Raises the error of the first rank that failed, with the first error of every rank in the message.
     """
     _valid(config, nproc, nnodes, rendezvous)
     runnable(config)
@@ -73,7 +74,7 @@ def train(
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
-        # With a store shared with the rendezvous, the ranks of a restart would read the stale keys of the killed ones.
+        # With a store shared with the rendezvous, the ranks of a restart would read stale keys of the killed ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc)),
     }
@@ -116,7 +117,7 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
 
 
 def _goes_on(out: Path) -> str:
-    """Says in words at which step the same command resumes."""
+    """Returns a clause that says at which step the same command resumes."""
     steps = [int(file.parent.name.rpartition("-")[2]) for file in (out / "checkpoints").glob("step-*/run.json")]
     if steps:
         return f"it goes on after step {max(steps)}"
@@ -126,8 +127,8 @@ def _goes_on(out: Path) -> str:
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
     """Returns the signal of each rank that a signal ended.
 
-    Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Leaves out SIGTERM,
-    with which torchrun ends the other ranks.
+    Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Skips SIGTERM,
+    because torchrun ends the other ranks with SIGTERM.
     """
     if code < 0:
         return {0: -code}
@@ -143,8 +144,9 @@ def first_errors(
 ) -> AccelError:
     """Returns one error for the whole run.
 
-    ``ranks``: the ranks of this machine. ``killed``: the signal of each killed rank. If no rank was killed, the error
-    has the class and the message of the earliest error. The first errors of the other ranks follow in the message.
+    ``ranks`` are the ranks of this machine. ``killed`` maps each killed rank to the signal. If no rank was killed, the
+    error has the class and the message of the earliest error. The first errors of the other ranks follow in the
+    message.
     """
     found = []
     for file in (out / ERRORS).glob("rank-*.json"):
@@ -238,7 +240,7 @@ def _tell(body: dict[str, Any]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and its ranks, which run in a session of their own."""
+    """Ends torchrun and the ranks, which run in a separate session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
@@ -250,7 +252,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """Returns ``path``, or accel's example config of that name, so that ``examples/digits.toml`` works anywhere."""
+    """Returns ``path`` or, if missing, accel's example config of that name, so that ``examples/digits.toml`` works
+    anywhere."""
     if path.is_file() or path.parent.name != "examples":
         return path
     root = Path(accel.__file__).resolve().parent

@@ -46,7 +46,7 @@ def main(config_file: Path, out: Path) -> int:
             with beside(out / RESULT) as temporary:
                 temporary.write_text(json.dumps(result))
     except BaseException as error:
-        with suppress(OSError):  # if the disk is full, the launcher finds out by itself
+        with suppress(OSError):  # on a full disk, the launcher detects the error by itself
             leave(out, rank, error)
             traceback.print_exc()
         return 1
@@ -90,9 +90,9 @@ def disk_full(where: Path | str) -> CannotWrite:
 
 
 def one_folder(out: Path, ranks: Ranks) -> None:
-    """Raises ``BadConfig`` if a rank doesn't see the folder of rank 0, into which every rank writes its shards.
+    """Raises ``BadConfig`` if a rank doesn't see the folder of rank 0, into which every rank writes shards.
 
-    Every rank has to call it.
+    Every rank has to call this function.
     """
     import torch.distributed as dist
 
@@ -119,6 +119,6 @@ if __name__ == "__main__":
     code = main(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # A failed rank must not wait for the others in the destructors of its process groups. And gloo's threads outlive
-    # the interpreter's teardown if a mesh holds a group, and can then crash the process.
+    # A failed rank must not wait for other ranks in the destructors of its process groups. If a mesh holds a group,
+    # gloo's threads outlive the interpreter's teardown and can crash the process.
     os._exit(code)

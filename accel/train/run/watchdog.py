@@ -1,4 +1,4 @@
-"""Finds the rank that hangs. All other ranks wait for it in a collective, and none of them knows which rank it is.
+"""Finds the rank that hangs. All other ranks wait in a collective without knowing which rank hangs.
 
 Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touched the file for
 too long, the watchdog asks every rank for its stack with a signal. A stopped rank doesn't answer. A rank whose
@@ -27,14 +27,15 @@ _ANSWER_SECONDS = 10.0
 
 
 def clear(out: Path) -> None:
-    """Removes the traces of an earlier run. Called before the ranks start."""
+    """Removes the files of an earlier run. Called before the ranks start."""
     shutil.rmtree(out / STACKS, ignore_errors=True)
     (out / STACKS).mkdir()
     (out / ALIVE).unlink(missing_ok=True)
 
 
 def enrol(out: Path, rank: int) -> None:
-    """Makes this rank write its stack on SIGUSR1 and on a crash in native code. Every rank calls it at each start."""
+    """Makes this rank write a stack on SIGUSR1 and on a crash in native code. Every rank calls this function at each
+    start."""
     (out / ALIVE).unlink(missing_ok=True)
     folder = out / STACKS
     folder.mkdir(exist_ok=True)
@@ -45,7 +46,7 @@ def enrol(out: Path, rank: int) -> None:
 
 
 def overdue(out: Path, hang_seconds: float) -> str:
-    """Says in words which step is overdue, or returns "" if none is.
+    """Returns a message that names the overdue step, or "" if no step is overdue.
 
     A step is overdue after ``hang_seconds``, the first step after ten times as long.
     """
@@ -57,7 +58,8 @@ def overdue(out: Path, hang_seconds: float) -> str:
 
 
 def who_hangs(out: Path) -> str:
-    """Names the ranks of this machine that don't wait for another rank, and where they are, in words."""
+    """Returns a message with the hanging ranks of this machine (those that don't wait for another rank) and their code
+    lines."""
     pids = _here(out)
     for number in pids.values():
         with suppress(ProcessLookupError):
@@ -76,7 +78,7 @@ def who_hangs(out: Path) -> str:
 
 
 def where_it_died(out: Path, rank: int) -> str:
-    """Says in words where in Python the thread was that crashed a rank in native code.
+    """Returns a clause that names the Python line of the thread that crashed a rank in native code.
 
     Returns "" if the rank left no stack (SIGKILL), or the thread ran no Python, like gloo's threads. The stacks of
     other threads in the file are ignored.
@@ -90,9 +92,9 @@ def where_it_died(out: Path, rank: int) -> str:
 
 
 def end(out: Path) -> None:
-    """Kills the ranks that are left on this machine. torchrun only asks its ranks to end, which a stopped rank ignores.
+    """Kills the remaining ranks on this machine, because torchrun only sends a signal that a stopped rank ignores.
 
-    Returns once the ranks are gone, because they hold memory and ports until then, or after ten seconds.
+    Waits up to ten seconds for the ranks to end and to release memory and ports.
     """
     killed = [pid for pid in _here(out).values() if _runs(pid, out)]
     for pid in killed:
@@ -126,7 +128,7 @@ def _here(out: Path) -> dict[int, int]:
 
 
 def _outside_torch(stack: str) -> str:
-    """Says where the innermost frame is, or returns "" if that frame is torch's."""
+    """Returns the location of the innermost frame, or "" if the frame is torch's."""
     frames = _FRAME.findall(stack)
     if frames[0][0].startswith(f"{sysconfig.get_paths()['purelib']}/torch/"):
         return ""
@@ -134,7 +136,7 @@ def _outside_torch(stack: str) -> str:
 
 
 def _place(frames: list[tuple[str, str, str]]) -> str:
-    """Names the innermost frame of the user's own code, or the innermost frame if none is the user's."""
+    """Returns the innermost frame of the user's code, or the innermost frame of all if none is the user's."""
     theirs = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "stdlib"))
     file, line, function = next((frame for frame in frames if not frame[0].startswith(theirs)), frames[0])
     return f"in {function} at {file}:{line}"

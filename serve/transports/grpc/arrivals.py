@@ -1,8 +1,8 @@
 """Cancels calls whose message takes too long to arrive.
 
 grpcio's synchronous server gives a call its thread before the message has arrived. A client that never finishes its
-message holds that thread, and enough such clients hold every thread. This module cancels slow calls once they hold more
-than half of the threads.
+message holds that thread, and enough such clients hold every thread. This module cancels slow calls once slow calls
+hold more than half of the threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Arrivals:
-    """The calls that wait for their message. ``threads``: the size of the thread pool.
+    """The calls that wait for their message. ``threads`` is the size of the thread pool.
 
     While more than half of the threads wait for messages, calls that have waited more than ``patience`` seconds are
     canceled, the oldest first. A call that has waited more than ``longest`` seconds is always canceled.
@@ -35,7 +35,7 @@ class Arrivals:
         self._stop = threading.Event()
 
     def receive(self, messages: Iterator[bytes], context: Any) -> bytes | None:
-        """Returns the message of a call, or None if the client ended its side without a message."""
+        """Returns the message of a call, or None if the client ended the call without a message."""
         with self._lock:
             self._since[context] = self._clock()
         try:
@@ -45,7 +45,7 @@ class Arrivals:
                 del self._since[context]
 
     def sweep(self) -> int:
-        """Cancel the calls that have waited too long. Returns the number of canceled calls."""
+        """Cancel the calls whose message takes too long. Returns the number of canceled calls."""
         now = self._clock()
         with self._lock:
             waiting = list(self._since.items())

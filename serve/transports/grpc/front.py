@@ -1,7 +1,7 @@
 """``GrpcTransport``: GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
 
-A call holds a thread of the pool while it waits. A thread for each call takes about half the processor time of an event
-loop for each request (measured), and threads that wait cost nothing.
+A waiting call holds a thread of the pool. A thread for each call takes about half the processor time of an event loop
+for each request (measured), and threads that wait cost nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _INT32_MAX = (1 << 31) - 1
 
 
 class GrpcTransport:
-    """Serves an ``InferenceServer`` over gRPC. ``port``: 0 takes a free port. ``threads``: the number of calls that can
-    wait at the same time. ``shared``: other processes listen on the same port. ``max_message``: the size of the largest
-    message in bytes."""
+    """Serves an ``InferenceServer`` over gRPC. ``port=0`` takes a free port. ``threads`` calls can wait at the same
+    time. ``shared`` lets other processes listen on the same port. ``max_message`` is the size of the largest message in
+    bytes."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class GrpcTransport:
                 ("grpc.so_reuseport", int(shared)),
                 # Accept frequent pings, which grpcio would otherwise take for an attack.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                # The most calls of one connection, including calls whose answers the client does not read.
+                # Limits the calls of one connection, including calls whose answers the client does not read.
                 ("grpc.max_concurrent_streams", threads * 16),
             ],
             # The server refuses a call beyond this limit at once, without queuing the call.
@@ -76,13 +76,13 @@ class GrpcTransport:
         _add_health_and_reflection(self._grpc, self._health, server)
 
     def start(self) -> int:
-        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is taken or the certificate can't be
+        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is in use or the certificate can't be
         used."""
         try:
             if self._tls is None:
                 port = self._grpc.add_insecure_port(self._address)
             else:
-                # Each new connection asks for the certificate and the key, which renew() replaces.
+                # Each new connection fetches the certificate and the key, which renew() replaces.
                 credentials = grpc.dynamic_ssl_server_credentials(
                     _certificates(self._tls), self._take_renewed, self._tls.client_ca is not None
                 )
@@ -98,8 +98,8 @@ class GrpcTransport:
         return int(port)
 
     def renew(self, tls: Tls) -> None:
-        """Use these certificates for new connections. Raises ``UnsupportedHere``, and keeps the old certificates, if
-        the new ones can't be used."""
+        """Use the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
+        certificates, if the new certificates can't be used."""
         self._renewed = _certificates(tls)
 
     def _take_renewed(self) -> grpc.ServerCertificateConfiguration | None:
@@ -109,8 +109,8 @@ class GrpcTransport:
     def stop(self, grace: float) -> None:
         """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
-        # grpcio cuts off the remaining calls after ``grace`` seconds. A call that doesn't notice must not keep the
-        # process from ending, so the wait has a limit.
+        # grpcio cuts off the remaining calls after ``grace`` seconds. The wait has a limit, because a call that ignores
+        # the end must not keep the process alive.
         if not self._grpc.stop(grace).wait(grace + 5.0):
             log.warning("calls were left when the gRPC port closed")
         self._arrivals.stop()
@@ -133,8 +133,8 @@ class _Servicer:
         made, unary = {}, self.unary()
         for name, (request, response, streaming) in proto.methods().items():
             if streaming:
-                # This module parses the messages, not grpcio: grpcio may never end a call whose message it could not
-                # parse, and stop() would then wait for ever.
+                # This module parses the messages, because grpcio may never end a call with a malformed message, and
+                # stop() would then wait forever.
                 made[name] = grpc.stream_stream_rpc_method_handler(
                     self._streamed(request.FromString), None, response.SerializeToString
                 )
@@ -156,7 +156,7 @@ class _Servicer:
     def _received(
         self, behavior: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]
     ) -> Callable[[Iterator[bytes], Any], Any]:
-        """Returns a function that waits for the message of a call, parses it and passes it to ``behavior``.
+        """Returns a function that waits for the message of a call, and passes the parsed message to ``behavior``.
 
         The function takes a stream, because grpcio can cancel a call that waits for a message of a stream. On the wire,
         a call with one message and a stream of one message are the same.
@@ -176,8 +176,8 @@ class _Servicer:
         return received
 
     def _streamed(self, parse: Callable[[bytes], Any]) -> Callable[[Iterator[bytes], Any], Iterator[Any]]:
-        """Returns ``ModelStreamInfer`` for messages that are not parsed yet. A message that can't be parsed ends the
-        stream once the messages before it are answered."""
+        """Returns ``ModelStreamInfer`` for messages that are not parsed yet. A malformed message ends the stream once
+        all earlier messages are answered."""
 
         def streamed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
             malformed = False
@@ -222,7 +222,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # held until the answer is there: a lock is cheaper than an Event
+        done = threading.Lock()  # held until the answer arrives: a lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 
@@ -247,7 +247,8 @@ class _Servicer:
 
                 if not context.add_callback(gone):
                     gone()
-                # A request whose session hangs is never answered, and must not hold the thread beyond its deadline.
+                # A request whose session hangs is never answered, and must not hold the thread beyond the request's
+                # deadline.
                 done.acquire(timeout=remaining if call.deadline is not None and remaining is not None else -1)
             if not found:
                 ticket.cancel()
@@ -376,7 +377,7 @@ def _given(request: Any) -> dict[str, Any]:
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # another thread released the lock: the answer and the end of the call came together
+    except RuntimeError:  # another thread released the lock, because the answer and the end of the call came together
         return
 
 
@@ -384,7 +385,7 @@ def _health(server: InferenceServer) -> Any:
     from grpc_health.v1 import health, health_pb2
 
     class Health(health.HealthServicer):  # type: ignore[misc]
-        """Answers grpc.health.v1 with the health of the server at the time of the question."""
+        """Answers grpc.health.v1 with the health of the server at the time of the call."""
 
         def __init__(self) -> None:
             super().__init__()

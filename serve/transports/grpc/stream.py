@@ -1,4 +1,5 @@
-"""``InferStream``: one ModelStreamInfer call. Models that answer once get their responses in the order of requests."""
+"""``InferStream``: one ModelStreamInfer call. The responses of models that answer once are sent in the order of
+requests."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from .wire import read_call, write_reply
 log = logging.getLogger("accel.serve")
 
 _Response = proto.message("ModelStreamInferResponse")
-# The number of unanswered requests of one stream at which reading stops. gRPC's flow control then stops the client.
+# The number of unanswered requests of one stream at which reading stops, so that gRPC's flow control stops the client.
 _UNANSWERED = 128
 FOREVER = 1e8  # seconds; grpcio reports a deadline of centuries for a call without a deadline
 
@@ -44,7 +45,7 @@ class _Slot:
 
 
 class InferStream:
-    """Reads requests on a thread of its own, so that the server can take a request while it answers another."""
+    """Reads requests on a separate thread, so that the server can accept one request while answering another."""
 
     def __init__(self, server: InferenceServer, requests: Iterator[Any], context: Any, token: str | None) -> None:
         self._server, self._requests, self._context, self._token = server, requests, context, token
@@ -56,7 +57,7 @@ class InferStream:
         self._deadline = time.monotonic() + remaining if remaining is not None and remaining < FOREVER else None
 
     def responses(self) -> Iterator[Any]:
-        """Yields every response, until the client has ended its side and every request is answered."""
+        """Yields every response, until the client has ended the stream and every request is answered."""
         if not self._context.add_callback(self._gone):
             return
         threading.Thread(target=self._read, name="accel-stream", daemon=True).start()
@@ -74,8 +75,8 @@ class InferStream:
                 yield self._response(slot, found)
 
     def _next(self) -> _Slot | None:
-        """Returns the oldest request that has a response to send or has ended, or None. No request overtakes an older
-        request whose model answers once."""
+        """Returns the oldest request that has a response to send or has ended, or None. A request never overtakes an
+        older request whose model answers once."""
         for slot in self._slots:
             if slot.ready or slot.final:
                 return slot

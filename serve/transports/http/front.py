@@ -1,4 +1,4 @@
-"""``HttpTransport``: REST v2 with binary tensors, health probes and metrics, on aiohttp in a thread of its own."""
+"""``HttpTransport``: REST v2 with binary tensors, health probes and metrics, on aiohttp in a separate thread."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from . import wire as http_wire
 
 log = logging.getLogger("accel.serve")
 
-_BODY_SECONDS = 300.0  # the longest that a body may take to arrive
+_BODY_SECONDS = 300.0  # seconds in which a body has to arrive
 
 
 class HttpTransport:
-    """Serves an ``InferenceServer`` over HTTP. ``port``: 0 takes a free port. ``threads``: the number of requests that
-    can wait at the same time. ``shared``: other processes listen on the same port. ``max_message``: the size of the
-    largest body in bytes."""
+    """Serves an ``InferenceServer`` over HTTP. ``port=0`` takes a free port. ``threads`` requests can wait at the same
+    time. ``shared`` lets other processes listen on the same port. ``max_message`` is the size of the largest body in
+    bytes."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class HttpTransport:
         self._runner: web.AppRunner | None = None
 
     def start(self) -> int:
-        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is taken."""
+        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is in use."""
         self._thread.start()
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def _start(self) -> int:
         application = web.Application(client_max_size=self._max_message, middlewares=[_errors])
         self._rest.add_to(application)
-        # handler_cancellation: a client that disconnects cancels its request.
+        # handler_cancellation cancels the request of a client that disconnects.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls, reuse_port=self._shared or None)
@@ -76,8 +76,8 @@ class HttpTransport:
         return int(self._runner.addresses[0][1])
 
     def renew(self, tls: Tls) -> None:
-        """Use these certificates for new connections. Raises ``UnsupportedHere``, and keeps the old certificates, if
-        the new ones can't be used. A removed client CA stays trusted until the server ends."""
+        """Use the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
+        certificates, if the new certificates can't be used. A removed client CA stays trusted until the server ends."""
         check_certificates(tls)
         if self._tls is not None:
             self._tls.load_cert_chain(tls.certificate, tls.key)
@@ -184,7 +184,7 @@ class _Rest:
     # Health and metadata
 
     async def live(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.json_response({"live": True})  # Triton's body is empty, but KServe's client reads it
+        return web.json_response({"live": True})  # Triton sends an empty body, but KServe's client reads the body
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         ready = self._server.healthy()

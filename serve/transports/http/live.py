@@ -1,7 +1,7 @@
 """The live page at ``/``: models, load, latency histograms and queue depth, drawn in the browser.
 
-The page itself is the same for every server and shows nothing about this one. The page's figures come from
-``/live.json``, which asks for a token like every other call. The page loads nothing from other servers.
+The page itself is the same for every server and holds no data of the server. The page's figures come from
+``/live.json``, which requires a token like every other call. The page loads nothing from other servers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HEADERS = {
 def snapshot(server: InferenceServer, token: str | None) -> dict[str, Any]:
     """Returns the figures that the page draws.
 
-    There is one row for each model that the token is for. The figures of a row count from the load of the model and are
+    The result has one row for each model that the token allows. The figures of a model count from its load and are
     summed over the processes of the server. ``time`` is in seconds since 1970, ``latency_bounds`` is in seconds.
     """
     name, version, _ = server.metadata(token)

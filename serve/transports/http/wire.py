@@ -16,7 +16,7 @@ from ...protocol.tensors import encode, invalid
 from ..parameters import memory_slice, wanted_output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-# Datatypes that JSON can't carry, because its numbers are decimal.
+# Datatypes that JSON can't carry, because numbers in JSON are decimal.
 _BINARY_ONLY = ("FP16", "BF16")
 
 
@@ -148,7 +148,8 @@ def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memory
     blobs: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        # An output in shared memory has no parameters: Triton's C++ clients would take them for those of binary data.
+        # An output in shared memory has no parameters: Triton's C++ clients would mistake such parameters for those of
+        # binary data.
         if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}

@@ -240,7 +240,7 @@ def test_requests_that_can_not_be_streamed(tmp_path: Path, start: Start) -> None
 @pytest.mark.parametrize(
     ("kind", "before", "after", "said"),
     [
-        ("recurrent", RECURRENT, POLICY, "it is decoupled, and only a token loop streams: .*stream_tokens is missing"),
+        ("recurrent", RECURRENT, POLICY, "a decoupled model needs a token loop, .*stream_tokens is missing"),
         ("recurrent", POLICY, "", "stream_logits needs model_transaction_policy"),
         ("recurrent", '"ids"', '"nothing"', "stream_tokens names the input 'nothing', the model has: ids, state"),
         ("recurrent", '"logits"', '"nothing"', "name the output 'nothing', the model has: logits, new"),

@@ -150,7 +150,7 @@ def test_many_at_once(tmp_path: Path, start: Start) -> None:
 @pytest.mark.parametrize(
     ("config", "ir", "says"),
     [
-        ('input { name: "k" }', 10, "the model has a default for it; write optional: true"),
+        ('input { name: "k" }', 10, "the model has a default for the input; write optional: true"),
         ('max_batch_size: 8 input { name: "k" optional: true }', 10, "first dim is not the batch.*max_batch_size to 0"),
         ('input { name: "k" optional: true }', 3, "has no input 'k', which its config names; it has: x"),
         ('input { name: "z" optional: true }', 10, "has no input 'z', which its config names; it has: x"),

@@ -121,7 +121,7 @@ def test_short_ones_are_run_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "said"), [(1, 65, "off the optimization profiles"), (3, 32, "must be <= 2")]
+    ("rows", "length", "said"), [(1, 65, "outside the optimization profiles"), (3, 32, "must be <= 2")]
 )
 def test_what_no_profile_takes(rows: int, length: int, said: str) -> None:
     """Fails if a request outside all profiles reaches the engine, or if the error lacks the reason."""
