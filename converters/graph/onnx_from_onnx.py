@@ -15,7 +15,7 @@ from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, nump
 from accel.sources.onnx.file import opset_of
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
-from accel.spelling import option
+from accel.spelling import option, options
 from accel.stage import StageConfig
 
 from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
