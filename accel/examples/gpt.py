@@ -23,7 +23,7 @@ class GPTConfig:
 class Attention(nn.Module):
     """Computes causal self-attention, float[b, s, h] from float[b, s, h].
 
-    Q, K and V are separate products, so that tensor parallel can cut them.
+    Q, K and V are separate matrix products, so that tensor parallel can split each of them.
     """
 
     def __init__(self, config: GPTConfig) -> None:
