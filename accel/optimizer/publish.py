@@ -17,7 +17,7 @@ from .report.page import PAGE
 
 
 def check_out(folder: Path, source: str) -> None:
-    """Raises ``CannotWrite`` if a file in ``folder`` that accel did not make, or ``source``, would be overwritten."""
+    """Raises ``CannotWrite`` if ``source``, or a file in ``folder`` that accel did not make, would be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise CannotWrite(f"{folder} is a file; give a folder with -o")
     for name in main_files():
@@ -37,12 +37,11 @@ def publish(
     report: Callable[[Artifact], Mapping[str, Any]],
     page: Callable[[Path, Artifact], None] | None,
 ) -> Artifact:
-    """Copies ``artifact`` into ``folder`` and returns the copy. The choice of an earlier run is removed afterwards.
-
-    ``session``: runtime, options and figures, for the manifest. ``report``: returns the content of ``optimize.json``
-    for the copy. ``page``: writes the page for the copy to a path; None for no page.
+    """Copies ``artifact`` into ``folder`` and returns the copy. Removes the model of an earlier run afterwards.
+    ``session`` holds the runtime, options and figures for the manifest. ``report`` returns the content of
+    ``optimize.json`` for the copy. ``page`` writes the page for the copy to a path, and is None for no page.
     """
-    if artifact.manifest is None:  # the source itself is the choice, and accel did not make it
+    if artifact.manifest is None:  # the chosen source was not made by accel
         artifact = _recorded(artifact)
     assert artifact.manifest is not None
     artifact = artifact.with_manifest(replace(artifact.manifest, session=session))

@@ -1,4 +1,4 @@
-"""The workload that candidates are timed on: a batch, a mix of lengths, requests one by one or many at once."""
+"""The timed workload: a batch, a mix of lengths, and sequential or concurrent requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 
-# More lengths than this are replaced by this many of their quantiles, because a runtime prepares each shape anew.
+# The most lengths to measure, because a runtime prepares each shape anew. More lengths are replaced by quantiles.
 _MOST_LENGTHS = 8
 _READ_AT_ONCE = 64
-# Requests in one timed pass, for each core: enough that it hardly matters if streams end at different times.
+# Requests in one timed pass per core, enough to hide that streams end at different times.
 _REQUESTS_A_CORE = 4
 
 
@@ -31,8 +31,8 @@ _REQUESTS_A_CORE = 4
 class Workload:
     """The requests of one timed pass.
 
-    ``mix``: the inputs of each different request, one set per length. ``repeats``: how often a pass runs the mix.
-    ``batch``: samples per request. ``note``: the workload in words.
+    ``mix`` holds the inputs of each distinct request, one set per length. ``repeats`` is the number of times a pass
+    runs the mix. ``batch`` is the number of samples per request. ``note`` describes the workload.
     """
 
     objective: Objective
@@ -47,7 +47,7 @@ class Workload:
         return len(self.mix) * self.repeats
 
     def candidate(self, candidate: Candidate) -> Candidate:
-        """Returns ``candidate`` as it is timed: pass by pass if a pass has several requests, else run by run."""
+        """Returns ``candidate`` for timing, as a ``PassCandidate`` if a pass has several requests."""
         if self.requests == 1:
             return candidate
         return PassCandidate(
@@ -65,7 +65,7 @@ class PassCandidate(Candidate):
     """A candidate whose run is a whole pass of a workload."""
 
     opener: str = "accel.optimizer.measure.workload:PassSession"
-    streams: int = 1  # passes at once: the streams of the session are inside a pass
+    streams: int = 1  # concurrent passes; the session's streams run inside a pass
     mix: tuple[Feeds, ...] = ()
     repeats: int = 1
 
@@ -84,7 +84,7 @@ class PassSession:
         return self._session.signature
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:  # noqa: ARG002 - the requests are known beforehand
-        """Returns the outputs of each different request, with the request's number in the name."""
+        """Returns the outputs of each distinct request, with the request's number in the output name."""
         outputs = self._session.run_many(self._requests)[: self._distinct]
         return {f"{name} of request {n}": value for n, found in enumerate(outputs) for name, value in found.items()}
 
@@ -117,10 +117,11 @@ def workload(
     lengths: str | Sequence[int] | None,
     cores: int,
 ) -> Workload:
-    """Returns the workload for the user's options. Without options it is one sample of the data, or random inputs of
-    the dims' usual sizes. ``lengths``: see ``read_lengths``. ``cores``: the threads of the session.
+    """Returns the workload for the user's options. The default workload is one sample of the data, or random inputs of
+    the dims' usual sizes. ``lengths`` is described in ``read_lengths``. ``cores`` is the number of threads of the
+    session.
 
-    Raises ``UsageError`` if two options contradict each other, ``BadInputSpec`` if the model doesn't take the sizes.
+    Raises ``UsageError`` if two options contradict each other, ``BadInputSpec`` for sizes outside the model's ranges.
     """
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective {objective!r}; use one of {', '.join(OBJECTIVES)}")
@@ -152,11 +153,12 @@ def _known(objective: str) -> Objective:
 
 
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
-    """Returns the dim that the lengths belong to, and the lengths, each as often as it occurs.
+    """Returns the name of the length dim, and the lengths, each repeated as often as it occurs.
 
-    ``given``: lengths, or one of the texts ``8,16,128``, the path of a file of whole numbers, or ``data`` for the
-    lengths of the samples (with a mask: the number of ones in each row). ``DIM=`` before the text names the dim if the
-    model has several. Raises ``BadInputSpec`` if the dim isn't clear, ``BadData`` if the file holds anything else.
+    ``given`` is a list of lengths or a text such as ``8,16,128``, the path of a file of whole numbers, or ``data`` for
+    the lengths of the samples (the number of ones in each row of a mask). ``DIM=`` before the text names the dim if the
+    model has several. Raises ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds anything but whole
+    numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")
@@ -205,7 +207,7 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
 
 
 def _few(lengths: Sequence[int]) -> list[int]:
-    """Returns at most ``_MOST_LENGTHS`` lengths: the middles of equal shares of the sorted lengths."""
+    """Returns at most ``_MOST_LENGTHS`` lengths, evenly spaced quantiles of the sorted lengths."""
     ordered = sorted(lengths)
     if len(ordered) <= _MOST_LENGTHS:
         return ordered
