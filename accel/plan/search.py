@@ -27,7 +27,7 @@ class Plan:
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: Layout, machine: Machine) -> Plan:
-        """Returns the plan of ``layout``. Raises ``BadConfig`` if the model can't be laid out in this way."""
+        """Returns the plan of ``layout``. Raises ``BadConfig`` if the model doesn't fit ``layout``."""
         if layout.tp > 1 and not spec.is_transformer:
             raise BadConfig(
                 "tensor parallel cuts heads and layers; pass --layers, --hidden, --heads and --seq with --tp"
@@ -60,9 +60,8 @@ class Plan:
         return not self.machine.hbm or self.memory.total <= self.machine.usable
 
     def to_json(self) -> dict[str, object]:
-        """Returns the plan as plain values: bytes, seconds, fractions.
-
-        None means that the inputs don't determine it.
+        """Returns the plan as plain values in bytes, seconds and fractions. A value is None if the inputs don't
+        determine it.
         """
         m, t = self.memory, self.time
         timed = bool(self.spec.seq or self.spec.flops)
@@ -123,18 +122,18 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yields every layout of ``world`` ranks that divides the model and the batch.
 
-    tp or cp stay within a node, pp within the layers, and micro-batches are powers of two. ZeRO works over all
-    data-parallel ranks or in replicas of a node each (HSDP), with or without second shards in the node (hpZ), on the
-    device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every micro-batch. The methods
-    that round (qwZ, qgZ) are used only if ``fixed`` asks for them. ``fixed``: the required values of fields of
-    ``Layout``.
+    The tp or cp size is at most a node, the pp size at most the number of layers, and micro-batches are powers of two.
+    ZeRO shards over all data-parallel ranks or within each node (HSDP), with or without second shards in the node
+    (hpZ), on the device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every
+    micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them. ``fixed``: the required
+    values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
             continue
         each = global_batch // dp
-        node = machine.node_size // (tp * cp) * cp  # data-parallel ranks of a node
+        node = machine.node_size // (tp * cp) * cp  # data-parallel ranks in a node
         replicas = (1, dp * cp // node) if node > 1 and dp * cp % node == 0 else (1,)
         asked = fixed.get("micro_batch", 0)
         choices: dict[str, Iterable[Any]] = {
@@ -143,7 +142,7 @@ def layouts(
             "recompute": _recompute(spec, fixed),
             "replicate": _asked(fixed, "replicate", replicas),
             "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
-            # Without blocks the bytes that are gathered at once are unknown.
+            # Without blocks, the number of bytes that ZeRO 3 gathers at once is unknown.
             "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
         }
         for values in product(*choices.values()):
@@ -169,7 +168,8 @@ def _fills(pipeline: str, pp: int, batches: int) -> bool:
 
 
 def _asked(fixed: Mapping[str, Any], name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the values to try for the field ``name``: the value in ``fixed``, else each of ``usual`` once."""
+    """Returns the values to try for the field ``name``, which are the value in ``fixed`` or else the distinct values of
+    ``usual``."""
     return (fixed[name],) if name in fixed else tuple(dict.fromkeys(usual))
 
 
@@ -180,7 +180,7 @@ def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
-    """Tells whether ``ranks`` data-parallel ranks can have the hybrid sharding, offload and ZeRO++ of ``kind``."""
+    """Tells whether ``ranks`` data-parallel ranks support the hybrid sharding, offload and ZeRO++ of ``kind``."""
     zero, replicate, hpz = kind["zero"], kind["replicate"], kind["hpz"]
     if replicate < 1 or ranks % replicate or (zero == 0 and (kind["offload"] or replicate > 1)):
         return False
@@ -263,15 +263,14 @@ def search(
 
 
 def preferred(plan: Plan) -> tuple[float, ...]:
-    """Returns the sort key for layouts of the same estimated time. The smaller key comes first.
-
-    In order: no recomputation, because recomputed elementwise work takes time that the estimate leaves out; the fewest
-    bytes sent; the fewest pipeline stages; the fewest tensor- and context-parallel ranks; the largest micro-batch,
-    which keeps a device busiest; the simplest layout, which has nothing on the host, no second shards, no replicas, and
-    the lowest ZeRO stage.
+    """Returns the sort key for layouts of the same estimated time. The smaller key comes first. The criteria in order
+    are no recomputation, because recomputed elementwise work takes time that the estimate leaves out; the fewest bytes
+    sent; the fewest pipeline stages; the fewest tensor- and context-parallel ranks; the largest micro-batch, which
+    keeps a device busiest; and the simplest layout, without offload, second shards and replicas, and with the lowest
+    ZeRO stage.
     """
     layout = plan.layout
-    # Sums of the same numbers in different orders differ in their last bits.
+    # Rounding ignores the last bits, which depend on the order of a sum.
     sent = float(f"{sum(plan.sent.values()):.9g}")
     simple = (layout.offload, layout.hpz, layout.replicate, layout.zero)
     return (layout.recompute != "none", sent, layout.pp, layout.tp * layout.cp, -layout.micro_batch, *simple)

@@ -11,7 +11,7 @@ from typing import Any
 from accel.errors import BadConfig
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
-# Bytes of: a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
+# The bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
 # element sent to another rank. "fp16" and "bf16" are mixed precision as in the ZeRO paper: 2 + 2 + 4.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
@@ -22,9 +22,9 @@ PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "bf16-only": (2, 2, 0, 2, 2, 2),
     "fp16-only": (2, 2, 0, 2, 2, 2),
 }
-# Bytes a weight when nothing is trained.
+# The bytes of a weight at inference.
 WEIGHT_BYTES = {row.name: row.weight_bytes for row in _WEIGHTS.values() if row.weight_bytes is not None}
-# Moments an optimizer keeps of each parameter.
+# The number of moments that each optimizer keeps per parameter.
 MOMENTS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "p": 10**15}
@@ -48,12 +48,12 @@ def quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model in numbers. 0 means unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
+    """The size of a model. A field of 0 means unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
 
-    ``activation_bytes`` and ``flops``: measured on fake tensors for one sample, in float32 and for the forward pass.
-    The measured numbers are used if the model isn't a transformer of known shape. ``largest``: the parameters of the
-    largest block, which ZeRO 3 gathers at once. ``outside``: the parameters outside all blocks, which ZeRO 3 gathers
-    only once.
+    ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32, ``flops`` for the forward
+    pass only. The measured numbers are used if the model isn't a transformer of known shape. ``largest``: the
+    parameters of the largest block, which ZeRO 3 gathers at once. ``outside``: the parameters outside all blocks, which
+    ZeRO 3 gathers only once.
     """
 
     params: int
@@ -86,7 +86,7 @@ class ModelSpec:
 
     @property
     def is_transformer(self) -> bool:
-        """Tells whether the shape is known well enough for activations, tensor and pipeline parallel."""
+        """Tells whether the known shape suffices to estimate activations, tensor and pipeline parallel."""
         return bool(self.layers and self.hidden and self.heads and self.seq)
 
     @property
@@ -96,7 +96,8 @@ class ModelSpec:
 
     @property
     def block(self) -> int:
-        """Returns the number of parameters gathered together: one transformer layer, or the largest known block."""
+        """Returns the number of parameters that are gathered together, in one transformer layer or the largest known
+        block."""
         if self.largest:
             return self.largest
         return max(self.layer, self.embedding) if self.layers else 0
@@ -110,10 +111,10 @@ class ModelSpec:
 def transformer_params(spec: ModelSpec) -> int:
     """Returns the number of parameters of a GPT of ``spec``'s shape with tied embeddings.
 
-    12 L h^2 (1 + 13/(12 h)) + (V + s) h: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-    Clusters", equation 2. Of the 12 h^2 + 13 h of a layer, keys and values are 2 (h^2 + h). If keys and values have
-    a_kv heads and queries have a, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer: Ainslie et al. 2023, "GQA: Training
-    Generalized Multi-Query Transformer Models", section 2.2.
+    The number is 12 L h^2 (1 + 13/(12 h)) + (V + s) h (Narayanan et al. 2021, "Efficient Large-Scale Language Model
+    Training on GPU Clusters", equation 2). Keys and values take 2 (h^2 + h) of the 12 h^2 + 13 h parameters of a layer.
+    If keys and values have a_kv heads and queries have a, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer parameters
+    (Ainslie et al. 2023, "GQA", section 2.2).
     """
     h = spec.hidden
     grouped = 2 * (spec.heads - spec.kv_heads) * (h // spec.heads) * (h + 1) if spec.heads else 0
@@ -124,15 +125,14 @@ def transformer_params(spec: ModelSpec) -> int:
 class Layout:
     """The layout of training over ranks.
 
-    ``micro_batch``: samples per rank and pass. ``accumulation``: passes per step. ``cp``: ranks that share the
-    sequences of the same samples (Ulysses context parallel). ZeRO sees them as data-parallel ranks.
-    ``sequence_parallel``: the activations that tensor parallel would replicate are cut along the sequence. ``chunks``:
-    stages per rank in the interleaved schedule.
+    ``micro_batch``: samples per rank and pass. ``accumulation``: passes per step. ``cp`` is the number of ranks that
+    share each sequence (Ulysses context parallel), which ZeRO treats as data-parallel ranks. ``sequence_parallel``
+    shards the activations that tensor parallel replicates along the sequence. ``chunks``: stages per rank in the
+    interleaved schedule.
 
-    ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding). ``hpz``: the ranks that together hold
-    a second copy of the parameters in shards, so that the backward gather stays among them (ZeRO++). ``qwz``, ``qgz``:
-    gather weights and reduce gradients in int8 (ZeRO++). ``offload``: keeps the shards of ZeRO on the host (CPU
-    offload).
+    ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of the groups that
+    hold a second copy of the parameters in shards for the backward gather (ZeRO++). ``qwz``, ``qgz``: gather weights
+    and reduce gradients in int8 (ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload).
     """
 
     world: int
@@ -209,11 +209,9 @@ class Layout:
 class Machine:
     """A cluster.
 
-    ``flops``: FLOP/s that a rank sustains. ``node_bandwidth``: bytes/s that a rank sends inside its node,
-    ``bandwidth``: between nodes, ``host_bandwidth``: from or to its host. ``hbm``: bytes of memory of a rank, 0 if not
-    given.
-
-    The defaults are rough figures of an 8-GPU node of 2023. A plan prints the figures it assumed.
+    ``flops``: FLOP/s that a rank sustains. ``node_bandwidth`` is the bytes/s that a rank sends inside its node,
+    ``bandwidth`` between nodes, and ``host_bandwidth`` from or to its host. ``hbm`` is the bytes of memory of a rank, 0
+    if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the figures it assumed.
     """
 
     flops: float = 400e12
@@ -233,7 +231,7 @@ class Machine:
     def usable(self) -> float:
         """Returns the bytes of memory that a rank may fill.
 
-        The share ``reserve`` is left for the context and fragmentation.
+        The share ``reserve`` is left for the CUDA context and fragmentation.
         """
         return self.hbm * (1 - self.reserve)
 

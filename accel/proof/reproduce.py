@@ -1,4 +1,4 @@
-"""Reproducing an artifact: runs the stages of its manifest again and compares each with its record."""
+"""Reproduces an artifact by running the stages of its manifest again and comparing each with its record."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Status = Literal["identical", "equivalent", "different"]
 class Remade:
     """One stage, run again.
 
-    ``status``: ``identical`` for the same bytes. ``equivalent`` for other bytes that pass the recorded gate, or for an
-    engine with the same kernels from the same ONNX. ``different`` if the bytes fail the gate or nothing could be
-    compared. ``versions``: the libraries whose version changed, each ``name then -> now``.
+    ``status`` is ``identical`` for the same bytes. ``status`` is ``equivalent`` for other bytes that pass the recorded
+    gate, or for an engine with the same kernels from the same ONNX, and ``different`` if the bytes fail the gate or
+    could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
     """
 
     stage: str
@@ -42,7 +42,7 @@ class Remade:
 
 
 def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tuple[Artifact, list[Remade]]:
-    """Run every stage of the artifact's manifest again in ``cache``, which should be empty, from the source on.
+    """Run every stage of the artifact's manifest again, beginning at the source, in ``cache``, which should be empty.
 
     ``given``: the files and folders that the stages read (calibration data), matched by their sha256.
 
@@ -57,7 +57,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
     if not manifest.stages:
         raise ChainBroken(f"{artifact.path} is as it came: no stage made it, so there is nothing to run again")
     hashes = {path_sha256(path): path for path in given}
-    configs = [config_of(record, hashes) for record in manifest.stages]  # reports a missing file before any work
+    configs = [config_of(record, hashes) for record in manifest.stages]  # fails early if a file is missing
     current = _source(manifest)
     rows = []
     for number, (record, config) in enumerate(zip(manifest.stages, configs, strict=True), start=1):
@@ -69,7 +69,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
 
 
 def config_of(record: Mapping[str, Any], given: Mapping[str, Path]) -> StageConfig:
-    """Returns the stage's config from its record. Files are looked up in ``given`` by their sha256."""
+    """Returns the stage's config from its record. Finds files in ``given`` by their sha256."""
     kind: type[StageConfig] = resolve(get_stage(record["name"]).config)  # type: ignore[assignment]
     known = {f.name for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
 
 
 def _source(manifest: Manifest) -> Artifact:
-    """Open the recorded source. Raises ``ChainBroken`` if it is missing or changed."""
+    """Open the recorded source. Raises ``ChainBroken`` if the source is missing or changed."""
     source = manifest.source
     spec, weights = source.get("spec"), source.get("weights")
     if not spec:
@@ -135,7 +135,8 @@ def _source(manifest: Manifest) -> Artifact:
 
 
 def _where_it_was(spec: str, files: Sequence[str]) -> str:
-    """Returns ``spec`` with an absolute path from ``files`` if its relative path doesn't exist in this folder."""
+    """Returns ``spec`` with an absolute path from ``files`` if its relative path doesn't exist in the current
+    folder."""
     path, colon, factory = spec.partition(".py:")
     name = Path(path + (".py" if colon else ""))
     if name.is_absolute() or name.exists():
@@ -152,7 +153,7 @@ def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Re
         return Remade(stage=record["name"], status="identical", note="", versions=others)
     kernels = record["notes"].get("kernels")
     if kernels and record["input"] == before.digest and made.history[-1]["notes"].get("kernels") == kernels:
-        # TensorRT writes some engines with other bytes in every build.
+        # TensorRT's builds of some engines are not deterministic.
         note = f"other bytes, the same {len(kernels)} kernels from the same ONNX"
         return Remade(stage=record["name"], status="equivalent", note=note, versions=others)
     limits = [gate["limit"] for gate in record["gates"] if gate["limit"]]

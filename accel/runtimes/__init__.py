@@ -1,4 +1,5 @@
-"""The runtimes, a file each: ONNX Runtime, OpenVINO, TensorRT, ncnn, TensorFlow, PyTorch. ``base`` has their table.
+"""The runtimes, a file for each of ONNX Runtime, OpenVINO, TensorRT, ncnn, TensorFlow and PyTorch. ``base`` has their
+table.
 
 In: an artifact and session options. Out: a session that runs feeds (arrays by name) and returns outputs by name.
 """

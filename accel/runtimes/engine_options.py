@@ -1,4 +1,4 @@
-"""The options of an engine's build on the command line: ``--engine builder-level=5 --engine workspace=2GB``."""
+"""The options of an engine's build on the command line, such as ``--engine builder-level=5 --engine workspace=2GB``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.key_values import read_key_values, yes_or_no
 
-# The other GPUs that a TensorRT engine runs on: Ampere and later, or those of the builder's compute capability.
+# The GPUs that a TensorRT engine is compatible with, Ampere and later or those of the builder's compute capability.
 HARDWARE = ("ampere-plus", "same-capability")
 
 _SIZE = re.compile(r"^(\d+)\s*(|B|KB|MB|GB|KiB|MiB|GiB)$")

@@ -1,4 +1,4 @@
-"""Native PyTorch in eager mode: the reference of every gate and the baseline of every benchmark."""
+"""PyTorch in eager mode, the reference of export gates and the baseline of benchmarks."""
 
 from __future__ import annotations
 
