@@ -239,8 +239,7 @@ class Signature:
 
     @property
     def fixed_batch(self) -> int | None:
-        """Returns the first dim of the first input that has it fixed, or None if the first dim of every input is
-        dynamic."""
+        """Returns the first dim of the first input whose first dim is fixed, or None if all first dims are dynamic."""
         return next((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), None)
 
     @property

@@ -1,7 +1,7 @@
-"""Running a stage: taken from the cache or made, checked against the contract, gated, recorded.
+"""Runs a stage or takes its result from the cache, checks its contract and gates, and records the result.
 
 A stage is a pure function ``stage(src: Artifact, config: StageConfig, out: Path) -> Artifact``. A stage writes ``out``
-and its companions, and nothing else. ``run_stage`` does everything around that, in the same way for all stages.
+and its companions, and nothing else. ``run_stage`` does everything else, in the same way for all stages.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage, get_stage
 from accel.version import __version__
 
-# accel calls a disk with fewer free bytes full, even if only a small file is to be written.
+# A disk with fewer free bytes counts as full, even if the file to write is smaller.
 _LITTLE_ROOM = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """The options of a stage. Every option that can change the result is a field; a ``Path`` counts by its content."""
+    """The options of a stage. Every option that can change the result is a field. A ``Path`` is identified by its
+    content."""
 
 
-# Stands for a relative error that isn't finite, because JSON has no infinity. The note of the result says why.
+# Replaces a relative error that isn't finite, because JSON has no infinity. The note of the result gives the reason.
 NOT_FINITE = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """One comparison. ``passed``: None if this machine could not run the comparison (``note`` says why)."""
+    """One comparison. ``passed`` is None if this machine could not run the comparison (``note`` gives the reason)."""
 
     gate: str
     case: str
@@ -67,7 +68,7 @@ class GateResult:
 
     @property
     def finding(self) -> str:
-        """Returns the numbers in words, or the note if there are no numbers."""
+        """Returns the value and the limit in words, or the note if there is no finite value."""
         if self.value is None or self.limit is None or self.value >= NOT_FINITE:
             return self.note or "the reference is all zeros, and this is not"
         return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}"
@@ -83,11 +84,11 @@ class Gate(Protocol):
 
 
 class Proof:
-    """Checks the files that a stage writes: the contract with ``src`` first, then every gate of the run.
+    """Checks the contract of a stage's files with ``src``, and then every gate of the run.
 
-    A stage that tries several files (``proves`` in its row of the table) gets the proof of its run and checks each file
-    with it. ``run_stage`` checks the returned file again. The proof keeps the results of the last file, so that a model
-    runs once at each shape.
+    A stage that tries several files (``proves`` in its row of the table) gets the ``Proof`` of its run and checks each
+    file. ``run_stage`` checks the returned file again. The results of the last file are cached, so that a model runs
+    once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -99,7 +100,7 @@ class Proof:
         self._results: tuple[GateResult, ...] = ()
 
     def of(self, result: Artifact) -> tuple[Artifact, tuple[GateResult, ...]]:
-        """Returns ``result`` with the signature that its own bytes show, and the comparisons of the gates.
+        """Returns ``result`` with the signature read from its file, and the comparisons of the gates.
 
         Raises ``SignatureDrift`` if the contract is broken. A comparison over its limit is returned, not raised.
         """
@@ -127,7 +128,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def config_json(config: StageConfig) -> dict[str, Any]:
-    """Returns the options as JSON values, for the cache key and the record. A path becomes its name and sha256."""
+    """Returns the options as JSON values, for the cache key and the record. Replaces a path by its name and sha256."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):
@@ -147,7 +148,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether ``field`` is left out of the record: a later addition (``omit_default``) with its default value."""
+    """Tells whether ``field`` is left out of the record, as a later addition (``omit_default``) with its default
+    value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -172,8 +174,8 @@ def run_stage(
     """Run a stage, or take its result from the cache, and copy the result to ``out`` (None: leave it in the cache).
 
     Raises ``UnsupportedHere`` if ``src`` is of the wrong kind, ``StageFailed`` or a subclass if the stage fails,
-    ``SignatureDrift`` if the result breaks the contract, and ``GateFailed`` if its outputs are off. The bad file is
-    then set aside as ``<out>.rejected``, and ``out`` is left as it was.
+    ``SignatureDrift`` if the result breaks the contract, and ``GateFailed`` if its outputs differ by more than a limit.
+    A failed gate saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged.
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
@@ -212,7 +214,7 @@ def run_stage(
 def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | None = None) -> None:
     """Raises ``CannotWrite`` if ``folder`` has no room for a file as large as ``src``.
 
-    Libraries that run out of space give other reasons, or silently write half a file.
+    Libraries that run out of space report other causes, or silently write half a file.
     """
     size = max(_LITTLE_ROOM, sum(file.stat().st_size for file in src.files if file.is_file()))
     allocate = getattr(os, "posix_fallocate", None)
@@ -227,7 +229,7 @@ def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | No
 
 
 def _as_made_from(made: Artifact, src: Artifact) -> Artifact:
-    """Returns a cached artifact with the present paths of its source and input, whose bytes are the same."""
+    """Returns a cached artifact with the current paths of its source and input instead of the recorded paths."""
     assert made.manifest is not None
     record = {**made.history[-1], "input_path": str(src.path.absolute())}
     manifest = replace(made.manifest, source=src.source, stages=(*src.history, record))
@@ -292,7 +294,7 @@ def _make(
 
 
 def _set_aside(result: Artifact, out: Path) -> Path:
-    """Copy the main file of a rejected result beside ``out``. Returns the path of the copy."""
+    """Copy the main file of a rejected result to a path beside ``out``. Returns the path of the copy."""
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)

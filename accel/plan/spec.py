@@ -209,7 +209,7 @@ class Layout:
 class Machine:
     """A cluster.
 
-    ``flops``: FLOP/s that a rank sustains. ``node_bandwidth`` is the bytes/s that a rank sends inside its node,
+    ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth`` is the bytes/s that a rank sends inside its node,
     ``bandwidth`` between nodes, and ``host_bandwidth`` from or to its host. ``hbm`` is the bytes of memory of a rank, 0
     if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the figures it assumed.
     """
