@@ -12,6 +12,7 @@ from accel.artifact import Artifact
 from accel.child import resolve
 from accel.errors import SignatureDrift
 from accel.signature import Signature, TensorSpec
+from accel.spelling import option
 from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage
 
@@ -35,7 +36,7 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
         has = properties.get(name)
         asked_for = name == "opset" and bool(opset)
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
-            fix = f"ask for --opset {has}" if name == "opset" else f"save the model with ir_version {has}"
+            fix = f"ask for {option('opset', has)}" if name == "opset" else f"save the model with ir_version {has}"
             raise SignatureDrift(f"{where} gave {name} {has} instead of {wanted}; {fix}")
     # A stage may narrow the ranges (an engine's profile). The file itself doesn't record the ranges.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}

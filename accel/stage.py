@@ -35,6 +35,7 @@ from accel.errors import (
 )
 from accel.machine import trim_memory
 from accel.progress import report
+from accel.spelling import option
 from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage, get_stage
 from accel.version import __version__
@@ -257,7 +258,7 @@ def _make(
         result: Artifact = interruptible(function, src, config, inside, *((proof,) if stage.proves else ()))
     trim_memory()
     if not result.path.is_file() or result.path.stat().st_size == 0:
-        raise StageFailed(f"stage {stage.name} wrote no output; run it again with --no-cache")
+        raise StageFailed(f"stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")
     seconds = time.monotonic() - started
     result, results = proof.of(result)
     for failed in (r for r in results if r.passed is False):
@@ -300,5 +301,5 @@ def _set_aside(result: Artifact, out: Path) -> Path:
         aside.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(result.path, aside)  # a copy, because the scratch folder may be on another disk
     except OSError as error:
-        raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another -o") from error
+        raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another {option('out')}") from error
     return aside

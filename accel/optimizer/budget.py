@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from accel.cancel import cancelled_by
 from accel.errors import AccelError
+from accel.spelling import option
 
 # The most steps, and the most candidates, that a note names.
 _NAMED = 4
@@ -109,8 +110,9 @@ class Budget:
         names = ", ".join(missed[:_NAMED])
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
         quantized = any(what in self._quantizing for what, _ in longest)
-        fewer = ", or calibrate on fewer samples (--quantize samples=32)" if quantized else ""
+        fewer = f", or calibrate on fewer samples ({option('quantize', ['samples=32'])})" if quantized else ""
         return (
             f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}: "
-            f"{took or 'nothing was begun'}; give more --budget-seconds, name what you want with --precision{fewer}"
+            f"{took or 'no step was begun'}; give more {option('budget_seconds')}, or try fewer precisions with "
+            f"{option('precision')}{fewer}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accel.errors import NothingPassed, UnsupportedHere
+from accel.spelling import option, options
 from accel.tables.precision import PRECISIONS
 
 from .candidate import CandidateResult
@@ -40,8 +41,10 @@ def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]
     if best is source:
         notes.append("no fused candidate is right: the source itself was taken")
     else:
-        best.reason = "asked for with --kernels"
-        notes.append("the fused form is not measurably faster than the source here; --kernels asks for it")
+        best.reason = f"requested with {option('kernels', True)}"
+        notes.append(
+            f"the fused candidate is not measurably faster than the source here; {option('kernels', True)} requests it"
+        )
     return best
 
 
@@ -54,12 +57,17 @@ def likeliest(rows: list[CandidateResult]) -> CandidateResult:
         raise UnsupportedHere(rows[0].reason)
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
-        late = "give more --budget-seconds, " if any(row.out_of_time for row in rows) else ""
+        late = f"give more {option('budget_seconds')}, " if any(row.out_of_time for row in rows) else ""
         # A larger ``max_drop`` only helps candidates that passed their gates, because the gates have limits of their
         # own.
-        over = "raise --max-drop or " if any(row.over_budget and row.judgement is not None for row in rows) else ""
+        over = (
+            f"raise {option('max_drop')} or "
+            if any(row.over_budget and row.judgement is not None for row in rows)
+            else ""
+        )
         what = "is within the budget" if over else "could be made"
-        raise NothingPassed(f"no candidate {what} ({reasons}); {late}{over}choose another --precision or --target")
+        other = options("precision", "target")
+        raise NothingPassed(f"no candidate {what} ({reasons}); {late}{over}choose another {other}")
     best = min(passed, key=lambda row: PRECISIONS[row.precision].rank_unmeasured)
     best.reason = "not measured here; the first of fp16, int8, fp8, bf16, fp32 that is within the budget"
     for row in passed:

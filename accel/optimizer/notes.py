@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 
 from .candidate import CandidateResult
@@ -42,7 +43,7 @@ def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:
         return ""
     return (
         f"quantized candidates are judged on the samples that calibrated them, because {judge.data} has no others: "
-        "their drop says little; give more samples, or others with --eval-data"
+        f"their drop says little; give more samples, or others with {option('eval_data')}"
     )
 
 

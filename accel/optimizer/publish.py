@@ -11,6 +11,7 @@ from typing import Any
 from accel.artifact import Artifact, Manifest, beside, manifest_path
 from accel.errors import AccelError, CannotWrite
 from accel.sources.main_file import REPORT
+from accel.spelling import option
 from accel.tables.kinds import KINDS, main_files
 
 from .report.page import PAGE
@@ -19,15 +20,17 @@ from .report.page import PAGE
 def check_out(folder: Path, source: str) -> None:
     """Raises ``CannotWrite`` if ``source``, or a file in ``folder`` that accel did not make, would be overwritten."""
     if folder.exists() and not folder.is_dir():
-        raise CannotWrite(f"{folder} is a file; give a folder with -o")
+        raise CannotWrite(f"{folder} is a file; give a folder with {option('out')}")
     for name in main_files():
         main = folder / name
         if main.exists() and not manifest_path(main).is_file():
-            raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another -o")
+            raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another {option('out')}")
         if main.exists() and Path(source).exists() and main.samefile(source):
-            raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another -o")
+            raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another {option('out')}")
     if (folder / PAGE).exists() and not (folder / REPORT).exists():
-        raise CannotWrite(f"{folder / PAGE} was not made by accel and would be overwritten; give another -o")
+        raise CannotWrite(
+            f"{folder / PAGE} was not made by accel and would be overwritten; give another {option('out')}"
+        )
 
 
 def publish(

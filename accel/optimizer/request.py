@@ -11,6 +11,7 @@ from accel.errors import UsageError
 from accel.machine import available_cores
 from accel.runtimes.engine_options import parse_engine_options
 from accel.sources.source import Source
+from accel.spelling import option, options
 
 from .judge.comparison import Metric
 from .judge.label_metric import read_labels
@@ -59,11 +60,13 @@ class OptimizeRequest:
         if not 0 <= self.max_drop < 1:
             raise UsageError(f"the drop {self.max_drop} is not from 0 to 1; give a fraction, 0.01 for one percent")
         if self.labels is None and self.label_metric is not None:
-            raise UsageError(f"{self.label_metric} compares with labels; pass --labels")
+            raise UsageError(f"{self.label_metric} compares with labels; pass {option('labels')}")
         if self.labels is not None and self.metric is not None:
-            raise UsageError("labels bring their own metric; give either --metric or --labels")
+            raise UsageError(f"labels bring their own metric; give either {options('metric', 'labels')}")
         if self.budget_seconds is not None and not self.budget_seconds > 0:
-            raise UsageError(f"nothing can be tried in {self.budget_seconds:g} s; give --budget-seconds 60, say")
+            raise UsageError(
+                f"nothing can be tried in {self.budget_seconds:g} s; give e.g. {option('budget_seconds', 60)}"
+            )
         if self.target != "auto":
             targets_for(self.target)
         precisions_for(self.precision)

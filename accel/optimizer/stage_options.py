@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.converters.quantize.stage import CALIBRATIONS
 from accel.key_values import read_key_values, yes_or_no
+from accel.spelling import option
 
 if TYPE_CHECKING:
     from accel.artifact import Artifact
@@ -80,13 +81,13 @@ def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:
     """Returns the fields of ``QuantizeConfig`` that the texts ``KEY=VALUE`` set. ``keep`` and ``ops`` may be repeated
     and add up. A ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``. Raises
     ``BadInputSpec`` for other texts."""
-    return _with_calibration(_parse("--quantize", texts, _QUANTIZE))
+    return _with_calibration(_parse(option("quantize").removesuffix("="), texts, _QUANTIZE))
 
 
 def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
     """Returns the fields of ``CastConfig`` that the texts ``KEY=VALUE`` set. ``keep-fp32`` may be repeated and adds up.
     Raises ``BadInputSpec`` for other texts."""
-    return _parse("--cast", texts, _CAST)
+    return _parse(option("cast").removesuffix("="), texts, _CAST)
 
 
 def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,9 +106,10 @@ def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:
 
     if not options.get("smooth") or is_transformer(read_proto(src.path)):
         return ""
+    smooth = f"{option('quantize').removesuffix('=')} smooth"
     return (
-        f"--quantize smooth changes nothing of {src.path.name}: SmoothQuant is for transformers, which have a softmax "
-        "between products of activations; leave it out"
+        f"{smooth} has no effect on {src.path.name}: SmoothQuant is for transformers, which have a softmax between "
+        "products of activations; leave it out"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from accel.errors import BadConfig
+from accel.spelling import option
 
 from .spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
@@ -55,10 +56,11 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
         return spec.params / layout.tp + more
     if not spec.layers:
         raise BadConfig(
-            "pipeline stages are cut between layers; pass --layers with --pp (with accel train: --shape.layers=4)"
+            f"pipeline stages are cut between layers; pass {option('layers')} with {option('pp')} "
+            "(with accel train: --shape.layers=4)"
         )
     if layout.pp > spec.layers:
-        raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller --pp")
+        raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller pp")
     return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp + more
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from accel.errors import BadConfig
+from accel.spelling import option
 
 from .memory import Memory, training_memory
 from .spec import Layout, Machine, ModelSpec
@@ -29,17 +30,13 @@ class Plan:
     def of(cls, spec: ModelSpec, layout: Layout, machine: Machine) -> Plan:
         """Returns the plan of ``layout``. Raises ``BadConfig`` if the model doesn't fit ``layout``."""
         if layout.tp > 1 and not spec.is_transformer:
-            raise BadConfig(
-                "tensor parallel cuts heads and layers; pass --layers, --hidden, --heads and --seq with --tp"
-            )
+            raise BadConfig(f"tensor parallel shards heads and layers; pass {_shape_options()} with {option('tp')}")
         if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
             raise BadConfig(
                 f"{spec.heads} heads ({spec.kv_heads} of keys and values) don't divide by tp {layout.tp}; use a divisor"
             )
         if layout.cp > 1 and not spec.is_transformer:
-            raise BadConfig(
-                "context parallel cuts sequences and heads; pass --layers, --hidden, --heads and --seq with --cp"
-            )
+            raise BadConfig(f"context parallel shards sequences and heads; pass {_shape_options()} with {option('cp')}")
         if layout.cp > 1 and not _shares(spec, layout.cp):
             raise BadConfig(
                 f"{spec.heads} heads ({spec.kv_heads} of keys and values) and a sequence of {spec.seq} don't all "
@@ -160,6 +157,11 @@ def layouts(
                     **varied,
                     **kept,
                 )
+
+
+def _shape_options() -> str:
+    """Returns the options that describe a transformer."""
+    return f"{option('layers')}, {option('hidden')}, {option('heads')} and {option('seq')}"
 
 
 def _fills(pipeline: str, pp: int, batches: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import BadConfig
+from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
 # The bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
@@ -70,15 +71,20 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not self.params and not (self.layers and self.hidden):
-            raise BadConfig("the size of the model is missing; pass --params, or --layers, --hidden and --vocab")
+            raise BadConfig(
+                f"the size of the model is missing; pass {option('params')}, or {option('layers')}, "
+                f"{option('hidden')} and {option('vocab')}"
+            )
         if min(self.params, self.layers, self.hidden, self.heads, self.kv_heads, self.vocab, self.seq) < 0:
             raise BadConfig("the model's shape has a negative number; sizes start at 1")
         if self.heads and self.hidden % self.heads:
             raise BadConfig(f"hidden {self.hidden} doesn't divide by {self.heads} heads; correct one of them")
         if self.kv_heads and not self.heads:
-            raise BadConfig(f"--kv-heads {self.kv_heads} needs the number of heads that share them; pass --heads too")
+            raise BadConfig(
+                f"{option('kv_heads', self.kv_heads)} needs the number of query heads; pass {option('heads')} too"
+            )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise BadConfig(f"{self.heads} heads can't share --kv-heads {self.kv_heads} evenly; use a divisor")
+            raise BadConfig(f"{self.heads} heads can't share {option('kv_heads', self.kv_heads)} evenly; use a divisor")
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if not self.params:
@@ -160,7 +166,7 @@ class Layout:
         _choice("recompute", self.recompute, ("none", "selective", "full"))
         _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
         if self.zero not in (0, 1, 2, 3):
-            raise BadConfig(f"--zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
+            raise BadConfig(f"{option('zero', self.zero)} is unknown; ZeRO has the stages 0, 1, 2 and 3")
         for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch", "accumulation", "chunks"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it has to be at least 1")
@@ -178,11 +184,11 @@ class Layout:
                 f"{ranks} data-parallel ranks don't divide into {self.replicate} replicas; use a divisor of {ranks}"
             )
         if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
-            raise BadConfig("hpZ, qwZ and qgZ work only with ZeRO 3; pass --zero 3 with them")
+            raise BadConfig(f"hpZ, qwZ and qgZ work only with ZeRO 3; pass {option('zero', 3)} with them")
         if (self.hpz or self.qwz or self.qgz) and self.tp * self.cp > 1:
             raise BadConfig("ZeRO++ works with data-parallel ranks only; use tp 1 and cp 1 with hpZ, qwZ and qgZ")
         if self.offload and self.zero == 0:
-            raise BadConfig("CPU offload keeps shards on the host, and ZeRO 0 has none; pass --zero 3 with it")
+            raise BadConfig(f"CPU offload needs shards, which ZeRO 0 doesn't have; pass {option('zero', 3)} with it")
         if self.hpz and self.shards % self.hpz:
             raise BadConfig(
                 f"{self.shards} data-parallel ranks don't divide into groups of {self.hpz} for hpZ; use a divisor of "

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from accel.artifact import Artifact, canonical_json
 from accel.errors import BadData, one_line
 from accel.signature import DimRange, Signature, numpy_dtype
+from accel.spelling import option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +118,7 @@ def data_files(path: Path) -> list[Path]:
             raise BadData(f"{path} holds no .npz file; save one array per input with numpy.savez")
         return files
     if not path.is_file():
-        raise BadData(f"{path} does not exist; check --data")
+        raise BadData(f"{path} does not exist; check {option('data')}")
     return [path]
 
 
@@ -240,7 +241,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
             if not bounds.min <= size <= bounds.max:
                 raise BadData(
                     f"{file}: {name!r} has {dim} {size}, outside {bounds.min}..{bounds.max}; "
-                    f"pass --dim {dim}={bounds.to_hold(size)}"
+                    f"pass {option('dims', {dim: bounds.to_hold(size)})}"
                 )
     wanted = numpy_dtype(spec.dtype)
     if value.dtype.kind == "f" and not np.isfinite(value).all():

@@ -15,6 +15,7 @@ from accel.errors import AccelError, BadInputSpec, ChainBroken, GateFailed, Usag
 from accel.progress import report
 from accel.signature import DimRange, TensorSpec
 from accel.sources.source import Source
+from accel.spelling import option
 from accel.stage import StageConfig, path_sha256, run_stage, versions
 from accel.tables.stage_table import get_stage
 
@@ -92,7 +93,8 @@ def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
     if set(value) == {"file", "sha256"}:
         if value["sha256"] not in given:
             raise UsageError(
-                f"stage {stage} was given {value['file']} (sha256 {value['sha256'][:12]}); pass it with --data"
+                f"stage {stage} was given {value['file']} (sha256 {value['sha256'][:12]}); "
+                f"pass it with {option('data')}"
             )
         return given[value["sha256"]]
     if {"min", "opt", "max"} <= set(value):

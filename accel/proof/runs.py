@@ -25,6 +25,7 @@ from accel.progress import report
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, TensorSpec
 from accel.sources.output_specs import step_advice
+from accel.spelling import option
 from accel.stage import path_sha256
 from accel.tables.limits import ROUNDING
 
@@ -53,10 +54,10 @@ def check_runs(src: Artifact) -> None:
             try:
                 session.run(signature.example_inputs(**sizes))
             except RunFailed as error:
-                fix = step_advice(signature, session.run) or (
-                    "; say which sizes it takes with --dim NAME=MIN:OPT:MAX[:STEP], and which integers with --input "
-                    "'NAME:int64[DIM]{LOW..HIGH}'"
-                )
+                sizes_taken = option("dims", {"NAME": "MIN:OPT:MAX[:STEP]"})
+                integers = option("inputs", ["NAME:int64[DIM]{LOW..HIGH}"])
+                advice = f"; give the sizes it takes with {sizes_taken}, and the range of integers with {integers}"
+                fix = step_advice(signature, session.run) or advice
                 raise BadInputSpec(f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}){fix}") from error
 
 

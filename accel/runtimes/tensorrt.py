@@ -14,6 +14,7 @@ import numpy as np
 from accel.artifact import Artifact
 from accel.errors import AccelError, BadFeeds, InvalidModel, UnsupportedHere, one_line
 from accel.signature import DimRange, Feeds, Signature, numpy_dtype
+from accel.spelling import option
 
 from .base import BaseSession, SessionOptions
 from .cuda_graph import CudaGraph
@@ -282,7 +283,8 @@ def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str
     built = " or ".join(
         ", ".join(f"{name} {text(low)} to {text(high)}" for name, (low, _, high) in p.items()) for p in profiles
     )
-    return f"{asked} is off the engine's optimization profiles ({built}); pad or split it, or build with --profile"
+    fix = f"pad or split it, or build with {option('profiles')}"
+    return f"{asked} is off the engine's optimization profiles ({built}); {fix}"
 
 
 def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:

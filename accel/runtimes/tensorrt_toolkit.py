@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadConfig, BadInputSpec, MissingExtra, UnknownName, UnsupportedHere, one_line
+from accel.spelling import option
 
 from .base import RUNTIMES, Runtime
 
@@ -90,12 +91,13 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
     """
     if asked and not offered:
         raise UnsupportedHere(
-            f"{toolkit} builds only for the GPU of the machine it runs on; leave out --compute-capability, or for an "
-            "RTX GPU build with --target tensorrt-rtx"
+            f"{toolkit} builds only for the GPU of the machine it runs on; leave out "
+            f"{option('compute_capabilities')}, or for an RTX GPU build with {option('target', 'tensorrt-rtx')}"
         )
     for text in asked:
         if check_capability(text) not in offered:
-            other = ", or for a data-center GPU build with --target tensorrt on a machine with that GPU"
+            build = option("target", "tensorrt")
+            other = f", or for a data-center GPU build with {build} on a machine with that GPU"
             raise UnsupportedHere(
                 f"{toolkit} can't build for compute capability {text}; it offers {', '.join(offered)}: "
                 f"name one of these{other if toolkit != 'tensorrt' else ''}"

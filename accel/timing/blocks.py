@@ -221,7 +221,7 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """Yields ``feeds`` ``passes`` times, but begins no pass after the clock has reached ``ends`` (nanoseconds).
+    """Yields ``feeds`` up to ``passes`` times, beginning no pass after the time ``ends`` (nanoseconds).
 
     Yields at least one pass. Passes are whole, so that each set of inputs runs equally often.
     """

@@ -20,7 +20,7 @@ _AROUND = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column. ``text`` returns a row's cell, which may be "". ``whole`` forbids line breaks in the title.
+    """A column. ``text`` returns a row's cell, which may be "". ``whole`` keeps cells and title on one line.
 
     ``readable`` is the smallest width to which longer cells are wrapped. ``spare`` orders the columns that a narrow
     terminal leaves out, the largest number first, and 0 keeps a column always.

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel.spelling import option
+
 from . import page
 from .columns import fitting, with_values
 from .statistics import NOISY_FLOOR, Ratio, Verdict
@@ -89,14 +91,14 @@ class BenchReport:
         """Returns a warning for each reason to trust the figures less."""
         found = [
             f"{row.name} gives other outputs than {self.baseline} (cosine {row.cosine:.2f}): are they the same model, "
-            "with the same --weights?"
+            f"with the same {option('weights')}?"
             for row in self.rows
             if row.cosine is not None and row.cosine < _ANOTHER_MODEL
         ]
         if self.noise_floor >= NOISY_FLOOR:
             found.append(
                 f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is "
-                "running, or give more --rounds and --budget-seconds"
+                f"running, or give more {option('rounds')} and {option('budget_seconds')}"
             )
         return tuple(found)
 

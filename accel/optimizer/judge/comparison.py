@@ -21,6 +21,7 @@ from accel.proof.runs import check_samples, nan_samples, nan_words
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import SessionOptions, detached, open_session
 from accel.sources.python_object import load_object, raised
+from accel.spelling import options
 from accel.stage import path_sha256
 
 from .label_metric import LabelMetric
@@ -77,7 +78,7 @@ class Judge:
         self.metric_name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
         self.metric: Metric | None = load_object(metric, "metric")[1] if isinstance(metric, str) else metric
         if self.metric is not None and data is None:
-            raise UsageError("a metric needs data to be computed on; pass --data or --eval-data")
+            raise UsageError(f"a metric needs data; pass {options('data', 'eval_data')}")
         if self.metric is not None and not callable(self.metric):
             raise UsageError(f"{self.metric_name} is not a function; a metric is called with (outputs, data)")
         self._stream = SampleStream(data, source.signature) if data else None

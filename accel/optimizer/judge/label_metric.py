@@ -12,6 +12,7 @@ from accel.artifact import file_sha256
 from accel.errors import BadData, UnknownName, UsageError
 from accel.proof.data import open_npz
 from accel.signature import shapes_of
+from accel.spelling import option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,13 +112,13 @@ class LabelMetric:
 
     def _way_out(self, outputs: Mapping[str, np.ndarray], fitting: int) -> str:
         if fitting:
-            return "pass --metric with a function that reads the right output"
+            return f"pass {option('metric')} with a function that reads the right output"
         if hint := _one_hot(self.labels):
             return hint
         classes = any(v.ndim == 2 and v.shape[1] > 1 for v in outputs.values())
         if self.kind == "spearman" and classes and (hint := _whole(self.labels)):
             return f"if they are classes, {hint}"
-        return "give other labels, or pass --metric"
+        return f"give other labels, or pass {option('metric')}"
 
     def _check_classes(self, output: str, classes: int, labels: np.ndarray) -> None:
         import numpy as np
@@ -171,7 +172,7 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
     if kind is not None and kind not in KINDS and not re.fullmatch(r"top[1-9]\d{0,5}", kind):
         raise UnknownName(f"unknown label metric {kind!r}; use one of {', '.join(KINDS)} or another top<K>")
     if not path.is_file():
-        raise BadData(f"{path} does not exist; check --labels")
+        raise BadData(f"{path} does not exist; check {option('labels')}")
     with open_npz(path) as archive:
         names = list(archive.files)
         chosen = names if len(names) == 1 else [n for n in names if n in ("label", "labels")]

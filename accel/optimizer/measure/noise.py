@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel.spelling import option
 from accel.timing.statistics import MIN_FLOOR, Verdict
 
 from ..candidate import CandidateResult
@@ -54,8 +55,9 @@ def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, enviro
     if hidden:
         notes.append(
             f"noise decided ({floor}): {', '.join(hidden)} may be faster than the chosen candidate; measure again on "
-            "a quiet machine, with more --rounds, or with --no-cache"
+            f"a quiet machine, with more {option('rounds')}, or with {option('use_cache', False)}"
         )
     if environment.get("cached"):
-        notes.append(f"figures from the cache, measured {environment.get('date')}, {floor}; --no-cache measures anew")
+        anew = f"{option('use_cache', False)} measures again"
+        notes.append(f"figures from the cache, measured {environment.get('date')}, {floor}; {anew}")
     return notes

@@ -12,6 +12,7 @@ from accel.proof.gates import cast_feeds
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, Signature, shapes_of
+from accel.spelling import is_command_line, option
 from accel.timing.blocks import Candidate
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def workload(
         wanted |= _batch(signature, batch, wanted)
     dim, found = read_lengths(lengths, signature, data) if lengths is not None else ("", [])
     if dim in wanted:
-        raise UsageError(f"the size of {dim!r} is given twice; leave it out of --sizes")
+        raise UsageError(f"the size of {dim!r} is given twice; leave it out of {option('sizes')}")
     for size in found:
         signature.known({dim: size})
     mix = tuple(_feeds(signature, data, {**wanted, dim: size}) for size in _few(found)) if found else ()
@@ -169,7 +170,7 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
         dim = others[0]
     else:
         has = f"the dims {', '.join(others)}" if others else "no dim but the batch"
-        raise BadInputSpec(f"the model has {has}; name the dim of the lengths: --lengths NAME=8,16,128")
+        raise BadInputSpec(f"the model has {has}; name the dim of the lengths: {_lengths_option('NAME=8,16,128')}")
     if text == "data":
         return dim, _lengths_of(dim, signature, data)
     compact = text.replace(" ", "")
@@ -178,7 +179,7 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     else:
         path = Path(text)
         if not path.is_file():
-            raise BadData(f"{text} is not a file; give --lengths 8,16,128, a file of whole numbers, or data")
+            raise BadData(f"{text} is not a file; give {_lengths_option('8,16,128')}, a file of whole numbers, or data")
         try:
             numbers = path.read_text(encoding="utf-8").replace(",", " ").split()
         except (UnicodeDecodeError, OSError):
@@ -191,9 +192,14 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     return dim, found
 
 
+def _lengths_option(text: str) -> str:
+    """Returns the option for lengths, which is ``--lengths`` for accel optimize and ``--length`` for accel bench."""
+    return f"--lengths {text}" if is_command_line() else option("lengths", text)
+
+
 def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> list[int]:
     if data is None:
-        raise UsageError("--lengths data takes the lengths of the samples; pass --data")
+        raise UsageError(f"{_lengths_option('data')} takes the lengths of the samples; pass {option('data')}")
     spec, axis = next((s, s.shape.index(dim)) for s in signature.inputs if dim in s.shape)
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape[1:] == (dim,)]
     found: list[int] = []
@@ -224,7 +230,8 @@ def _batch(signature: Signature, batch: int, sizes: Mapping[str, int]) -> dict[s
             raise BadInputSpec(f"the model's batch is fixed; export it with a dynamic dim to run batches of {batch}")
         return {}
     if sizes.get(dim, batch) != batch:
-        raise UsageError(f"--batch {batch} and --sizes {dim}={sizes[dim]} contradict each other; leave one out")
+        both = f"{option('batch', batch)} and {option('sizes', {dim: sizes[dim]})}"
+        raise UsageError(f"{both} contradict each other; leave one out")
     return {dim: batch}
 
 
@@ -233,8 +240,8 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
         known = signature.dims[dim]
         if not known.min <= size <= known.max:
             raise BadInputSpec(
-                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass --dim "
-                f"{dim}={known.to_hold(size)}"
+                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass "
+                f"{option('dims', {dim: known.to_hold(size)})}"
             )
 
 

@@ -21,6 +21,7 @@ from accel.converters.quantize.stage import QuantizeConfig
 from accel.errors import GateFailed, NothingPassed
 from accel.progress import report
 from accel.proof.gates import OutputGate, gate_runtime
+from accel.spelling import option
 from accel.stage import config_json, run_stage, versions
 
 from ..budget import OutOfTime
@@ -108,7 +109,7 @@ class _Search:
             have = dict(chosen)
             more = [step for step in steps if have.get(step.node) not in (step.precision, "fp32")]
             if not more:
-                raise NothingPassed("the model is not within the budget even without int8; raise --max-drop")
+                raise NothingPassed(f"the model is not within the budget even without int8; raise {option('max_drop')}")
             chosen = assigned_after(have, more[: max(1, len(chosen) // 4)], found.layers)
         found.kept = tuple(node for node, _ in chosen)
         found.in_fp32 = self._in_fp32(chosen)
@@ -169,7 +170,7 @@ class _Search:
 
     def _check_time(self) -> None:
         if self._out_of_time():
-            raise OutOfTime("the layers that stay float were not found in time; give --budget-seconds more")
+            raise OutOfTime(f"the layers that stay float were not found in time; give more {option('budget_seconds')}")
 
     def _within(self, half: Half, chosen: Assignment) -> bool:
         """Tells whether the assignment is within the budget on this half of the data."""

@@ -8,6 +8,7 @@ from accel.artifact import Artifact
 from accel.converters.quantize.stage import FORMS, FP8_CALIBRATIONS
 from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
 from accel.runtimes.base import get_runtime
+from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 from accel.tables.target import TARGETS, Target
 
@@ -81,7 +82,8 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
         if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
             raise UsageError(
-                f"--{stage} is given and no candidate has a stage {stage}; leave it out or name a --precision"
+                f"{option(stage)} is given and no candidate has a stage {stage}; "
+                f"leave it out or name a {option('precision')}"
             )
     return made, left_out
 
@@ -135,7 +137,9 @@ def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRe
     if target.kind == "openvino" and (reason := openvino.obstacle(precision, request)):
         return reason
     if request.kernels and PRECISIONS[precision].quantized:
-        return "quantized products have scales between them that --kernels doesn't fuse; leave it out"
+        return (
+            f"quantized products have scales between them, which accel can't fuse; leave out {option('kernels', True)}"
+        )
     return None
 
 
@@ -145,12 +149,13 @@ def _calibration_impossible(own: str, target: Target, precision: str, request: R
         return None
     dynamic = precision == "int8" and target.name == "ort-cpu"  # dynamic quantization needs no samples
     if request.data is None and precision != "mixed" and own != precision and not dynamic:
-        return f"{precision} needs data to calibrate on; pass --data"
+        return f"{precision} needs data to calibrate on; pass {option('data')}"
     known = FP8_CALIBRATIONS if precision == "fp8" else FORMS[target.qdq].calibrations
     calibration = request.quantize.get("calibration", known[0])
     if own == "fp32" and calibration not in known:
         name = f"{target.name} {precision}"
-        return f"{name} is calibrated with {' or '.join(known)}, not {calibration}; leave --quantize calibration out"
+        given = option("quantize", [f"calibration={calibration}"])
+        return f"{name} is calibrated with {' or '.join(known)}, not {calibration}; leave out {given}"
     if precision == "mixed" and request.data is None:
-        return "finding the layers that need more than int8 needs data; pass --data"
+        return f"finding the layers that need more than int8 needs data; pass {option('data')}"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel.artifact import Artifact
+from accel.spelling import option
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.target import Target
 
@@ -15,7 +16,7 @@ def obstacle(precision: str, request: RecipeRequest) -> str | None:
     if precision == "bf16" and not cpu_has_bf16():
         return "this CPU has no bf16 instructions"
     if request.kernels:
-        return "OpenVINO doesn't take accel's fused operators; leave --kernels out"
+        return f"OpenVINO doesn't take accel's fused operators; leave out {option('kernels', True)}"
     return None
 
 

@@ -10,6 +10,7 @@ from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCAL
 from accel.errors import UnsupportedHere
 from accel.runtimes.base import get_runtime
 from accel.runtimes.tensorrt_toolkit import check_capability
+from accel.spelling import option
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.precision import PRECISIONS
 from accel.tables.target import Target
@@ -41,7 +42,7 @@ def without_fp8(target: Target, request: RecipeRequest) -> str | None:
     if lacking:
         return f"compute capability {lacking[0]} has no fp8; use int8 or build for {first} and later"
     if not capabilities:
-        return f"not every GPU has fp8; say which it is for: --compute-capability {first} or later"
+        return f"not every GPU has fp8; name the GPU to build for: {option('compute_capabilities', [first])} or later"
     return None
 
 

@@ -67,7 +67,7 @@ def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tu
     """Fails if reproduce calibrates on other data than the original run, or if the error doesn't name the missing
     file."""
     for data in ((), (digits_data[1],)):
-        with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*--data"):
+        with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*pass it with data="):
             reproduce(engine, data=data)
 
 
