@@ -1,9 +1,9 @@
 """The errors that accel raises on purpose.
 
     AccelError                      exit code 1: the work was started and failed
-    ├── UsageError                  exit code 2: what was asked for has to change first
+    ├── UsageError                  exit code 2: the request has to change first
     │   ├── BadSource               the source can't be found, read or understood
-    │   │   ├── InvalidModel        the file is not the model it says it is (empty, truncated, corrupt, hostile)
+    │   │   ├── InvalidModel        the file is no valid model (empty, truncated, corrupt, hostile)
     │   │   ├── FailsOnInputs       a source that its framework can't run on inputs of these shapes
     │   │   └── RandomOps           a TensorFlow graph that still holds random ops, such as dropout
     │   ├── BadInputSpec            an --input, --dim or --profile that contradicts itself or the model

@@ -244,7 +244,7 @@ def _candidates(
             session = {"cuda_graph": True} if cuda_graph and artifact.kind == "engine" else {}
             ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, options=session, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
-        raise UsageError(f"{also[0]} runs PyTorch sources and none was given; name one with {option('against')}")
+        raise UsageError(f"{also[0]} runs PyTorch sources, but none is given; name one with {option('against')}")
     return ready
 
 

@@ -122,14 +122,14 @@ def bisect(
         if {s.name for s in ours} != {s.name for s in theirs}:
             raise UsageError(
                 f"the {role} differ: {', '.join(s.name for s in ours)} and {', '.join(s.name for s in theirs)}; "
-                "give two forms of one model"
+                "give two versions of one model"
             )
         shapes = {spec.name: spec.shape for spec in theirs}
         for spec in ours:
             if len(spec.shape) != len(shapes[spec.name]):
                 raise UsageError(
                     f"{spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the other; "
-                    "give two forms of one model"
+                    "give two versions of one model"
                 )
     if limit is None:
         limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]

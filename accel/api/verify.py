@@ -109,7 +109,7 @@ def verify(
     if names[0] != names[1]:
         raise UsageError(
             f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
-            "give two forms of one model"
+            "give two versions of one model"
         )
     limit = limit if limit is not None else VERIFY_LIMITS[effective_precision(second)]
     found: list[list[Difference]] = []
@@ -207,7 +207,7 @@ def _common(first: Artifact, second: Artifact) -> Signature:
     theirs = {spec.name: spec for spec in second.signature.inputs}
     for spec in first.signature.inputs:
         if len(spec.shape) != len(theirs[spec.name].shape):
-            raise UsageError(f"the inputs differ: {spec} and {theirs[spec.name]}; give two forms of one model")
+            raise UsageError(f"the inputs differ: {spec} and {theirs[spec.name]}; give two versions of one model")
     common = what_both_take(first.signature, second.signature)
     inputs = tuple(replace(spec, values=_both(spec.values, theirs[spec.name].values)) for spec in common.inputs)
     declares = [artifact.kind != "onnx" or artifact.manifest is not None for artifact in (first, second)]

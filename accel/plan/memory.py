@@ -98,9 +98,9 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
     The tensors of 2-byte elements take, in units of s b h bytes, 2 + 2 for the inputs of both LayerNorms, 2 + 2 for the
     inputs of the QKV product and the first MLP product, 6 for Q, K and V, 2 for the attention's output, and 8 + 8 for
-    the input and the output of the MLP's GELU. That is 8 + 24 = 32. The 24 are divided by t. The LayerNorm inputs are
+    the input and the output of the MLP's GELU. Only the 24 of the last three are divided by t. The LayerNorm inputs are
     divided by t only under sequence parallel. The product inputs are never divided, because a column-parallel product
-    saves the whole gathered sequence. Their sum is the 34 of Korthikanti et al. 2022 ("Reducing Activation
+    saves the whole gathered sequence. The total of 32 is the 34 of Korthikanti et al. 2022 ("Reducing Activation
     Recomputation in Large Transformer Models", equations 1 to 4) without the two dropout masks. The paper also divides
     the product inputs by t, and gathers them again in the backward pass (section 4.2.2).
 

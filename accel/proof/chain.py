@@ -38,8 +38,8 @@ def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Lin
     manifest = artifact.manifest
     if manifest is None:
         raise ChainBroken(
-            f"{artifact.path} has no manifest to check it against; put the one it was made with beside it, or make it "
-            "again with accel export or accel optimize"
+            f"{artifact.path} has no manifest to check; put its manifest beside it, or make the artifact again with "
+            "accel export or accel optimize"
         )
     cache = cache or StageCache()
     links = [_file("artifact", artifact.path.parent / name, sha) for name, sha in manifest.files.items()]

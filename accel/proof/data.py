@@ -225,7 +225,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
 
     spec = signature.input(name)
     if value.ndim != len(spec.shape) or value.ndim == 0:
-        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it like that")
+        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it in that shape")
     for axis, (dim, size) in enumerate(zip(spec.shape, value.shape, strict=True)):
         if axis and isinstance(dim, int) and dim != size:
             raise BadData(
@@ -254,7 +254,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     # numpy's default widths (int64, float64) often differ from the model's, so other widths are converted if they fit.
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
-        raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as that")
+        raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as {spec.dtype}")
     with np.errstate(over="ignore"):
         converted = value.astype(wanted)
     if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():

@@ -52,11 +52,9 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
     """
     manifest = artifact.manifest
     if manifest is None:
-        raise ChainBroken(
-            f"{artifact.path} has no manifest, so nothing says how it was made; put the one it was made with beside it"
-        )
+        raise ChainBroken(f"{artifact.path} has no manifest; put its manifest beside it")
     if not manifest.stages:
-        raise ChainBroken(f"{artifact.path} is as it came: no stage made it, so there is nothing to run again")
+        raise ChainBroken(f"{artifact.path} was made by no stage, so there is nothing to reproduce")
     hashes = {path_sha256(path): path for path in given}
     configs = [config_of(record, hashes) for record in manifest.stages]  # fails early if a file is missing
     current = _source(manifest)
@@ -127,11 +125,13 @@ def _source(manifest: Manifest) -> Artifact:
     now = {entry["path"]: entry["sha256"] for entry in found.source.get("files", ())}
     for path, sha256 in files:
         if now.get(path, sha256) != sha256:
-            raise ChainBroken(f"{path} is not what the artifact was made from (its sha256 differs); put that file back")
+            raise ChainBroken(
+                f"{path} is not the file that the artifact was made from (its sha256 differs); restore it"
+            )
     if source.get("sha256") not in (None, found.source.get("sha256")):
-        raise ChainBroken(f"{spec} makes another model than the one the artifact was made from; put the old code back")
+        raise ChainBroken(f"{spec} makes another model than the one in the manifest; restore the original code")
     if found.digest != manifest.stages[0]["input"]:
-        raise ChainBroken(f"{spec} is not what the first stage was given (its sha256 differs); put the old source back")
+        raise ChainBroken(f"{spec} is not the source that the first stage read (its sha256 differs); restore it")
     ranges: dict[str, DimRange] = {d: r for d, r in manifest.signature.dims.items() if d in found.signature.dims}
     return dataclasses.replace(found, signature=found.signature.with_dims(ranges))
 

@@ -137,7 +137,7 @@ class BlockRunner:
         wanted, given = {spec.name for spec in session.signature.inputs}, set(feeds[0])
         if wanted != given:
             raise BadFeeds(
-                f"its inputs are {', '.join(sorted(wanted))}, those of the baseline {', '.join(sorted(given))}; "
+                f"the inputs are {', '.join(sorted(wanted))}, but the baseline's are {', '.join(sorted(given))}; "
                 "give both the same names"
             )
         self._feeds = [cast_feeds(session, one) for one in feeds]

@@ -233,7 +233,7 @@ def _check(
     if not block_seconds > 0:
         raise UsageError(f"a block can't take {block_seconds:g} s; use 0.1 to 1")
     if not budget_seconds >= 0:
-        raise UsageError(f"a budget of {budget_seconds:g} s can't be; use 0 or more")
+        raise UsageError(f"a budget can't be {budget_seconds:g} s; use 0 or more")
     if isinstance(baseline, str):
         if baseline not in names:
             raise UnknownName(f"no candidate is called {baseline!r}; the baseline is one of {', '.join(names)}")
@@ -257,7 +257,7 @@ def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
     """Returns the largest differences over outputs and feeds. Raises ``BadFeeds`` if the outputs aren't comparable."""
     wanted, has = set(reference.outputs[0]), set(first.outputs[0])
     if wanted != has:
-        raise BadFeeds(f"its outputs are {', '.join(sorted(has))}, those of the baseline {', '.join(sorted(wanted))}")
+        raise BadFeeds(f"the outputs are {', '.join(sorted(has))}, but the baseline's are {', '.join(sorted(wanted))}")
     found = worst([compare(a, b) for a, b in zip(reference.outputs, first.outputs, strict=True)])
     for difference in found.values():
         if difference.problem:

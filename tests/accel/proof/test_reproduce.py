@@ -89,7 +89,7 @@ def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
     stub(tmp_path, 3.0)
     ran = cli("reproduce", made.path)
     assert ran.code == 1
-    assert "is not what the artifact was made from" in ran.stderr
+    assert "is not the file that the artifact was made from" in ran.stderr
     source.unlink()
     with pytest.raises(ChainBroken, match="can't be opened any more"):
         reproduce(made)
