@@ -76,10 +76,10 @@ def manifest_path(path: Path) -> Path:
 class Manifest:
     """The record of how an artifact was made and verified, stored as ``<file>.manifest.json``.
 
-    ``files``: the sha256 of each file by name, the main file first. ``source``: the spec of the source, and the sha256
-    of every file it was read from. ``stages``: a record for each stage, oldest first, with its name, options, versions,
-    sha256 of input and output, seconds, gates and notes. ``properties``: see ``Artifact``. ``session``: the runtime and
-    the options that ``accel optimize`` chose, and the figures it measured with them.
+    ``files`` holds the sha256 of each file by name, the main file first. ``source`` is the spec of the source, and the
+    sha256 of every file it was read from. ``stages`` has a record for each stage, oldest first, with its name, options,
+    versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in ``Artifact``.
+    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures it measured with them.
     """
 
     kind: str
@@ -161,10 +161,10 @@ def combined_sha256(parts: list[str]) -> str:
 class Artifact:
     """A model on disk, or a source that is opened: its main file, kind, signature and history.
 
-    ``path`` is the main file, or for a source the path or name it was opened by. ``properties``: facts about the file
-    that depend on its kind (opset, ir, precision, compute capability). ``notes`` holds facts for the stage's record,
-    such as the exporter or the kernels. ``companions``: the other files of the model, relative to its folder (``.bin``,
-    external data, variables). ``source``: see ``Manifest``.
+    ``path`` is the main file, or for a source the path or name it was opened by. ``properties`` holds facts about the
+    file that depend on its kind (opset, ir, precision, compute capability). ``notes`` holds facts for the stage's
+    record, such as the exporter or the kernels. ``companions`` lists the other files of the model, relative to its
+    folder (``.bin``, external data, variables). ``source`` is described in ``Manifest``.
     """
 
     path: Path

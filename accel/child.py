@@ -48,7 +48,7 @@ def own_temporary(folder: str) -> dict[str, str]:
     """
     try:
         user = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # a container whose user has no name
+    except (KeyError, ModuleNotFoundError, OSError):  # a container's user may have no name
         user = f"uid_{os.getuid()}"
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")
     return {**dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder), "TORCHINDUCTOR_CACHE_DIR": compiled}

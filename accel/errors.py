@@ -76,7 +76,7 @@ def whole_sentences(error: object, most: int = 240) -> str:
 
 
 class AccelError(Exception):
-    """The root of the tree. ``exit_code``: the exit code of the command line."""
+    """The root of the tree. ``exit_code`` is the exit code of the command line."""
 
     exit_code: ClassVar[int] = 1
 
@@ -135,7 +135,7 @@ class UnsupportedHere(UsageError):
 
 
 class MissingExtra(UsageError):
-    """A library is not installed. ``what``: the library; ``extra``: the pip extra that brings it."""
+    """A library is not installed. ``what`` is the library, and ``extra`` is the pip extra that installs it."""
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(what, extra)  # both values are in ``args``, so that the error survives pickling
@@ -201,7 +201,7 @@ class BadCheckpoint(AccelError):
 
 
 class ChildCrashed(AccelError):
-    """A native library died in its child process. ``died``: the signal or the exit code of the process."""
+    """A native library died in its child process. ``died`` is the signal or the exit code of the process."""
 
     died: str = ""
 

@@ -107,5 +107,5 @@ def _number(file: Path, pattern: str) -> int | None:
 def _malloc_trim() -> Any:
     try:
         return getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):  # the platform can't open the running program as a library
+    except (OSError, TypeError):  # a platform whose C library can't be opened this way
         return None

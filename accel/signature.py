@@ -46,7 +46,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named tensor. ``dtype``: a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
+    """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
 
     ``values`` is the range of integers with a meaning, such as token ids. Example inputs are drawn from this range, so
     that they cover exactly the rows of an embedding table. ``optional`` is True if the model has a default for this
@@ -137,7 +137,8 @@ class DimRange:
 
     @classmethod
     def parse(cls, text: str) -> DimRange:
-        """Reads ``8:128:512`` (min:opt:max), or with a step ``16:32:64:4``. Raises ``BadInputSpec`` for other texts."""
+        """Reads ``8:128:512`` (min:opt:max), or with a step ``16:32:64:4``. Raises ``BadInputSpec`` for malformed
+        texts."""
         try:
             numbers = [int(part) for part in text.split(":")]
         except ValueError:
@@ -297,7 +298,7 @@ class Signature:
         return [c for i, c in enumerate(found) if c not in found[:i]]
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
-        """Returns random inputs that the model accepts, equal for equal seeds. ``sizes``: sizes of dynamic dims.
+        """Returns random inputs that the model accepts, equal for equal seeds. ``sizes`` gives sizes of dynamic dims.
 
         Floats are normally distributed, and integers lie inside their ``values`` (0 and 1 if the spec has none). An
         input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.

@@ -20,7 +20,7 @@ from .export import TO_ONNX, to_onnx_config, usual_limit
 @dataclass(frozen=True, kw_only=True)
 class Exported:
     """An ONNX model. ``source`` is the model that ``artifact`` was exported from, or None if the user gave an ONNX
-    model. ``limit``: the largest relative error of the export."""
+    model. ``limit`` is the largest relative error of the export."""
 
     artifact: Artifact
     source: Artifact | None = None

@@ -64,14 +64,14 @@ def bench(
     """Times ``candidates`` beside ``against`` (default: the first candidate), each in a process of its own.
 
     A candidate is an artifact, the folder of an artifact, an ONNX file or a source. An artifact runs on the runtime it
-    was optimized for. ``also`` adds runtimes for PyTorch sources to eager mode, such as ``torch-compile``. ``sizes``:
-    sizes of the dynamic dims; by default the usual sizes of ``against``. ``data``: an .npz file whose first batches are
-    the inputs; by default the inputs are random.
+    was optimized for. ``also`` adds runtimes for PyTorch sources to eager mode, such as ``torch-compile``. ``sizes``
+    gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is an .npz file whose first
+    batches are the inputs, which are random by default.
 
-    ``threads``, ``streams``: threads and simultaneous runs of every candidate. By default a candidate has the numbers
-    recorded with it, or all cores of this process and one stream. With several streams the report compares throughputs.
-    ``cuda_graph``: launch the kernels of engines as CUDA graphs. ``rounds``, ``block_seconds``, ``budget_seconds`` and
-    ``seed``: see ``accel.timing.paired.measure``.
+    ``threads``, ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a candidate
+    has the numbers recorded with it, or all cores of this process and one stream. With several streams the report
+    compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs. ``accel.timing.paired.measure``
+    describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for all candidates that are sources. An
     option of one TensorFlow file format applies to the models of that format. A source that doesn't declare its inputs

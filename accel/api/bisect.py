@@ -28,11 +28,11 @@ _BATCH = 8
 class BisectReport:
     """The result of a bisection.
 
-    ``divergence``: the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
-    paired tensors, and ``by_structure`` the number paired by structure. ``unmatched``: the number of tensors without a
-    counterpart. ``harmless``: tensors that differ without an effect on the outputs. ``earlier`` lists differing tensors
-    before the first difference, and is None without ``scan``. ``notes`` names the ONNX files that were compared in
-    place of an engine or an IR. ``as_run`` is the output that differs most if the candidate differs only in its own
+    ``divergence`` is the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
+    paired tensors, and ``by_structure`` the number paired by structure. ``unmatched`` is the number of tensors without
+    a counterpart. ``harmless`` lists tensors that differ without an effect on the outputs. ``earlier`` lists differing
+    tensors before the first difference, and is None without ``scan``. ``notes`` names the ONNX files that were compared
+    in place of an engine or an IR. ``as_run`` is the output that differs most if the candidate differs only in its own
     runtime, while its ONNX file agrees with the reference.
     """
 
@@ -88,10 +88,10 @@ def bisect(
     both.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs, with the rounding of their own dtypes after
-    every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as equal;
-    the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs and holds the tensors
-    across one cut of the graph in memory. ``scan`` also compares every tensor before the difference. ``inputs`` to
-    ``strip_training_ops`` set the fields of ``accel.Source``.
+    every node. ``limit`` is the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as
+    equal; the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs and holds the
+    tensors across one cut of the graph in memory. ``scan`` also compares every tensor before the difference. ``inputs``
+    to ``strip_training_ops`` set the fields of ``accel.Source``.
 
     Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest records none, ``UsageError`` if the inputs
     or outputs differ, ``BadData`` if the data doesn't fit.

@@ -56,13 +56,13 @@ def export(
     ``to`` is ``onnx``, or the format to convert the ONNX model to (``saved_model``, ``tflite``, ``ncnn``, ``openvino``
     or ``torch``), in the folder ``out``.
 
-    ``source`` and ``inputs`` to ``strip_training_ops``: see ``accel.Source``. The source may be an ONNX file, to change
-    its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes images, the dims ``height``
-    and ``width`` are the sizes of the images before resizing. ``opset``: the opset of the file; by default 20, or the
-    opset of a source that is ONNX already. ``preprocess``: pre- and postprocessing to put into the graph. ``channels``
-    is the position of the channels (``first``, ``last`` or ``auto``) inside the graph of a TensorFlow model; the inputs
-    keep TensorFlow's layout. ``auto`` takes the position with fewer transposes. ``limit``: the largest relative error
-    of an output after each stage, for a model whose float32 rounding exceeds the usual 1e-4.
+    ``accel.Source`` describes ``source`` and ``inputs`` to ``strip_training_ops``. The source may be an ONNX file, to
+    change its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes images, the dims
+    ``height`` and ``width`` are the sizes of the images before resizing. ``opset`` is the opset of the file; by default
+    20, or the opset of a source that is ONNX already. ``preprocess`` is pre- and postprocessing to put into the graph.
+    ``channels`` is the position of the channels (``first``, ``last`` or ``auto``) inside the graph of a TensorFlow
+    model; the inputs keep TensorFlow's layout. ``auto`` takes the position with fewer transposes. ``limit`` is the
+    largest relative error of an output after each stage, for a model whose float32 rounding exceeds the usual 1e-4.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
     correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.

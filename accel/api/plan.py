@@ -70,7 +70,7 @@ def search_for_config(
 ) -> list[Plan]:
     """Returns the plans of every layout that fits, fastest first, for the config's model and global batch.
 
-    ``fixed``: the required values of fields of ``Layout``. Every layout keeps the config's replicas, ZeRO++ and
+    ``fixed`` holds the required values of fields of ``Layout``. Every layout keeps the config's replicas, ZeRO++ and
     offload, and leaves out sequence parallel if the config does. Raises ``BadConfig`` if no layout fits.
     """
     p, usual = config.parallel, type(config.parallel)()

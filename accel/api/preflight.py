@@ -32,8 +32,8 @@ FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 class PreflightReport:
     """The result of a preflight.
 
-    ``refusals``: the refused nodes of the given model. ``fixed``: the rewritten model, or None without ``fix``.
-    ``left``: the refused nodes of the rewritten model. ``asked_parser`` is True if the installed toolkit's parser
+    ``refusals`` lists the refused nodes of the given model. ``fixed`` is the rewritten model, or None without ``fix``.
+    ``left`` lists the refused nodes of the rewritten model. ``asked_parser`` is True if the installed toolkit's parser
     checked the operators.
     """
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Reproduction:
     """The result of a reproduction.
 
-    ``stages``: the result of each stage. ``artifact``: the new artifact, or None if it was not kept. ``intact`` is True
-    if the files of the given artifact still have their recorded hashes.
+    ``stages`` holds the result of each stage. ``artifact`` is the new artifact, or None without ``out``. ``intact``
+    is True if the files of the given artifact still have their recorded hashes.
     """
 
     stages: tuple[Remade, ...]

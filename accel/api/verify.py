@@ -29,8 +29,8 @@ class Verification:
     """The result of a comparison.
 
     ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` is the median
-    relative error (rel_l2) of an output's samples (axis 0), which samples with large values can't hide. ``problems``: a
-    sentence for each output that differs by more than ``limit``.
+    relative error (rel_l2) of an output's samples (axis 0), which samples with large values can't hide. ``problems``
+    has a sentence for each output that differs by more than ``limit``.
     """
 
     passed: bool
@@ -69,7 +69,7 @@ def verify(
     """Runs both models on the same inputs and compares every output by name.
 
     Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
-    with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit``: the largest
+    with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
     ||candidate - reference||₂ / ||reference||₂ of an output and of its median sample; the default depends on the
     candidate's precision.
 

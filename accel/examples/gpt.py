@@ -64,7 +64,7 @@ class Block(nn.Module):
 class Embed(nn.Module):
     """Embeds token ids int64[b, s] and their positions as hidden states float[b, s, h].
 
-    ``positions``: int64[b, s], by default counted from the start of the sequence.
+    ``positions`` is int64[b, s], by default counted from the start of the sequence.
     """
 
     def __init__(self, config: GPTConfig) -> None:

@@ -109,9 +109,9 @@ def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.nd
 def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
     """Returns inputs with human similarity scores, as the files of a data folder.
 
-    ``lee``: inputs for 50 documents, and ``lee_human`` float64[50, 50], the mean human similarity score (0 to 1).
-    ``wordsim``: inputs for 353 word pairs (all left words, then all right words), and ``wordsim_human`` float64[353] (0
-    to 10).
+    ``lee`` has inputs for 50 documents, and ``lee_human`` float64[50, 50], the mean human similarity score (0 to 1).
+    ``wordsim`` has inputs for 353 word pairs (all left words, then all right words), and ``wordsim_human`` float64[353]
+    (0 to 10).
     """
     import numpy as np
 

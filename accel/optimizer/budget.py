@@ -15,7 +15,7 @@ from accel.spelling import option
 _NAMED = 4
 # The seconds of a short measurement for each process, spent on loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
-# A measurement runs the source in this many processes.
+# The number of processes that run the source in a measurement.
 SOURCES = 2
 
 

@@ -122,8 +122,8 @@ def layouts(
     The tp or cp size is at most a node, the pp size at most the number of layers, and micro-batches are powers of two.
     ZeRO shards over all data-parallel ranks or within each node (HSDP), with or without second shards in the node
     (hpZ), on the device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every
-    micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them. ``fixed``: the required
-    values of fields of ``Layout``.
+    micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them. ``fixed`` holds the
+    required values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
@@ -227,8 +227,8 @@ def search(
 ) -> list[Plan]:
     """Returns the layouts that fit ``machine.hbm`` bytes per rank, fastest first.
 
-    ``preferred`` orders equally fast layouts. ``fixed``: the required values of fields of ``Layout`` (``zero``, ``tp``,
-    ``hpz``, ...). Raises ``BadConfig`` if no layout fits, with the bytes of the smallest.
+    ``preferred`` orders equally fast layouts. ``fixed`` holds the required values of fields of ``Layout`` (``zero``,
+    ``tp``, ``hpz``, ...). Raises ``BadConfig`` if no layout fits, with the bytes of the smallest.
     """
     fixed = fixed or {}
     found = [

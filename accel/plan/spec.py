@@ -52,9 +52,9 @@ class ModelSpec:
     """The size of a model. A field of 0 means unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
 
     ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32, ``flops`` for the forward
-    pass only. The measured numbers are used if the model isn't a transformer of known shape. ``largest``: the
-    parameters of the largest block, which ZeRO 3 gathers at once. ``outside``: the parameters outside all blocks, which
-    ZeRO 3 gathers only once.
+    pass only. The measured numbers are used if the model isn't a transformer of known shape. ``largest`` is the number
+    of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is the number of parameters outside
+    all blocks, which ZeRO 3 gathers only once.
     """
 
     params: int
@@ -131,14 +131,15 @@ def transformer_params(spec: ModelSpec) -> int:
 class Layout:
     """The layout of training over ranks.
 
-    ``micro_batch``: samples per rank and pass. ``accumulation``: passes per step. ``cp`` is the number of ranks that
-    share each sequence (Ulysses context parallel), which ZeRO treats as data-parallel ranks. ``sequence_parallel``
-    shards the activations that tensor parallel replicates along the sequence. ``chunks``: stages per rank in the
-    interleaved schedule.
+    ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
+    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel), which ZeRO treats as
+    data-parallel ranks. ``sequence_parallel`` shards the activations that tensor parallel replicates along the
+    sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
 
-    ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of the groups that
-    hold a second copy of the parameters in shards for the backward gather (ZeRO++). ``qwz``, ``qgz``: gather weights
-    and reduce gradients in int8 (ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU offload).
+    ``replicate`` is the number of replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of
+    the groups that hold a second copy of the parameters in shards for the backward gather (ZeRO++). ``qwz`` gathers
+    weights and ``qgz`` reduces gradients in int8 (ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU
+    offload).
     """
 
     world: int

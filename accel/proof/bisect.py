@@ -5,7 +5,7 @@ tensor, so that later nodes only see the tensors that cross the cut. If all cros
 the cut. If a crossing tensor differs, the error is before the cut. A binary search therefore ends at a tensor that
 differs although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
 
-A difference may disappear again, in a mask, a ReLU or a rounding. The search skips harmless tensors, which differ
+A mask, a ReLU or rounding may remove a difference again. The search skips harmless tensors, which differ
 although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan`` compares every
 tensor before the first difference.
 """
@@ -56,10 +56,10 @@ class Node:
 class Divergence:
     """The first tensor that differs between the reference and the candidate.
 
-    ``tensor`` and ``candidate_tensor``: the tensor's name in the reference and in the candidate. ``node`` and
-    ``candidate_node``: the nodes that compute the tensor. ``numbers``: the difference between the tensor's values in
-    the reference and in the candidate. ``inputs`` holds the differences of the nearest matched tensors before this
-    tensor, by name. ``between`` and ``candidate_between``: the nodes from the tensors of ``inputs`` to this tensor,
+    ``tensor`` and ``candidate_tensor`` are the tensor's names in the reference and in the candidate. ``node`` and
+    ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
+    in the reference and in the candidate. ``inputs`` holds the differences of the nearest matched tensors before this
+    tensor, by name. ``between`` and ``candidate_between`` are the nodes from the tensors of ``inputs`` to this tensor,
     empty if there is only one node.
     """
 
@@ -89,7 +89,7 @@ class Divergence:
 class Search:
     """The result of a search. ``found`` is None if the outputs agree. ``runs`` is the number of runs of each model.
 
-    ``harmless``: tensors that differ although everything computed from them agrees. ``earlier`` lists the tensors
+    ``harmless`` lists tensors that differ although everything computed from them agrees. ``earlier`` lists the tensors
     before ``found`` that differ, and is None without a scan.
     """
 

@@ -16,7 +16,8 @@ Status = Literal["ok", "changed", "absent"]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A file or step with a recorded sha256. ``status``: ``absent`` means that this machine doesn't have the file."""
+    """A file or step with a recorded sha256. A ``status`` of ``absent`` means that this machine doesn't have the
+    file."""
 
     what: str
     path: str

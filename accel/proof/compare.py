@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Difference:
     """The difference of one output from its reference.
 
-    ``max_abs``: largest absolute difference. ``scale``: largest absolute value of the reference. ``rel_l2``:
-    ||candidate - reference||₂ / ||reference||₂. ``cosine``: smallest cosine similarity of a sample (axis 0) with its
-    reference. ``problem`` is the reason if the arrays can't be compared (different shapes, or a NaN in only one array),
-    else empty.
+    ``max_abs`` is the largest absolute difference. ``scale`` is the largest absolute value of the reference.
+    ``rel_l2`` is ||candidate - reference||₂ / ||reference||₂. ``cosine`` is the smallest cosine similarity of a sample
+    (axis 0) with its reference. ``problem`` is the reason if the arrays can't be compared (different shapes, or a NaN
+    in only one array), else empty.
     """
 
     output: str

@@ -218,8 +218,8 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
 def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, start: int = 0) -> np.ndarray:
     """Returns the samples ``value`` of the input ``name`` in the dtype that the model takes.
 
-    ``start``: the number of the first sample, for messages. Raises ``BadData`` if the model doesn't take the shape, the
-    dtype or the numbers.
+    ``start`` is the number of the first sample, for messages. Raises ``BadData`` if the model doesn't take the shape,
+    the dtype or the numbers.
     """
     import numpy as np
 

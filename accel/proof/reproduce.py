@@ -45,7 +45,7 @@ class Remade:
 def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tuple[Artifact, list[Remade]]:
     """Run every stage of the artifact's manifest again, beginning at the source, in ``cache``, which should be empty.
 
-    ``given``: the files and folders that the stages read (calibration data), matched by their sha256.
+    ``given`` lists the files and folders that the stages read (calibration data), matched by their sha256.
 
     Raises ``ChainBroken`` if there is no manifest or the source is missing or changed, ``UsageError`` if a file that a
     stage read is not in ``given``.

@@ -63,8 +63,8 @@ class Graph:
 class Match:
     """The matched tensors.
 
-    ``tensors``: the candidate's name for each name of the reference, in the reference's topological order.
-    ``by_structure`` lists the tensors with another name in the candidate. ``unmatched``: computed tensors of the
+    ``tensors`` holds the candidate's name for each name of the reference, in the reference's topological order.
+    ``by_structure`` lists the tensors with another name in the candidate. ``unmatched`` lists computed tensors of the
     reference without a counterpart.
     """
 

@@ -28,11 +28,11 @@ GRAPH_LEVELS = ("none", "basic", "extended", "all")
 class SessionOptions:
     """The options for loading a model. A runtime ignores an option that it doesn't have.
 
-    ``threads`` is the total number of threads, and 0 leaves the number to the runtime. ``precision``: the precision in
-    which the runtime computes float32 (``fp32``, or ``bf16`` if the machine has it). ``streams`` is the number of
-    concurrent runs, which share the threads. ``graph_level``: the graph optimizations of ONNX Runtime, one of
+    ``threads`` is the total number of threads, and 0 leaves the number to the runtime. ``precision`` is the precision
+    in which the runtime computes float32 (``fp32``, or ``bf16`` if the machine has it). ``streams`` is the number of
+    concurrent runs, which share the threads. ``graph_level`` selects the graph optimizations of ONNX Runtime, one of
     ``GRAPH_LEVELS``. ``spinning`` makes idle threads of ONNX Runtime busy-wait, which speeds up the model and slows
-    down other work on the machine. ``cuda_graph``: launch an engine's kernels as one CUDA graph.
+    down other work on the machine. ``cuda_graph`` launches an engine's kernels as one CUDA graph.
     """
 
     threads: int = 0
@@ -139,7 +139,7 @@ class BaseSession(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A runtime. ``session``: the import string of a ``BaseSession``. ``module``: the module that the session
+    """A runtime. ``session`` is the import string of a ``BaseSession``. ``module`` is the module that the session
     imports."""
 
     name: str

@@ -33,7 +33,7 @@ DIAGNOSTICS = {
 
 
 def toolkit_runtime(toolkit: str) -> Runtime:
-    """Returns the runtime of this toolkit. Raises ``UnknownName`` for another name."""
+    """Returns the runtime of this toolkit. Raises ``UnknownName`` for an unknown toolkit."""
     if toolkit not in TOOLKITS:
         raise UnknownName(f"unknown toolkit {toolkit!r}; use one of {', '.join(TOOLKITS)}")
     return RUNTIMES[toolkit]

@@ -54,7 +54,7 @@ def declare(
     """Decorates a factory (a function without arguments that returns an ``nn.Module``) with its signature.
 
     ``inputs`` is declared as in ``accel.Source``. ``outputs`` names the tensors that ``forward`` returns, in order.
-    ``dims``: ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the step are
+    ``dims`` gives ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the step are
     valid. ``weights`` is a function that returns the files that the factory reads, whose sha256 accel records.
     """
     declaration = Declaration(

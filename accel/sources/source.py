@@ -45,11 +45,12 @@ class Source:
 
     ``inputs`` declares the inputs if the spec doesn't, as ``{"x": ("float32", ("batch", 3, 32, 32))}`` or
     ``["x:float32[batch,3,32,32]"]``, where a named dim is dynamic. For an ONNX file, ``inputs`` gives the range of an
-    integer input, or the size of a dim that the file leaves open. ``weights``: a state dict or a training checkpoint
-    for the module of a factory. ``dims``: the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
+    integer input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint
+    for the module of a factory. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
 
-    ``graph_inputs``, ``graph_outputs``: tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature``: the name
-    of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow graph.
+    ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
+    the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
+    graph.
 
     >>> accel.Source("net.py:make", inputs=["x:float32[batch,3]"]).open().signature  # doctest: +SKIP
     """

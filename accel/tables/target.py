@@ -13,7 +13,7 @@ class Target:
 
     ``precisions`` lists the precisions that ``accel optimize`` tries by default, rows of ``accel.tables.precision``.
     ``qdq`` is the int8 scheme that the target runs fast, a key of ``converters.quantize.stage.FORMS``.
-    ``extra``: the pip extra that brings the toolkit; None if the base install has it.
+    ``extra`` is the pip extra that installs the toolkit, or None if the base install includes it.
     """
 
     name: str

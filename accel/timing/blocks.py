@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An opened candidate. ``load_ms``: the time to open the first session, without importing its library."""
+    """An opened candidate. ``load_ms`` is the time to open the first session, without importing its library."""
 
     runtime: str
     signature: Signature

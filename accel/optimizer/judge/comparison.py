@@ -45,9 +45,10 @@ MOST_BATCHES = 16
 class Judgement:
     """The judgement of one candidate.
 
-    ``drop``: with a metric, (reference - candidate) / |reference|, where higher metrics are better. Without a metric,
-    the ``discordance`` of the worst output. ``max_abs_diff``: the largest difference of any output value.
-    ``judged_on``: the batches and the runtime. ``problem`` is the reason if the outputs can't be compared, else empty.
+    With a metric, ``drop`` is (reference - candidate) / |reference|, where higher metrics are better. Without a metric,
+    ``drop`` is the ``discordance`` of the worst output. ``max_abs_diff`` is the largest difference of any output value.
+    ``judged_on`` names the batches and the runtime. ``problem`` is the reason if the outputs can't be compared, else
+    empty.
     """
 
     drop: float
@@ -67,9 +68,9 @@ class Judge:
 
     ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. The metric gets all outputs by name,
     over all samples (axis 0), and every array of the data, inputs and labels alike. If ``data`` is None, outputs are
-    compared on random inputs. ``skip``: the number of samples at the start of the data that calibrated the candidates.
-    Without a metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if all samples
-    were calibration samples, so that the judge has to use the same ones.
+    compared on random inputs. ``skip`` is the number of samples at the start of the data that calibrated the
+    candidates. Without a metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if
+    all samples were calibration samples, so that the judge has to use the same ones.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:

@@ -87,7 +87,7 @@ class _Search:
     def with_assignment(self, chosen: Assignment) -> Recipe:
         """Returns the recipe with the layers in ``chosen`` kept in float."""
         steps = list(self._recipe.stages)
-        if len(chosen) == len(self.trajectory.layers):  # no layer is left to quantize
+        if len(chosen) == len(self.trajectory.layers):  # every layer stays float
             del steps[self._at]
             return replace(self._recipe, stages=tuple(steps))
         patterns = (*self._quantization.keep, *(glob.escape(node) for node, _ in chosen))

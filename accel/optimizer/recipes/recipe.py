@@ -24,8 +24,8 @@ class Step(NamedTuple):
 class Recipe:
     """The recipe of one candidate.
 
-    ``options``: options of the session in which the candidate is judged and measured. ``variant`` distinguishes recipes
-    of one target and precision, and includes its separator (`` static``, ``+bf16``). ``search`` is True if
+    ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` distinguishes
+    recipes of one target and precision, and includes its separator (`` static``, ``+bf16``). ``search`` is True if
     ``mixed.search`` has to find the layers that stay float, because ``stages`` quantize all layers. ``gate_advice``
     maps a stage to advice for a failed gate that no larger budget helps.
     """

@@ -43,9 +43,9 @@ class LazyTensor:
 class Checkpoint:
     """The weights of one model by name, merged from all ranks.
 
-    ``files``: every file that was read. ``notes`` records the reader's choices for the manifest, such as master weights
-    or a prefix. ``spare`` lists names that may be missing in the model, such as optimizer states and copies of tied
-    weights.
+    ``files`` lists every file that was read. ``notes`` records the reader's choices for the manifest, such as master
+    weights or a prefix. ``spare`` lists names that may be missing in the model, such as optimizer states and copies of
+    tied weights.
     """
 
     format: str

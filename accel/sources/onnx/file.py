@@ -203,9 +203,9 @@ def open_onnx(
 ) -> Artifact:
     """Opens an ONNX file as an artifact. A file with a manifest whose hashes hold keeps its history.
 
-    ``dims``: new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the file
-    leaves open. With ``probe``, a child process first checks a file without a manifest by the ONNX checker and ONNX
-    Runtime, because a hostile file may crash the process. The result is cached by the file's content.
+    ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
+    file leaves open. With ``probe``, a child process first checks a file without a manifest by the ONNX checker and
+    ONNX Runtime, because a hostile file may crash the process. The result is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't fit.

@@ -30,7 +30,7 @@ class Frozen:
 class Loaded:
     """A model that can be called and converted.
 
-    ``call``: takes arrays by input name and returns arrays by output name. ``inputs`` has a row for each input.
+    ``call`` takes arrays by input name and returns arrays by output name. ``inputs`` has a row for each input.
     ``outputs`` names the outputs. ``freeze`` returns the graph with its weights as constants. ``declared`` has a row
     for each output if the file declares its outputs, else no rows.
     """

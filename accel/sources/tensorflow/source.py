@@ -29,7 +29,7 @@ _FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 class TensorFlowSpec:
     """The path of a TensorFlow model and the options for reading it. ``form`` is the file format, one of
     ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
-    ``signature``: the name of a SavedModel's signature. ``inputs``, ``outputs``: tensors of a graph, like ``x:0``.
+    ``signature`` is the name of a SavedModel's signature. ``inputs``, ``outputs`` are tensors of a graph, like ``x:0``.
     ``strip`` removes dropout that training left in the model.
     """
 
@@ -119,8 +119,8 @@ def open_tensorflow(
 ) -> Artifact:
     """Opens the TensorFlow model that ``text`` names, as an artifact of kind ``tensorflow`` or ``tflite``.
 
-    ``inputs`` names or fixes the model's dynamic dims, and gives the range of integers. ``graph_inputs``,
-    ``graph_outputs``: tensor names of a frozen graph or checkpoint. ``signature``: the name of a SavedModel's
+    ``inputs`` names or fixes the model's dynamic dims, and gives the range of integers. ``graph_inputs`` and
+    ``graph_outputs`` are tensor names of a frozen graph or checkpoint. ``signature`` is the name of a SavedModel's
     signature. ``strip_training_ops`` removes dropout that training left in the model.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be read, holds random ops, or needs an option that is

@@ -163,8 +163,8 @@ def in_training(module: torch.nn.Module) -> str:
 def discover_outputs(
     module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
 ) -> tuple[TensorSpec, ...]:
-    """Runs the module at several sizes and returns the specs of its outputs (names, dtypes and dims). ``names``: names
-    for the outputs in order. ``where`` names the source in messages.
+    """Runs the module at several sizes and returns the specs of its outputs (names, dtypes and dims). ``names`` lists
+    names for the outputs in order. ``where`` names the source in messages.
 
     Raises ``BadSource`` if the module fails at a size of the signature, has random outputs or returns no tensor.
     """

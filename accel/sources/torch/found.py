@@ -17,9 +17,9 @@ from ..checkpoints.checkpoint import Checkpoint
 class Found:
     """A module, the files it was read from, and the inputs that the spec declares.
 
-    ``path``: the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
-    ``checkpoint``: the weights that were loaded into the module. ``forms`` lists possible signatures of the module, one
-    of which is selected by running the module. ``example`` holds example declarations of its inputs.
+    ``path`` is the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
+    ``checkpoint`` holds the weights that were loaded into the module. ``forms`` lists possible signatures of the
+    module, one of which is selected by running the module. ``example`` holds example declarations of its inputs.
     """
 
     module: torch.nn.Module
