@@ -57,7 +57,7 @@ def own_temporary(folder: str) -> dict[str, str]:
 class Child:
     """A child process that answers calls one at a time. ``close`` removes its temporary files.
 
-    ``make`` (``module:factory`` with ``arguments``) builds an object in the child; ``call("name", ...)`` calls a method
+    ``make`` (``module:factory`` with ``arguments``) builds an object in the child. ``call("name", ...)`` calls a method
     of that object, ``call("module:function", ...)`` a function. ``env`` adds environment variables to this process's.
     ``folder`` is the working directory, for libraries that write there.
 

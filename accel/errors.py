@@ -29,7 +29,7 @@
     └── CannotWrite                 no permission, no space, or no such folder
 
 Each message is one sentence that says what is wrong and how to fix it.
-``accel.spelling.option`` spells the options in a message: ``opset=18`` in Python, ``--opset 18`` on the command line.
+``accel.spelling.option`` spells options in messages, as ``opset=18`` in Python and ``--opset 18`` on the command line.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _text(file: Path) -> str:
 
 
 def _number(file: Path, pattern: str) -> int | None:
-    """Returns the number that ``pattern`` finds at the start of a line of ``file``; None if no line matches."""
+    """Returns the number that ``pattern`` finds at the start of a line of ``file``, or None if no line matches."""
     found = re.search("^" + pattern, _text(file), re.MULTILINE)
     return int(found[1]) if found else None
 

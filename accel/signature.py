@@ -172,7 +172,7 @@ class DimRange:
         return max(size // self.step, 1) * self.step
 
     def beside(self, size: int) -> str:
-        """Returns the nearest multiples of the step below and above ``size`` for a message: ``32 or 36``."""
+        """Returns the nearest multiples of the step below and above ``size`` for a message, such as ``32 or 36``."""
         found = {self.down(size), self.up(size)}
         return " or ".join(map(str, sorted(found)))
 
@@ -195,7 +195,7 @@ class DimRange:
 
 
 def shapes_of(arrays: Mapping[str, np.ndarray]) -> str:
-    """Returns the names and shapes of ``arrays`` for a message: ``x [2, 3], mask [2]``."""
+    """Returns the names and shapes of ``arrays`` for a message, such as ``x [2, 3], mask [2]``."""
     return ", ".join(f"{name} {list(value.shape)}" for name, value in arrays.items())
 
 

@@ -1,7 +1,7 @@
 """Runs a stage or takes its result from the cache, checks its contract and gates, and records the result.
 
-A stage is a pure function ``stage(src: Artifact, config: StageConfig, out: Path) -> Artifact``. A stage writes ``out``
-and its companions, and nothing else. ``run_stage`` does everything else, in the same way for all stages.
+A stage is a pure function of an ``Artifact``, a ``StageConfig`` and the path ``out`` that returns an ``Artifact``. A
+stage writes only ``out`` and its companions. ``run_stage`` does everything else, in the same way for all stages.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MIN_OPSET, MAX_OPSET, DEFAULT_OPSET = 13, 23, 20
 CHANNELS = ("auto", "first", "last")
-# The stage that makes ONNX of each kind of source.
+# The stage that converts each kind of source to ONNX.
 TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
 
 

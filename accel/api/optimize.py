@@ -106,11 +106,11 @@ def optimize(
     - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
       takes at once).
     - ``vary_session``: try the best candidates with other threads, streams, graph levels and spinning, too. The
-      manifest records the chosen options; ``accel.load``, ``accel bench`` and ``accel serve`` use them.
+      manifest records the chosen options for ``accel.load``, ``accel bench`` and ``accel serve``.
     - ``threads``: measure with this number of threads only; 0 for all cores, or fewer if that is faster.
     - ``rounds``: rounds of the measurement, at least 5.
-    - ``budget_seconds``: the time for everything, building included. The likeliest candidates come first, and
-      successive halving measures them. The result lists each candidate that is skipped or abandoned to save time. No
+    - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, those
+      that are likely fastest first. The result lists each candidate that is skipped or abandoned to save time. No
       candidate is chosen unmeasured. An export always runs to its end.
     - ``use_cache``: if False, all stages and measurements run again.
 

@@ -225,7 +225,7 @@ def _common(first: Artifact, second: Artifact) -> Signature:
 
 
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the intersection of two ranges of integers. None stands for all integers."""
+    """Returns the intersection of two ranges of integers. A range of None means all integers."""
     if one is None or other is None:
         return one or other
     low, high = max(one[0], other[0]), min(one[1], other[1])

@@ -127,7 +127,7 @@ def _os_error(error: OSError) -> str:
 
 
 def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds ``--json`` and ``--quiet`` to a command. The command's function gets ``say: Output``."""
+    """Adds ``--json`` and ``--quiet`` to a command. The command's function gets an ``Output`` called ``say``."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
     @click.option("-q", "--quiet", is_flag=True, help="No progress.")

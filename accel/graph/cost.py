@@ -28,7 +28,7 @@ _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "
 _QUANTIZED = frozenset(
     {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}
 )
-# The gates of a recurrent layer; ONNX and ncnn share the names.
+# The number of gates of each recurrent layer, whose names ONNX and ncnn share.
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *GATES, *_QUANTIZED})
 

@@ -185,7 +185,7 @@ def _is_product(layer: Layer) -> bool:
 
 
 def _flops(layer: Layer, shapes: Mapping[str, Shape], batch: int) -> int | None:
-    """Returns the FLOPs for ``batch`` samples, counted as in ``accel.graph.cost``; None if a shape isn't known."""
+    """Returns the FLOPs for ``batch`` samples, counted as in ``accel.graph.cost``, or None if a shape isn't known."""
     kind, n = layer.kind, layer.number
     if kind in _FREE or not layer.outputs:
         return 0

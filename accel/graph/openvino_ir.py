@@ -28,7 +28,7 @@ _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip
 _GATES = {"LSTMSequence": 4, "GRUSequence": 3, "RNNSequence": 1}
-# The operations between integers and the product computed from them.
+# The operations that may lie between integers and the matrix product that uses them.
 _BETWEEN = frozenset({"Convert", "Multiply", "Subtract", "Reshape", "Transpose"})
 _INTEGERS = ("int8", "uint8", "int4", "uint4")
 
@@ -165,7 +165,7 @@ def _of_integers(name: str, maker: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _flops(row: Mapping[str, Any], ins: Sequence[Shape | None], out: Shape | None) -> int | None:
-    """Returns the FLOPs, counted as in ``accel.graph.cost``; None if a shape isn't known."""
+    """Returns the FLOPs, counted as in ``accel.graph.cost``, or None if a shape isn't known."""
     kind, attributes = row["kind"], row["attributes"]
     if kind in _FREE or out is None:
         return 0 if kind in _FREE else None

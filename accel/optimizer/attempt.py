@@ -22,7 +22,7 @@ from .mixed.search import assign
 from .recipes.recipe import Recipe
 
 # Shares of a budget. No work begins after the first share of the budget, and running work is stopped at the second.
-# Both limits come earlier if measuring needs the time (``Budget.over``).
+# Work stops earlier if measuring needs the time (``Budget.over``).
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 

@@ -24,7 +24,7 @@ class OutOfTime(AccelError):
 
 
 class Budget:
-    """A budget of ``seconds`` from now on; None for no limit.
+    """A budget of ``seconds`` from now on, or no limit if None.
 
     Callers check ``over`` before they begin a step. Work inside ``within`` is stopped early. ``clock`` returns the
     current time in seconds.
@@ -100,8 +100,8 @@ class Budget:
             self._taken[what] = self._taken.get(what, 0.0) + self._clock() - begun
 
     def note(self, missed: Sequence[str]) -> str:
-        """Returns a note that names the longest steps, the candidates in ``missed``, which the time did not suffice
-        for, and what helps. Returns an empty text if ``missed`` is empty."""
+        """Returns a note that names the longest steps, the skipped candidates ``missed``, and the options that help.
+        Returns an empty text if ``missed`` is empty."""
         if not missed or self.seconds is None:
             return ""
         least = 0.05 * sum(self._taken.values())

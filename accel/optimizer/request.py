@@ -94,7 +94,8 @@ class OptimizeRequest:
 
     @property
     def judged_on(self) -> Path | None:
-        """Returns the samples that the judge reads, which are ``eval_data``, else ``data``; None for random inputs."""
+        """Returns the samples that the judge reads, which are ``eval_data``, else ``data``, or None for random
+        inputs."""
         return self.eval_data or self.data
 
     def loaded_metric(self) -> str | Metric | None:

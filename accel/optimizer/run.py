@@ -194,7 +194,7 @@ def _choose(
 def _choose_measured(
     request: OptimizeRequest, search: Search, runnable: list[CandidateResult], judge: Judge
 ) -> Outcome:
-    """Measures the candidates that this machine can run, then other session options for the best of them."""
+    """Measures the candidates that this machine can run, then other session options for the best candidates."""
     source = search.source
     outcome = Outcome(chosen=search.best(runnable))
     if request.vary_session and search.environment and not (request.kernels and outcome.chosen is source):

@@ -53,12 +53,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the plan fits the memory of a rank. True if the machine's memory isn't given."""
+        """Tells whether the plan fits the memory of a rank. Returns True if the machine's memory isn't given."""
         return not self.machine.hbm or self.memory.total <= self.machine.usable
 
     def to_json(self) -> dict[str, object]:
-        """Returns the plan as plain values in bytes, seconds and fractions. A value is None if the inputs don't
-        determine it.
+        """Returns the plan as plain values in bytes, seconds and fractions. Values that the inputs don't determine are
+        None.
         """
         m, t = self.memory, self.time
         timed = bool(self.spec.seq or self.spec.flops)

@@ -97,7 +97,7 @@ class ModelSpec:
 
     @property
     def embedding(self) -> int:
-        """Returns the number of parameters of the token embedding: V h."""
+        """Returns the number of parameters of the token embedding, V h."""
         return self.vocab * self.hidden
 
     @property

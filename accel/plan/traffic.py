@@ -104,10 +104,10 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     bytes by t. Under autocast the residual stream is float32.
 
     A middle rank sends an output and an input gradient for each of its stages, one stage or one per chunk in an
-    interleaved or zero-bubble schedule. Each of two ranks has an end of the pipeline. Such a rank sends 2 v - 1 times
-    in an interleaved schedule with v chunks. In a zero-bubble schedule (V) such a rank sends twice, because the two
-    stages at the turn of the V are on one rank. With two ranks of one stage each, one rank only sends forward and the
-    other only back.
+    interleaved or zero-bubble schedule. Each of two ranks has an end of the pipeline. One of two ranks sends 2 v - 1
+    times in an interleaved schedule with v chunks. In a zero-bubble schedule (V), one of two ranks sends twice, because
+    the two stages at the turn of the V are on one rank. With two ranks of one stage each, one rank only sends forward
+    and the other only back.
     """
     if layout.pp == 1:
         return 0.0
@@ -121,7 +121,7 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Returns the bytes that a rank sends in a step by axis: ``dp``, ``tp``, ``pp``, ``cp``."""
+    """Returns the bytes that a rank sends in a step over each of the axes ``dp``, ``tp``, ``pp`` and ``cp``."""
     return {
         "dp": data_parallel_bytes(spec, layout),
         "tp": tensor_parallel_bytes(spec, layout),
@@ -195,9 +195,9 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """Estimates the time of a step.
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap and is added to the compute
-    time, and the bubble stretches the sum. Data-parallel traffic overlaps with this time, and only the rest of it is
-    added. One micro-batch of pipeline traffic is added. CPU offload adds the copies to and from the host, and one read
-    and one write of everything that the optimizer holds on the host, at the speed of the copies.
+    time, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, and only the traffic that
+    takes longer is added. The pipeline traffic of one micro-batch is added. CPU offload adds the copies to and from the
+    host, and one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
 
     Rank numbers vary fastest over tensor- and context-parallel ranks, then over a shard group, then over replicas. A
     transfer that reaches beyond a node runs at ``machine.bandwidth``.

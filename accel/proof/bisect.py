@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Values below these are masks: -1e9 or -inf in the reference is -65504 or -inf in float16.
+# Values below these limits are masks, which are e.g. -1e9 or -inf in the reference and -65504 or -inf in float16.
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 

@@ -150,7 +150,7 @@ def what_both_take(src: Signature, out: Signature) -> Signature:
 
 
 def case_name(sizes: Mapping[str, int]) -> str:
-    """Returns the name of a shape in messages: ``batch=1, sequence=128``."""
+    """Returns the name of a shape in messages, such as ``batch=1, sequence=128``."""
     return ", ".join(f"{dim}={size}" for dim, size in sizes.items()) or "its fixed shape"
 
 
@@ -212,7 +212,7 @@ def _digest(feeds: Mapping[str, np.ndarray]) -> str:
 
     digest = hashlib.sha256()
     for name, value in feeds.items():
-        # Shapes and dtypes are part of the key, because feeds of equal bytes may differ in them.
+        # The key includes shapes and dtypes, because feeds of equal bytes may differ in shape or dtype.
         digest.update(f"{name} {value.dtype} {value.shape} ".encode() + value.tobytes())
     return digest.hexdigest()
 

@@ -84,7 +84,7 @@ class Session(Protocol):
 class BaseSession(ABC):
     """The base class of all sessions, with the check of the feeds, the context manager and example inputs."""
 
-    # True if concurrent calls of ``run`` from several threads are allowed and raise the throughput.
+    # Set if concurrent calls of ``run`` from several threads are allowed and raise the throughput.
     concurrent: ClassVar[bool] = False
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -253,7 +253,7 @@ def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def open_session(
     artifact: Artifact, runtime: str | None = None, options: Mapping[str, Any] | SessionOptions | None = None
 ) -> BaseSession:
-    """Load ``artifact`` with ``runtime`` (None: ``default_runtime``). Missing options come from the artifact's
+    """Load ``artifact`` with ``runtime``, by default ``default_runtime``. Missing options come from the artifact's
     manifest."""
     found = get_runtime(runtime) if runtime else default_runtime(artifact)
     if not isinstance(options, SessionOptions):

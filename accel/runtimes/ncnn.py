@@ -36,7 +36,7 @@ class NcnnSession(BaseSession):
 
 
 class Net:
-    """The files of a net, loaded."""
+    """A loaded net."""
 
     def __init__(self, path: Path, signature: Signature, threads: int = 0) -> None:
         import ncnn

@@ -106,8 +106,8 @@ class RoundedModel:
             body = self.twin.SerializeToString()
         finally:
             del self.twin.graph.output[own:]
-        # ONNX Runtime uses the arrays without a copy. It checks that the file of external tensors exists but never
-        # reads the file, so a sparse file is enough.
+        # ONNX Runtime uses the arrays without a copy. ONNX Runtime checks that the file of external tensors exists but
+        # never reads the file, so a sparse file is enough.
         with TemporaryDirectory() as folder:
             twin, given = Path(folder, "twin.onnx"), Path(folder, _GIVEN)
             twin.write_bytes(body)

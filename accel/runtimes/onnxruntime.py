@@ -41,7 +41,7 @@ _FAILURES = (native.Fail, native.InvalidArgument, native.RuntimeException, nativ
 
 
 class OnnxRuntimeSession(BaseSession):
-    """The CPU execution provider: ``options.threads`` threads inside an operator, one operator at a time.
+    """The CPU execution provider, with ``options.threads`` threads inside an operator and one operator at a time.
 
     Several threads may call ``run``. Concurrent runs (``options.streams``) share these threads.
 

@@ -12,9 +12,9 @@ class Precision:
     ``weight_bytes`` is the bytes per weight, or None if layers differ. ``quantized`` is True if weights are integers or
     8-bit floats with scales. ``needs_data`` is True if activations are quantized with ranges calibrated on samples.
     ``min_opset`` is the first ONNX opset that can write the precision with standard operators. ``min_capability`` is
-    the first CUDA compute capability that computes in the precision; (0, 0) for any. ``rank`` orders the precisions by
-    how likely they are the fastest on this machine, the likeliest first. ``rank_unmeasured`` orders the precisions by
-    the usual speeds of GPUs, for a GPU that is not in this machine.
+    the first CUDA compute capability that computes in the precision, or (0, 0) for any. ``rank`` orders the precisions
+    by how likely they are the fastest on this machine, the likeliest first. ``rank_unmeasured`` orders the precisions
+    by the usual speeds of GPUs, for a GPU that is not in this machine.
     """
 
     name: str

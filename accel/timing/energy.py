@@ -19,7 +19,8 @@ class Zone:
 class EnergyCounter:
     """The energy of all CPU packages, which excludes memory and GPUs and includes the work of other processes.
 
-    (Intel's and AMD's Running Average Power Limit as Linux shows it: Documentation/power/powercap/powercap.rst.)
+    Linux reads the counters of Intel's and AMD's Running Average Power Limit
+    (Documentation/power/powercap/powercap.rst).
     """
 
     def __init__(self, zones: tuple[Zone, ...]) -> None:

@@ -71,7 +71,7 @@ def _gpus() -> list[str]:
 
 
 def _field(path: Path, name: str) -> str | None:
-    """Returns the value of the first ``name: value`` line in a kernel file; None if there is none."""
+    """Returns the value of the first ``name: value`` line in a kernel file, or None if there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

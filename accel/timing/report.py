@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The results of one candidate. Times are in ms for a run, over all iterations; None if it was not timed.
+    """The results of one candidate. Times are in ms per run, over all iterations, or None if the candidate was not
+    timed.
 
     ``error`` is the reason if the candidate was not timed. ``speedup`` is the median over the rounds of the baseline's
     median divided by the candidate's, and ``ci95`` is its 95% interval. ``max_abs_diff``, ``max_rel_diff``

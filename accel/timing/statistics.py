@@ -77,8 +77,8 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 
     The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
     The interval is the bootstrap percentile interval of the median ratio, rounds resampled as pairs (Efron and
-    Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; rounds as the unit of repetition: Kalibera and Jones,
-    Rigorous Benchmarking in Reasonable Time, ISMM 2013), with the percentiles expanded for few rounds (see
+    Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; with rounds as the unit of repetition as in Kalibera and
+    Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013), with the percentiles expanded for few rounds (see
     ``tail_probability``).
     """
     import numpy as np

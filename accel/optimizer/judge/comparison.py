@@ -101,7 +101,7 @@ class Judge:
         )
 
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
-        """Runs ``candidate`` on the data and judges its outputs. This machine has to be able to run ``candidate``."""
+        """Runs ``candidate`` on the data and judges its outputs. Requires that this machine can run ``candidate``."""
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []

@@ -16,7 +16,7 @@ NO_VERDICT: Verdict = "no measurable difference"
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    This requires the verdict of no measurable difference and a measured speedup above the smallest noise floor.
+    Requires the verdict of no measurable difference and a measured speedup above the smallest noise floor.
     """
     return bool(measured.get("verdict") == NO_VERDICT and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
 

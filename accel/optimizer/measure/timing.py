@@ -131,7 +131,7 @@ def _a_request(
     body["round_medians_ms"] = [ms / count for ms in row["round_medians_ms"]]
     body["percentiles_ms"] = None if percentiles is None else [ms / count for ms in percentiles]
     if count > 1:
-        # These figures are of passes and can't be converted, because a mean over requests says nothing about the tail.
+        # Tail latencies and load times of passes can't be converted to requests.
         body |= {"p90_ms": None, "p99_ms": None, "load_ms": None, "first_run_ms": None}
     median = body["median_ms"]
     body["samples_per_second"] = workload.batch * 1000 / median if median else None

@@ -91,7 +91,8 @@ class PassSession:
 
     @property
     def phases(self) -> Callable[[Feeds], dict[str, float]] | None:
-        """Returns the function that times the phases of a whole pass in ms; None if the session can't time phases."""
+        """Returns the function that times the phases of a whole pass in ms, or None if the session can't time
+        phases."""
         measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._session, "phases", None)
         if measure is None:
             return None

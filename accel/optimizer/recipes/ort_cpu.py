@@ -1,4 +1,4 @@
-"""Recipes for the target ort-cpu: ONNX Runtime on any CPU."""
+"""Recipes for the target ort-cpu, which is ONNX Runtime on any CPU."""
 
 from __future__ import annotations
 

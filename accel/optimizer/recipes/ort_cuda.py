@@ -1,4 +1,4 @@
-"""Recipes for the target ort-cuda: ONNX Runtime on NVIDIA GPUs."""
+"""Recipes for the target ort-cuda, which is ONNX Runtime on NVIDIA GPUs."""
 
 from __future__ import annotations
 

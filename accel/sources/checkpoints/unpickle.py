@@ -116,7 +116,7 @@ DICTS = (
 _RECORDS: dict[str, type[Record]] = {
     name: type(name.rpartition(".")[2], (Record,), {"name": name, "__module__": __name__}) for name in RECORDS
 }
-# The largest allowed compression ratio of an archive. Tools that compress weights reach about 2.
+# The largest allowed compression ratio of an archive. Tools that compress weights reach a ratio of about 2.
 _MOST_UNPACKED = 16
 _PLAIN = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, tuple, set, complex)}
 _GLOBALS: dict[str, Any] = {

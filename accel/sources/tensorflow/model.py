@@ -220,7 +220,7 @@ def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSourc
 
 def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) -> Signature:
     """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. Otherwise the ranges of
-    these dims begin at their usual sizes."""
+    ``free`` begin at the usual sizes."""
     smallest = {d: signature.dims[d].min for d in free}
     try:
         if _is_sound(run_on(signature.example_inputs(**smallest))):

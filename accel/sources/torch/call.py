@@ -89,7 +89,7 @@ class NamedModule(torch.nn.Module):
         self.names = tuple(inputs)
         self.outputs = tuple(outputs)
         self.keywords = _by_keyword(module, self.names)
-        # True if forward writes to its inputs, None before the first run.
+        # Whether forward writes to its inputs, or None before the first run.
         self.writes_inputs: bool | None = None
 
     def by_name(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:

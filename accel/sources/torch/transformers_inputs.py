@@ -27,7 +27,7 @@ _FRAMES = DimRange(32, 128, 1024)
 
 def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     """Returns the signatures that ``module`` may have, the most likely first. Returns an empty tuple if the config
-    doesn't determine them. ``folder`` is the folder that may hold the config of the preprocessor."""
+    doesn't determine the inputs. ``folder`` is the folder that may hold the config of the preprocessor."""
     config, takes = module.config, set(inspect.signature(module.forward).parameters)
     main = module.main_input_name
     pictures = _images(config, folder) if "pixel_values" in takes else None
