@@ -67,7 +67,7 @@ class StageCache:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(
-                f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to one that can be"
+                f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to another"
             ) from error
 
     def entry(self, key: str) -> Path:

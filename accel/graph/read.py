@@ -71,7 +71,7 @@ def read_graph(
         foreign = read(artifact.path, artifact.signature, at)
         return ReadGraph(model=foreign.drawn(), cost=foreign.cost(artifact.signature, at))
     if artifact.kind == "engine":
-        raise UnsupportedHere(f"{artifact.path} is an engine, which has kernels and no graph; give the ONNX behind it")
+        raise UnsupportedHere(f"{artifact.path} is an engine, which has kernels and no graph; give its ONNX file")
     known = _known(artifact)
     try:
         made = as_onnx(artifact)

@@ -120,7 +120,7 @@ def _source(manifest: Manifest) -> Artifact:
         except BadInputSpec:  # the source doesn't declare its inputs
             found = replace(named, inputs=manifest.signature.inputs).open()
     except AccelError as error:
-        raise ChainBroken(f"the source {spec} can't be opened any more ({error}); put it back") from error
+        raise ChainBroken(f"the source {spec} can't be opened any more ({error}); restore it") from error
     files = [(entry["path"], entry["sha256"]) for entry in source.get("files", ())]
     now = {entry["path"]: entry["sha256"] for entry in found.source.get("files", ())}
     for path, sha256 in files:

@@ -127,7 +127,7 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     if len(names) > 1 and not anything:
         wrong = next(name for name in names if name not in known)
         raise BadInputSpec(
-            f"forward has no parameter {wrong!r}; name the inputs as it does: {', '.join(known) or 'it takes none'}"
+            f"forward has no parameter {wrong!r}; name the inputs like its parameters: {', '.join(known) or 'there are none'}"
         )
     return False
 
