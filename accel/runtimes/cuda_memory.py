@@ -74,7 +74,9 @@ class CudaRuntime:
         status, count = runtime.cudaGetDeviceCount()
         if status != runtime.cudaError_t.cudaSuccess or not count:
             reason = self._text(status) if status != runtime.cudaError_t.cudaSuccess else "no device"
-            raise UnsupportedHere(f"no NVIDIA GPU can be used here ({reason}); use a machine where nvidia-smi shows a GPU")
+            raise UnsupportedHere(
+                f"no NVIDIA GPU can be used here ({reason}); use a machine where nvidia-smi shows a GPU"
+            )
 
     def capability(self) -> str:
         """Returns the compute capability of the current device, such as ``8.6``."""

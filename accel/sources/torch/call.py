@@ -127,7 +127,8 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     if len(names) > 1 and not anything:
         wrong = next(name for name in names if name not in known)
         raise BadInputSpec(
-            f"forward has no parameter {wrong!r}; name the inputs like its parameters: {', '.join(known) or 'there are none'}"
+            f"forward has no parameter {wrong!r}; "
+            f"name the inputs like its parameters: {', '.join(known) or 'there are none'}"
         )
     return False
 
