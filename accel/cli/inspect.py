@@ -41,7 +41,7 @@ def command(
     source: SourceOptions,
     say: Output,
 ) -> None:
-    """Show what MODEL is, what it costs, how it was made and what was proven about it.
+    """Show the signature, cost, history and proofs of MODEL.
 
     MODEL is any model that accel export takes or writes.
     """

@@ -175,7 +175,7 @@ def command(
     say: Output,
     **given: Any,
 ) -> None:
-    """Serve the models in REPOSITORY over gRPC and HTTP (Open Inference Protocol, as Triton speaks it).
+    """Serve the models in REPOSITORY over gRPC and HTTP (Triton's Open Inference Protocol).
 
     REPOSITORY is a folder, or an address that begins with s3://, gs:// or http(s)://. The models at an address are
     copied into the cache; with --mode poll, changes at the address are copied, too.

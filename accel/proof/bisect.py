@@ -89,7 +89,7 @@ class Divergence:
 class Search:
     """The result of a search. ``found`` is None if the outputs agree. ``runs`` is the number of runs of each model.
 
-    ``harmless`` lists tensors that differ although everything computed from them agrees. ``earlier`` lists the tensors
+    ``harmless`` lists tensors that differ although all tensors computed from them agree. ``earlier`` lists the tensors
     before ``found`` that differ, and is None without a scan.
     """
 
