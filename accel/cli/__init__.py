@@ -86,10 +86,7 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (
-        KeyboardInterrupt,
-        click.Abort,
-    ) as error:  # click turns KeyboardInterrupt into Abort and loses its message
+    except (KeyboardInterrupt, click.Abort) as error:  # click raises Abort from KeyboardInterrupt
         said = "interrupted; run the same command again to go on at the interrupted stage"
         return _say(str(error.__cause__ or error) or said)
     except AccelError as error:
