@@ -1,4 +1,4 @@
-"""A model on disk and the record of how it came to be."""
+"""A model on disk and the record of how it was made."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def manifest_path(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of how an artifact came to be and what was proven about it; ``<file>.manifest.json`` on disk.
+    """The record of how an artifact was made and verified, stored as ``<file>.manifest.json``.
 
-    ``files``: the sha256 of each file by name, the main file first. ``source``: the spec of the source, and the sha256
-    of every file it was read from. ``stages``: a record for each stage, oldest first, with its name, options, versions,
-    sha256 of input and output, seconds, gates and notes. ``properties``: see ``Artifact``. ``session``: the runtime and
-    the options that ``accel optimize`` chose, and the figures it measured with them.
+    ``files`` holds the sha256 of each file by name, the main file first. ``source`` is the spec of the source, and the
+    sha256 of every file it was read from. ``stages`` has a record for each stage, oldest first, with its name, options,
+    versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in ``Artifact``.
+    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures it measured with them.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class Manifest:
         return combined_sha256(list(self.files.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the manifest as JSON values, with the sha256 of all others under ``digest``."""
+        """Returns the manifest as JSON values, with the sha256 of these values under ``digest``."""
         body = {
             "format": FORMAT,
             "kind": self.kind,
@@ -153,7 +153,7 @@ class Manifest:
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """Returns one sha256 for ``files``: the sha256 of the only file, else of the list of sha256, main file first."""
+    """Returns the sha256 of a single file, else one sha256 over the list of all hashes, main file first."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
@@ -161,10 +161,10 @@ def combined_sha256(parts: list[str]) -> str:
 class Artifact:
     """A model on disk, or a source that is opened: its main file, kind, signature and history.
 
-    ``path``: the main file; of a source, the path or name it was opened by. ``properties``: facts about the file that
-    depend on its kind (opset, ir, precision, compute capability). ``notes``: remarks of the stage that just made the
-    artifact, for its record (the exporter's rung, the kernels). ``companions``: the other files of the model, relative
-    to its folder (``.bin``, external data, variables). ``source``: see ``Manifest``.
+    ``path`` is the main file, or for a source the path or name it was opened by. ``properties`` holds facts about the
+    file that depend on its kind (opset, ir, precision, compute capability). ``notes`` holds facts for the stage's
+    record, such as the exporter or the kernels. ``companions`` lists the other files of the model, relative to its
+    folder (``.bin``, external data, variables). ``source`` is described in ``Manifest``.
     """
 
     path: Path
@@ -203,12 +203,13 @@ class Artifact:
         return (self.path, *(self.path.parent / name for name in self.companions))
 
     def hashes(self) -> dict[str, str]:
-        """Reads all files. Returns the sha256 of each by name, the main file first."""
+        """Reads all files. Returns the sha256 of each file by name, the main file first."""
         return {name: file_sha256(self.path.parent / name) for name in (self.path.name, *self.companions)}
 
     @property
     def digest(self) -> str:
-        """Returns one sha256 for the artifact: from its source or manifest if they record it, else from its files."""
+        """Returns one sha256 for the artifact, taken from its source or manifest if recorded there, else computed from
+        its files."""
         kind = KINDS.get(self.kind)
         if "sha256" in self.source and self.manifest is None and kind is not None and kind.framework:
             return str(self.source["sha256"])
@@ -268,7 +269,8 @@ class Artifact:
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
-    """Returns the names that the files ``names`` of an artifact get if the first, the main file, becomes ``path``."""
+    """Returns new names for an artifact's files ``names`` (the main file first) if its main file is renamed to
+    ``path``."""
     row = KINDS.get(kind)
     if row is not None and row.companions and names[:1] != [path.name]:
         # The runtime looks for the weights under the name of the main file.

@@ -1,7 +1,7 @@
 """The stage cache: a finished stage never runs twice, and a run that was killed continues at its last stage.
 
-An entry is a folder, named by the sha256 of everything that could change the result. The cache fills an entry under
-another name and renames it, so that an entry is either complete or absent.
+An entry is a folder, named by the sha256 of everything that could change the result. Entries are filled under a
+temporary name and then renamed, so that an entry is either complete or absent.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _kept: ContextVar[Path | None] = ContextVar("_kept", default=None)
 
 
 def unfinished() -> Path | None:
-    """Returns a folder for the intermediate results of the stage that runs; None outside ``run_stage``.
-
-    If the stage is killed, its next run with the same input and options finds them there.
+    """Returns the folder for intermediate results of the running stage. Returns None outside ``run_stage``. If the
+    stage is killed, its next run with the same input and options finds these results there.
     """
     return _unfinished.get()
 
@@ -68,7 +67,7 @@ class StageCache:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(
-                f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to one that can be"
+                f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to another"
             ) from error
 
     def entry(self, key: str) -> Path:
@@ -107,7 +106,7 @@ class StageCache:
 
     @contextmanager
     def resuming(self, key: str) -> Iterator[None]:
-        """Keeps the stage's ``unfinished()`` folder until the block, which runs the stage's function, succeeds."""
+        """Keeps the stage's ``unfinished()`` folder until the block succeeds."""
         folder = self.root / "unfinished" / key
         folder.mkdir(parents=True, exist_ok=True)
         token, kept = _unfinished.set(folder), _kept.set(self.root / "kept")
@@ -117,11 +116,11 @@ class StageCache:
             _unfinished.reset(token)
             _kept.reset(kept)
             with contextlib.suppress(OSError):
-                folder.rmdir()  # the folder stays if the stage kept files in the folder
+                folder.rmdir()  # the folder stays if the stage left files in it
         shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: str, folder: Path, main: str) -> Artifact:
-        """Rename a finished ``folder`` to the entry ``key``. Returns the artifact with the main file ``main`` in it."""
+        """Rename a finished ``folder`` to the entry ``key``. Returns the artifact with the main file ``main``."""
         (folder / "main").write_text(main)
         with contextlib.suppress(OSError):  # another process may have stored the same bytes first
             folder.rename(self.entry(key))

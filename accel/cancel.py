@@ -1,10 +1,10 @@
 """Ends work under way. The caller that starts the work sets a check. An error that the check raises ends the work.
 
-Three places call the check, so work that reports no progress ends too:
+Work that reports no progress ends too, because the check is called in three places:
 
-- ``check_cancelled``. Long loops and all progress reports call ``check_cancelled``.
-- ``interruptible``, which runs a function that may never call a check, such as a stage. A thread calls the check.
-- A ``Child`` that waits for an answer. A ``Child`` kills its process when the time is over (``accel.child``).
+- Long loops and all progress reports call ``check_cancelled``.
+- ``interruptible`` runs a function that may never call a check, such as a stage. A watching thread calls the check.
+- A ``Child`` that waits for an answer calls the check, and kills its process when the time is over (``accel.child``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Returns while the work may go on. Afterwards raises the error that ends the work.
+# A check returns while the work may go on, and then raises the error that ends the work.
 Check = Callable[[], None]
 
 # Seconds between two calls of the check, by a thread that watches or a child that waits.
@@ -26,7 +26,8 @@ _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("acc
 
 
 class Interrupted(BaseException):
-    """Ends a function inside ``interruptible``. No ``except Exception`` of the function swallows it."""
+    """Ends a function inside ``interruptible``. Derives from ``BaseException``, so that no ``except Exception`` catches
+    it."""
 
 
 @contextmanager
@@ -40,13 +41,13 @@ def cancelled_by(check: Check) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raises the error of the first check whose work has to end. Returns at once if nobody set a check."""
+    """Raises the error of the first check whose work has to end. Returns at once if no check is set."""
     for check in _checks.get():
         check()
 
 
 def cancellable() -> bool:
-    """Tells whether somebody set a check for the work under way."""
+    """Tells whether a check is set for the current work."""
     return bool(_checks.get())
 
 
@@ -88,5 +89,6 @@ def _watch(caller: int, done: threading.Event) -> None:
 
 
 def _raise_inside(thread: int, error: type[BaseException] | None) -> None:
-    """Raise ``error`` in another thread at its next Python instruction; None takes back an error that is pending."""
+    """Raise ``error`` in another thread at its next Python instruction. An ``error`` of None cancels the pending
+    error."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)

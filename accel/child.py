@@ -1,7 +1,8 @@
 """Child processes for work that could crash or slow down the caller: native parsers, builders, timed candidates.
 
-A child is a fresh interpreter: it neither forks a process with thread pools nor runs the caller's script again. A child
-calls any importable ``module:function``, can keep an object between calls, reports progress, and dies with its parent.
+A child is a fresh interpreter: it does not fork the parent's thread pools and does not run the caller's script again. A
+child calls any importable ``module:function``, can keep an object between calls, reports progress, and dies with its
+parent.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def resolve(target: str) -> Callable[..., Any]:
 def own_temporary(folder: str) -> dict[str, str]:
     """Returns the environment variables that send a process's temporary files to ``folder``.
 
-    The caller removes ``folder`` after the process, because libraries leave files behind: TensorFlow its generated
-    code, torchrun its logs, multiprocessing its sockets. The code that torch compiled stays in the usual folder, where
-    later processes find it.
+    The caller removes ``folder`` after the process, because libraries leave files behind, such as TensorFlow's
+    generated code, torchrun's logs and multiprocessing's sockets. The code that torch compiled stays in the usual
+    folder for later processes.
     """
     try:
         user = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):  # a container whose user has no name
+    except (KeyError, ModuleNotFoundError, OSError):  # a container's user may have no name
         user = f"uid_{os.getuid()}"
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")
     return {**dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
@@ -56,10 +57,10 @@ def own_temporary(folder: str) -> dict[str, str]:
 class Child:
     """A child process that answers calls one at a time. ``close`` removes its temporary files.
 
-    ``make`` (``module:factory`` with ``arguments``) builds an object in the child; ``call("name", ...)`` calls a method
-    of that object, ``call("module:function", ...)`` a function. ``env``: environment variables on top of this
-    process's. ``folder``: the working directory, for libraries that write to it. ``hidden``: names of modules that the
-    child can't import. Some libraries import torch, for seconds, only because torch is installed.
+    ``make`` (``module:factory`` with ``arguments``) builds an object in the child. ``call("name", ...)`` calls a method
+    of that object, ``call("module:function", ...)`` a function. ``env`` adds environment variables to this process's.
+    ``folder`` is the working directory, for libraries that write there. ``hidden`` lists modules that the child can't
+    import: some libraries import torch, which takes seconds, only because torch is installed.
 
     Raises ``ChildCrashed`` if the process dies, with the signal and the last line that the process wrote during the
     call. An ``AccelError`` raised in the child is raised here unchanged.
@@ -87,7 +88,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # The child has a session of its own. Only the parent gets Ctrl-C, and the parent then ends the child.
+                # The child runs in its own session, so that only the parent gets Ctrl-C and then ends the child.
                 start_new_session=True,
                 cwd=folder,
                 env={
@@ -109,7 +110,7 @@ class Child:
         """Returns the result of ``name`` in the child.
 
         Kills the child if the call is canceled (``accel.cancel``) or takes more than ``timeout`` seconds. Raises
-        ``TimeoutError`` if it takes too long.
+        ``TimeoutError`` after ``timeout`` seconds.
         """
         return self._reply(("call", name, arguments), timeout)
 
@@ -135,7 +136,7 @@ class Child:
             raise
 
     def _give_up_in_time(self, deadline: float | None, late: str) -> None:
-        """Kill the child and raise the error, if the call was canceled or ``deadline`` is over."""
+        """Kill the child and raise the error if the call was canceled or ``deadline`` has passed."""
         try:
             _check_time(deadline, late)
         except BaseException:
@@ -214,7 +215,7 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
     """Runs a program in ``folder`` and returns its output, followed by its errors.
 
     The program dies with this process, also on Ctrl-C. The program is killed if the work is canceled
-    (``accel.cancel``). After ``timeout`` seconds it is killed, too, and ``TimeoutError`` is raised.
+    (``accel.cancel``). After ``timeout`` seconds, kills the program and raises ``TimeoutError``.
     """
     deadline = time.monotonic() + timeout
     with subprocess.Popen(
@@ -242,7 +243,7 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
 
 
 def _wait(deadline: float | None) -> float | None:
-    """Returns the seconds to wait for an answer before ``_check_time``; None to wait until there is one."""
+    """Returns the seconds to wait for an answer before ``_check_time``. Returns None to wait without a limit."""
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if not cancellable():
         return left
@@ -250,7 +251,7 @@ def _wait(deadline: float | None) -> float | None:
 
 
 def _check_time(deadline: float | None, late: str) -> None:
-    """Raises the error of ``check_cancelled``, or TimeoutError with the message ``late`` after ``deadline``."""
+    """Raises the error of ``check_cancelled``, or after ``deadline`` a TimeoutError with the message ``late``."""
     check_cancelled()
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError(late)
@@ -265,7 +266,7 @@ def die_with_parent(parent: int) -> None:
     """Make this process end when ``parent`` ends. Exits at once if ``parent`` is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the line above
+    if os.getppid() != parent:  # the parent may have died before the prctl call
         sys.exit(1)
 
 
@@ -303,7 +304,7 @@ def serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    if sys.argv[1] == _PROGRAM:  # exec keeps the death signal set above
+    if sys.argv[1] == _PROGRAM:  # exec keeps the parent-death signal
         os.execv(sys.argv[3], sys.argv[3:])
     sys.modules.update(dict.fromkeys(sys.argv[3:]))  # type: ignore[arg-type]  # None makes an import fail
     serve(Connection(int(sys.argv[1])))

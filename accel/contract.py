@@ -1,6 +1,6 @@
 """The contract of a stage: the names, dtypes, dims, opset and IR version of its input that its output has to keep.
 
-A stage declares in its row of the stage table (``may_change``) which parts of the contract it is there to change.
+A stage lists the parts of the contract it may change in its row of the stage table (``may_change``).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from accel.artifact import Artifact
 from accel.child import resolve
 from accel.errors import SignatureDrift
 from accel.signature import Signature, TensorSpec
+from accel.spelling import option
 from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage
 
 
 def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int | None = None) -> Artifact:
-    """Returns ``result`` with the signature and properties that its own bytes show.
-
-    ``opset``: the opset that was asked for; None to expect the opset of ``src``.
+    """Returns ``result`` with the signature and properties read from its file. ``opset`` is the requested opset, or
+    None to expect the opset of ``src``.
 
     Raises ``SignatureDrift`` if ``result`` breaks the contract of ``src``.
     """
@@ -36,9 +36,9 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
         has = properties.get(name)
         asked_for = name == "opset" and bool(opset)
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
-            fix = f"ask for --opset {has}" if name == "opset" else f"save the model with ir_version {has}"
+            fix = f"ask for {option('opset', has)}" if name == "opset" else f"save the model with ir_version {has}"
             raise SignatureDrift(f"{where} gave {name} {has} instead of {wanted}; {fix}")
-    # A stage may narrow the ranges (an engine's profile). The file itself doesn't hold them.
+    # A stage may narrow the ranges (an engine's profile). The file itself doesn't record the ranges.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
     values = {spec.name: spec.values for spec in known.inputs}
@@ -53,7 +53,7 @@ def _compare_specs(
     found: Sequence[TensorSpec],
     may_change: frozenset[str],
 ) -> None:
-    """Raises ``SignatureDrift`` if a tensor of ``wanted`` is missing or different in ``found``, or an extra one is."""
+    """Raises ``SignatureDrift`` if ``found`` lacks a tensor of ``wanted``, changes one or has an additional one."""
     if "interface" in may_change:
         return
     have = {spec.name: spec for spec in found}

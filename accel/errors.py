@@ -1,9 +1,9 @@
 """The errors that accel raises on purpose.
 
     AccelError                      exit code 1: the work was started and failed
-    ├── UsageError                  exit code 2: what was asked for has to change first
+    ├── UsageError                  exit code 2: the request has to change first
     │   ├── BadSource               the source can't be found, read or understood
-    │   │   ├── InvalidModel        the file is not the model it says it is (empty, truncated, corrupt, hostile)
+    │   │   ├── InvalidModel        the file is no valid model (empty, truncated, corrupt, hostile)
     │   │   ├── FailsOnInputs       a source that its framework can't run on inputs of these shapes
     │   │   └── RandomOps           a TensorFlow graph that still holds random ops, such as dropout
     │   ├── BadInputSpec            an --input, --dim or --profile that contradicts itself or the model
@@ -29,7 +29,7 @@
     └── CannotWrite                 no permission, no space, or no such folder
 
 Each message is one sentence that says what is wrong and how to fix it.
-``accel.spelling.option`` spells the options in a message: ``opset=18`` in Python, ``--opset 18`` on the command line.
+``accel.spelling.option`` spells options in messages, as ``opset=18`` in Python and ``--opset 18`` on the command line.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ import errno
 import re
 from typing import ClassVar
 
-# The disk is full, the quota is used up, the file would exceed the largest size.
+# The error numbers of a full disk, an exhausted quota and a file above the size limit.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_space(error: BaseException | None) -> OSError | None:
-    """Returns the error of a full disk that caused ``error``, or None. Libraries wrap it in errors of their own."""
+    """Returns the error of a full disk that caused ``error``, or None. Also finds an error that a library wrapped in
+    its own."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return error
@@ -75,7 +76,7 @@ def whole_sentences(error: object, most: int = 240) -> str:
 
 
 class AccelError(Exception):
-    """The root of the tree. ``exit_code``: the exit code of the command line."""
+    """The root of the tree. ``exit_code`` is the exit code of the command line."""
 
     exit_code: ClassVar[int] = 1
 
@@ -91,11 +92,12 @@ class BadSource(UsageError):
 
 
 class InvalidModel(BadSource):
-    """The file is not the model it says it is: empty, truncated, corrupt or hostile."""
+    """The file is no valid model, because it is empty, truncated, corrupt or hostile."""
 
 
 class FailsOnInputs(BadSource):
-    """A source that its framework can't run on inputs of these shapes. ``reason``: the message without the advice."""
+    """A source that its framework can't run on inputs of these shapes. ``reason`` is the error message without the
+    advice."""
 
     reason: str = ""
 
@@ -133,10 +135,10 @@ class UnsupportedHere(UsageError):
 
 
 class MissingExtra(UsageError):
-    """A library is not installed. ``what``: the library; ``extra``: the pip extra that brings it."""
+    """A library is not installed. ``what`` is the library, and ``extra`` is the pip extra that installs it."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(what, extra)  # both are args, so that the error survives pickling
+        super().__init__(what, extra)  # both values are in ``args``, so that the error survives pickling
         self.what = what
         self.extra = extra
 
@@ -163,8 +165,8 @@ class SignatureDrift(StageFailed):
 class GateFailed(AccelError):
     """A stage's output differs from its input by more than the gate's limit.
 
-    ``value``: the relative error; None if one of the two could not run. ``finding``: the message without the path of
-    the rejected file; empty if no file was set aside.
+    ``value`` is the relative error, or None if the input or the output could not run. ``finding`` is the message
+    without the path of the rejected file, or empty if no rejected file was saved.
     """
 
     value: float | None = None
@@ -182,7 +184,7 @@ class RunFailed(AccelError):
 class ValuesOutOfRange(RunFailed, BadFeeds):
     """A model failed because an integer input is out of range, such as a token id beyond the vocabulary.
 
-    The caller has to change the inputs, so the error is a ``BadFeeds``, too.
+    Derives from ``BadFeeds``, because the caller has to change the inputs.
     """
 
 
@@ -199,7 +201,7 @@ class BadCheckpoint(AccelError):
 
 
 class ChildCrashed(AccelError):
-    """A native library died in its child process. ``died``: the signal or the exit code of the process."""
+    """A native library died in its child process. ``died`` is the signal or the exit code of the process."""
 
     died: str = ""
 

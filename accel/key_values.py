@@ -13,8 +13,8 @@ def read_key_values(
 ) -> dict[str, Any]:
     """Returns the values of ``texts``, each ``KEY=VALUE``, by key. If a key repeats, tuples are joined.
 
-    ``known``: for each key its parser, which raises ``KeyError`` or ``ValueError`` for a bad value, and an example.
-    ``underscores``: accepts underscores for the hyphens of a key.
+    ``known`` maps each key to its parser, which raises ``KeyError`` or ``ValueError`` for a bad value, and an example.
+    ``underscores`` accepts underscores in place of the hyphens of a key.
 
     Raises ``BadInputSpec`` if a text can't be read.
     """

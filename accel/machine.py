@@ -24,17 +24,17 @@ _MEMORY_FILES = (
 
 
 def cpu_flags() -> frozenset[str]:
-    """Returns the instruction sets of an x86 CPU, named as in ``/proc/cpuinfo``. Empty if the system lists none."""
+    """Returns the instruction sets of an x86 CPU, named as in ``/proc/cpuinfo``. Returns an empty set if the system
+    lists no flags."""
     lines = _text(_CPU_INFO).splitlines()
     found = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == "flags")
     return frozenset(next(found, "").split())
 
 
 def int8_saturates() -> bool:
-    """Tells whether products of uint8 and int8 may come out wrong on this CPU.
-
-    An x86 CPU without VNNI adds two products in 16 bits, and the sum of the largest two does not fit (ONNX Runtime,
-    "Quantize ONNX models", on ``reduce_range``). Returns True for an x86 CPU whose instruction sets are unknown.
+    """Tells whether products of uint8 and int8 may saturate on this CPU. An x86 CPU without VNNI adds two products in
+    16 bits, which the largest sums exceed (ONNX Runtime, "Quantize ONNX models", on ``reduce_range``). Returns True for
+    an x86 CPU whose instruction sets are unknown.
     """
     return platform.machine() in ("x86_64", "AMD64") and not cpu_flags() & _VNNI
 
@@ -42,16 +42,15 @@ def int8_saturates() -> bool:
 def available_cores() -> int:
     """Returns the number of logical cores that this process may use.
 
-    A CPU affinity mask (taskset) or a container's limit on CPU time can make it smaller than the machine's number.
+    A CPU affinity mask (taskset) or a container's CPU limit can make this number smaller than the machine's core count.
     """
     return cpu_limit() or _cores()
 
 
 def cpu_limit() -> int:
-    """Returns the number of cores that this container's CPU time pays for, rounded up.
-
-    Returns 0 if there is no limit, or if the limit covers all cores. Reads Linux control groups: version 2 has
-    ``cpu.max`` (quota and period in microseconds), version 1 has a file for each.
+    """Returns this container's CPU limit in cores, rounded up. Returns 0 if there is no limit, or if the limit covers
+    all cores. Reads Linux control groups: version 2 has ``cpu.max`` (quota and period in microseconds), version 1 a
+    file for the quota and a file for the period.
     """
     try:
         if (file := _CGROUP / "cpu.max").is_file():
@@ -65,8 +64,8 @@ def cpu_limit() -> int:
 
 
 def available_memory() -> int | None:
-    """Returns how many bytes processes can still take before the system or this container (Linux control groups) runs
-    out of memory. Returns None if the system doesn't say."""
+    """Returns the number of bytes that are left before the system or this container (Linux control groups) runs out of
+    memory. Returns None if the system doesn't say."""
     found = _number(_MEMORY_INFO, r"MemAvailable:\s+(\d+) kB")
     rooms = [] if found is None else [found * 1024]
     for limit, usage, statistics, droppable in _MEMORY_FILES:
@@ -79,8 +78,8 @@ def available_memory() -> int | None:
 def trim_memory() -> None:
     """Return freed memory to the system, if the C library can (glibc's malloc_trim(3)).
 
-    Weights are allocated in pieces too small for glibc to map separately. Without this call, the process keeps about
-    the size of a closed model, and as much again for each model it opens later.
+    glibc does not return small freed blocks, such as most weights, by itself. Without this call, the process keeps
+    about the size of each closed model.
     """
     if (function := _malloc_trim()) is not None:
         function(0)
@@ -91,7 +90,7 @@ def _cores() -> int:
 
 
 def _text(file: Path) -> str:
-    """Returns the text of a file of the kernel; empty if it can't be read."""
+    """Returns the text of a kernel file, or "" if the file can't be read."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -99,7 +98,7 @@ def _text(file: Path) -> str:
 
 
 def _number(file: Path, pattern: str) -> int | None:
-    """Returns the number that ``pattern`` finds at the start of a line of ``file``; None if no line matches."""
+    """Returns the number that ``pattern`` finds at the start of a line of ``file``, or None if no line matches."""
     found = re.search("^" + pattern, _text(file), re.MULTILINE)
     return int(found[1]) if found else None
 
@@ -108,5 +107,5 @@ def _number(file: Path, pattern: str) -> int | None:
 def _malloc_trim() -> Any:
     try:
         return getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):  # the platform can't open the running program as a library
+    except (OSError, TypeError):  # a platform whose C library can't be opened this way
         return None

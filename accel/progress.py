@@ -1,4 +1,4 @@
-"""Progress reports: long work reports how far it is, and whoever watches decides what a person sees."""
+"""Progress reports of long work, which a watcher displays."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from contextvars import ContextVar
 
 from accel.cancel import check_cancelled
 
-# Takes a message and the fraction that is done (None if nobody can know it).
+# Takes a message and the fraction that is done (None if unknown).
 Sink = Callable[[str, float | None], None]
 
 _sink: ContextVar[Sink | None] = ContextVar("accel_progress_sink", default=None)
 
 
 def report(message: str, fraction: float | None = None) -> None:
-    """Tell the current watcher, if there is one. Raises the error of ``check_cancelled`` if the work has to end."""
+    """Report progress to the current watcher, if there is one. Raises the error of ``check_cancelled`` if the work has
+    to end."""
     sink = _sink.get()
     if sink is not None:
         sink(message, fraction)
@@ -24,7 +25,7 @@ def report(message: str, fraction: float | None = None) -> None:
 
 @contextmanager
 def watched_by(sink: Sink) -> Iterator[None]:
-    """Sends every report made inside to ``sink``."""
+    """Sends every report made in the block to ``sink``."""
     token = _sink.set(sink)
     try:
         yield

@@ -28,7 +28,7 @@ _SPEC = re.compile(
 )
 
 
-# numpy computes a dtype's name on every call, which would cost a server more than the rest of the check.
+# The name is cached, because numpy computes a dtype's name on every call, which would dominate a server's check.
 dtype_name = lru_cache(maxsize=64)(str)
 
 
@@ -46,11 +46,11 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named tensor. ``dtype``: a name from ``DTYPES``. ``shape``: a dynamic dim is a string (``"batch"``).
+    """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
 
-    ``values``: the smallest and the largest value of integers that stand for something, such as token ids. Example
-    inputs are drawn from this range, so that they use the whole table of an embedding and never leave it.
-    ``optional``: the model has a default for this input and runs without it.
+    ``values`` is the range of integers with a meaning, such as token ids. Example inputs are drawn from this range, so
+    that they cover exactly the rows of an embedding table. ``optional`` is True if the model has a default for this
+    input.
     """
 
     name: str
@@ -75,7 +75,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Reads ``x:float32[batch,3,32,32]``, with the range of integers ``ids:int64[batch,sequence]{0..30521}``.
+        """Reads ``x:float32[batch,3,32,32]``, or with a range of integers ``ids:int64[batch,sequence]{0..30521}``.
 
         Raises ``BadInputSpec`` if the text can't be read.
         """
@@ -108,16 +108,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class DimRange:
-    """The range of a dynamic dim: its smallest, most usual and largest size.
+    """The range of a dynamic dim, with its smallest, most usual and largest size.
 
-    Every valid size is a multiple of ``step``. For example, a net that halves an image twice and then doubles it twice
-    takes multiples of 4.
+    Every valid size is a multiple of ``step``. For example, a net that downsamples an image twice by 2 and then
+    upsamples it takes multiples of 4.
     """
 
     min: int
     opt: int
     max: int
-    # A step of 1 isn't recorded, so that artifacts made by versions of accel without steps keep their hashes.
+    # A step of 1 isn't recorded, so that older artifacts without steps keep their hashes.
     step: int = field(default=1, metadata={"omit_default": True})
 
     def __post_init__(self) -> None:
@@ -137,7 +137,8 @@ class DimRange:
 
     @classmethod
     def parse(cls, text: str) -> DimRange:
-        """Reads ``8:128:512`` (min:opt:max), or with a step ``16:32:64:4``. Raises ``BadInputSpec`` for other texts."""
+        """Reads ``8:128:512`` (min:opt:max), or with a step ``16:32:64:4``. Raises ``BadInputSpec`` for malformed
+        texts."""
         try:
             numbers = [int(part) for part in text.split(":")]
         except ValueError:
@@ -151,14 +152,13 @@ class DimRange:
 
     @classmethod
     def default(cls, dim: str) -> DimRange:
-        """Returns the range of a dim that nobody gave one: 1 to 8 for the batch, 2 to 64 for others."""
+        """Returns the default range of a dim, which is 1 to 8 for the batch and 2 to 64 for others."""
         return cls(1, 1, 8) if dim == BATCH else cls(2, 16, 64)
 
     @classmethod
     def within(cls, low: int, opt: int, high: int, step: int) -> DimRange | None:
-        """Returns the range of the multiples of ``step`` from ``low`` to ``high``; None if there is no multiple.
-
-        The usual size is the largest multiple up to ``opt``, or the smallest of the range.
+        """Returns the range of the multiples of ``step`` from ``low`` to ``high``, or None if there is no multiple. The
+        usual size is the largest multiple up to ``opt``, or else the smallest multiple in the range.
         """
         low, high = -(-low // step) * step, high // step * step
         return cls(low, min(max(opt // step * step, low), high), high, step) if low <= high else None
@@ -172,35 +172,35 @@ class DimRange:
         return max(size // self.step, 1) * self.step
 
     def beside(self, size: int) -> str:
-        """Returns the nearest multiples of the step below and above ``size`` for a message: ``32 or 36``."""
+        """Returns the nearest multiples of the step below and above ``size`` for a message, such as ``32 or 36``."""
         found = {self.down(size), self.up(size)}
         return " or ".join(map(str, sorted(found)))
 
     def to_hold(self, size: int) -> str:
-        """Returns this range, widened to hold ``size``, in the form that ``--dim`` takes."""
+        """Returns this range, widened to hold ``size``, as a text for ``--dim``."""
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
         """Returns this range as the replacement of ``known``.
 
-        Takes the step of ``known`` if this range has none and all its sizes are multiples of that step.
+        The result gets the step of ``known`` if this range has no step and its sizes are multiples of that step.
         """
         if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
             return self
         return replace(self, step=known.step)
 
     def to_json(self) -> list[int]:
-        """Returns ``[min, opt, max]``, followed by the step unless it is 1; ``DimRange(*body)`` reads it."""
+        """Returns ``[min, opt, max]``, followed by the step if it isn't 1, for ``DimRange(*body)``."""
         return [self.min, self.opt, self.max, *([self.step] if self.step != 1 else [])]
 
 
 def shapes_of(arrays: Mapping[str, np.ndarray]) -> str:
-    """Returns the names and shapes of ``arrays`` for a message: ``x [2, 3], mask [2]``."""
+    """Returns the names and shapes of ``arrays`` for a message, such as ``x [2, 3], mask [2]``."""
     return ", ".join(f"{name} {list(value.shape)}" for name, value in arrays.items())
 
 
 def merged_ranges(known: Mapping[str, DimRange], given: Mapping[str, DimRange]) -> dict[str, DimRange]:
-    """Returns ``known`` with the ranges of ``given`` in place of its own. ``DimRange.over`` sets their steps."""
+    """Returns ``known`` with the ranges of ``given`` in place of its own. ``DimRange.over`` sets the steps."""
     return {**known, **{dim: found.over(known.get(dim)) for dim, found in given.items()}}
 
 
@@ -230,7 +230,8 @@ class Signature:
 
     @property
     def batch_dim(self) -> str | None:
-        """Returns the dim that stacks samples: ``batch``, else the dynamic first dim of all inputs, else None."""
+        """Returns the batch dim, which is the dim called ``batch``, else the dynamic first dim of all inputs, else
+        None."""
         if BATCH in self.dims:
             return BATCH
         first = {spec.shape[0] for spec in self.inputs if spec.shape}
@@ -239,17 +240,18 @@ class Signature:
 
     @property
     def fixed_batch(self) -> int | None:
-        """Returns the first fixed first dim of an input; None if the first dim of every input is dynamic."""
+        """Returns the first dim of the first input whose first dim is fixed, or None if all first dims are dynamic."""
         return next((s.shape[0] for s in self.inputs if s.shape and isinstance(s.shape[0], int)), None)
 
     @property
     def batch_unit(self) -> int:
-        """Returns the number that divides every batch: the fixed batch, else the batch dim's step, else 1."""
+        """Returns the number that divides every batch size, which is the fixed batch, else the batch dim's step, else
+        1."""
         batch = self.batch_dim
         return self.fixed_batch or (self.dims[batch].step if batch else 1)
 
     def input(self, name: str) -> TensorSpec:
-        """Returns the input called ``name``. Raises ``StopIteration`` if there is none."""
+        """Returns the input called ``name``. Raises ``StopIteration`` if no input has this name."""
         return next(spec for spec in self.inputs if spec.name == name)
 
     def with_dims(self, dims: Mapping[str, DimRange]) -> Signature:
@@ -257,7 +259,7 @@ class Signature:
         return replace(self, dims=merged_ranges(self.dims, dims))
 
     def sizes(self, **given: int) -> dict[str, int]:
-        """Returns a size for every dynamic dim: the given size, else the most usual size of its range."""
+        """Returns a size for every dynamic dim, which is the given size, else the most usual size of its range."""
         self.known(given)
         return {d: given.get(d, r.opt) for d, r in self.dims.items()}
 
@@ -278,9 +280,8 @@ class Signature:
         return given
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
-        """Returns the sizes that every gate runs on: batch 1, 2 and the largest, other dims at min, opt and max.
-
-        ``largest_batch`` limits the batch; it is rounded up to a multiple of the batch dim's step.
+        """Returns the sizes that every gate runs on, with batch 1, 2 and the largest batch, and other dims at min, opt
+        and max. ``largest_batch`` limits the batch, rounded up to a multiple of the batch dim's step.
         """
         if not self.dims:
             return [{}]
@@ -297,7 +298,7 @@ class Signature:
         return [c for i, c in enumerate(found) if c not in found[:i]]
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
-        """Returns random inputs that the model accepts, equal for equal seeds. ``sizes``: sizes of dynamic dims.
+        """Returns random inputs that the model accepts, equal for equal seeds. ``sizes`` gives sizes of dynamic dims.
 
         Floats are normally distributed, and integers lie inside their ``values`` (0 and 1 if the spec has none). An
         input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
@@ -362,18 +363,18 @@ class Signature:
     def beyond(self, feeds: Feeds) -> str:
         """Returns a phrase for a dim of ``feeds`` beyond its range, as "sequence is 600, beyond 512", else "".
 
-        Feeds that ``check_feeds`` accepts may run beyond the range. The range only says which sizes were proven.
+        ``check_feeds`` also accepts feeds beyond the range, which only tells the verified sizes.
         """
         found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
         return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")
 
     @cached_property
     def _stepped(self) -> Mapping[str, DimRange]:
-        """Returns the dims whose step isn't 1. The result is kept because a server checks every request."""
+        """Returns the dims whose step isn't 1. The result is cached, because a server checks every request."""
         return {dim: found for dim, found in self.dims.items() if found.step != 1}
 
     def describe_inputs(self) -> str:
-        """Returns the inputs for a message, each as ``TensorSpec.parse`` reads it."""
+        """Returns the inputs for a message, each in the notation of ``TensorSpec.parse``."""
         return ", ".join(map(str, self.inputs))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Spells the options in messages: ``opset=16`` for a Python caller, ``--opset 16`` for a user of the command line.
+"""Spells the options in messages as ``opset=16`` for a Python caller and as ``--opset 16`` on the command line.
 
-Code that both callers reach writes ``option("opset", 16)`` into its message, with the name of the Python argument. The
-command line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The
-spelling is a setting of the process, like a language: notes and errors of all threads follow it, and a ``Child`` gets
-the spelling of each call with the call.
+Code for both kinds of callers writes ``option("opset", 16)`` into its message, with the name of the Python argument.
+The command line runs each command within ``on_command_line()``; everywhere else options are spelled as arguments. The
+spelling applies to the notes and errors of all threads of the process, and each call of a ``Child`` passes the spelling
+on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Arguments that the command line spells with another word. Every other argument is spelled --like-this.
+# Arguments with a different name on the command line. Every other argument is spelled --like-this.
 FLAGS: Mapping[str, str] = {
     "out": "-o",
     "inputs": "--input",
@@ -28,7 +28,7 @@ FLAGS: Mapping[str, str] = {
 }
 # Options of the command line that are fields of an argument in Python.
 ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
-# The switches of the command line for boolean arguments. Every other switch is spelled --like-this and stands for True.
+# The command line's switches for boolean arguments. Every other switch is spelled --like-this and means True.
 SWITCHES: Mapping[tuple[str, bool], str] = {
     ("use_cache", False): "--no-cache",
     ("simplify", False): "--no-simplify",
@@ -63,7 +63,7 @@ def flag(name: str) -> str:
 def option(name: str, value: Any = _NO_VALUE) -> str:
     """Returns the option of the Python argument ``name`` in the caller's spelling, with ``value`` if given.
 
-    A list stands for an option that is repeated on the command line. A mapping stands for repeated ``KEY=VALUE``.
+    On the command line, a list becomes a repeated option and a mapping becomes repeated ``KEY=VALUE``.
 
     >>> option("opset", 16), option("weights"), option("dims", {"height": "16:32:64"})
     ('opset=16', 'weights=', "dims={'height': '16:32:64'}")

@@ -1,7 +1,7 @@
-"""Running a stage: taken from the cache or made, checked against the contract, gated, recorded.
+"""Runs a stage or takes its result from the cache, checks its contract and gates, and records the result.
 
-A stage is a pure function ``stage(src: Artifact, config: StageConfig, out: Path) -> Artifact``. A stage writes ``out``
-and its companions, and nothing else. ``run_stage`` does everything around that, in the same way for all stages.
+A stage is a pure function of an ``Artifact``, a ``StageConfig`` and the path ``out`` that returns an ``Artifact``. A
+stage writes only ``out`` and its companions. ``run_stage`` does everything else, in the same way for all stages.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ from accel.errors import (
 )
 from accel.machine import trim_memory
 from accel.progress import report
+from accel.spelling import option
 from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage, get_stage
 from accel.version import __version__
 
-# accel calls a disk with fewer free bytes full, even if only a small file is to be written.
+# A disk with fewer free bytes counts as full, even if the file to write is smaller.
 _LITTLE_ROOM = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """The options of a stage. Every option that can change the result is a field; a ``Path`` counts by its content.
+    """The options of a stage. Every option that can change the result is a field. A ``Path`` is identified by its
+    content.
 
     A field that is added later has ``metadata={"omit_default": True}``: with its default it is not part of the cache
     key, so results made before the field existed stay valid.
     """
 
 
-# Stands for a relative error that isn't finite, because JSON has no infinity. The note of the result says why.
+# Replaces a relative error that isn't finite, because JSON has no infinity. The note of the result gives the reason.
 NOT_FINITE = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """One comparison. ``passed``: None if this machine could not run the comparison (``note`` says why)."""
+    """One comparison. ``passed`` is None if this machine could not run the comparison (``note`` gives the reason)."""
 
     gate: str
     case: str
@@ -71,7 +73,7 @@ class GateResult:
 
     @property
     def finding(self) -> str:
-        """Returns the numbers in words, or the note if there are no numbers."""
+        """Returns the value and the limit in words, or the note if there is no finite value."""
         if self.value is None or self.limit is None or self.value >= NOT_FINITE:
             return self.note or "the reference is all zeros, and this is not"
         return f"{self.metric} is {self.value:.3g}, the limit is {self.limit:.3g}"
@@ -87,11 +89,11 @@ class Gate(Protocol):
 
 
 class Proof:
-    """Checks the files that a stage writes: the contract with ``src`` first, then every gate of the run.
+    """Checks the contract of a stage's files with ``src``, and then every gate of the run.
 
-    A stage that tries several files (``proves`` in its row of the table) gets the proof of its run and checks each file
-    with it. ``run_stage`` checks the returned file again. The proof keeps the results of the last file, so that a model
-    runs once at each shape.
+    A stage that tries several files (``proves`` in its row of the table) gets the ``Proof`` of its run and checks each
+    file. ``run_stage`` checks the returned file again. The results of the last file are cached, so that a model runs
+    once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -103,7 +105,7 @@ class Proof:
         self._results: tuple[GateResult, ...] = ()
 
     def of(self, result: Artifact) -> tuple[Artifact, tuple[GateResult, ...]]:
-        """Returns ``result`` with the signature that its own bytes show, and the comparisons of the gates.
+        """Returns ``result`` with the signature read from its file, and the comparisons of the gates.
 
         Raises ``SignatureDrift`` if the contract is broken. A comparison over its limit is returned, not raised.
         """
@@ -131,7 +133,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def config_json(config: StageConfig) -> dict[str, Any]:
-    """Returns the options as JSON values, for the cache key and the record. A path becomes its name and sha256."""
+    """Returns the options as JSON values, for the cache key and the record. Replaces a path by its name and sha256."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):
@@ -151,7 +153,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether ``field`` is left out of the record: a later addition (``omit_default``) with its default value."""
+    """Tells whether ``field`` is left out of the record, as a later addition (``omit_default``) with its default
+    value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -176,8 +179,8 @@ def run_stage(
     """Run a stage, or take its result from the cache, and copy the result to ``out`` (None: leave it in the cache).
 
     Raises ``UnsupportedHere`` if ``src`` is of the wrong kind, ``StageFailed`` or a subclass if the stage fails,
-    ``SignatureDrift`` if the result breaks the contract, and ``GateFailed`` if its outputs are off. The bad file is
-    then set aside as ``<out>.rejected``, and ``out`` is left as it was.
+    ``SignatureDrift`` if the result breaks the contract, and ``GateFailed`` if its outputs differ by more than a limit.
+    A failed gate saves the bad file as ``<out>.rejected`` and leaves ``out`` unchanged.
     """
     stage = stage or get_stage(name)
     if src.kind not in stage.takes:
@@ -216,7 +219,7 @@ def run_stage(
 def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | None = None) -> None:
     """Raises ``CannotWrite`` if ``folder`` has no room for a file as large as ``src``.
 
-    Libraries that run out of space give other reasons, or silently write half a file.
+    Libraries that run out of space report other causes, or silently write half a file.
     """
     size = max(_LITTLE_ROOM, sum(file.stat().st_size for file in src.files if file.is_file()))
     allocate = getattr(os, "posix_fallocate", None)
@@ -231,7 +234,7 @@ def _check_room(stage: Stage, src: Artifact, folder: Path, error: Exception | No
 
 
 def _as_made_from(made: Artifact, src: Artifact) -> Artifact:
-    """Returns a cached artifact with the present paths of its source and input, whose bytes are the same."""
+    """Returns a cached artifact with the current paths of its source and input instead of the recorded paths."""
     assert made.manifest is not None
     record = {**made.history[-1], "input_path": str(src.path.absolute())}
     manifest = replace(made.manifest, source=src.source, stages=(*src.history, record))
@@ -259,7 +262,7 @@ def _make(
         result: Artifact = interruptible(function, src, config, inside, *((proof,) if stage.proves else ()))
     trim_memory()
     if not result.path.is_file() or result.path.stat().st_size == 0:
-        raise StageFailed(f"stage {stage.name} wrote no output; run it again with --no-cache")
+        raise StageFailed(f"stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")
     seconds = time.monotonic() - started
     result, results = proof.of(result)
     for failed in (r for r in results if r.passed is False):
@@ -296,11 +299,11 @@ def _make(
 
 
 def _set_aside(result: Artifact, out: Path) -> Path:
-    """Copy the main file of a rejected result beside ``out``. Returns the path of the copy."""
+    """Copy the main file of a rejected result to a path beside ``out``. Returns the path of the copy."""
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(result.path, aside)  # a copy, because the scratch folder may be on another disk
     except OSError as error:
-        raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another -o") from error
+        raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another {option('out')}") from error
     return aside

@@ -19,8 +19,8 @@ from .export import TO_ONNX, to_onnx_config, usual_limit
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An ONNX model. ``source``: the source it was exported from, or None if the user gave the ONNX model itself.
-    ``limit``: the largest relative error of the export."""
+    """An ONNX model. ``source`` is the model that ``artifact`` was exported from, or None if the user gave an ONNX
+    model. ``limit`` is the largest relative error of the export."""
 
     artifact: Artifact
     source: Artifact | None = None
@@ -29,8 +29,8 @@ class Exported:
     def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
         """Runs the model and its source on ``samples`` samples of ``data`` (see ``check_samples``).
 
-        Returns two texts. The first warns if the outputs differ by rounding, but by more than the gate of an export
-        allows. The second warns if outputs are NaN. A text is empty if there is nothing to warn of.
+        Returns two texts. The first text warns of rounding above the limit of the export gate, the second of NaN
+        outputs. A text is empty if there is nothing to warn of.
         """
         tolerance = max(ROUNDING, self.limit)
         apart = check_samples(self.artifact, data, samples, cache, source=self.source, tolerance=tolerance)
@@ -48,7 +48,7 @@ def as_onnx(source: Source, cache: StageCache) -> Exported:
     """Opens ``source`` and exports it to ONNX if it is no ONNX model yet.
 
     Raises the errors of ``accel.export``, ``UsageError`` for a form that is made from ONNX (an engine, an IR), and
-    ``BadInputSpec`` for an ONNX file without a manifest that doesn't run at its own sizes.
+    ``BadInputSpec`` for an ONNX file without a manifest that fails at a size of its signature.
     """
     src = source.open()
     if src.kind in TO_ONNX:

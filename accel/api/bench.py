@@ -1,4 +1,4 @@
-"""Times several forms of a model beside one another."""
+"""Times several versions of a model side by side."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 # The number of batches of the user's data that run in turn: enough to average over their contents.
 _DATA_BATCHES = 8
-# Sessions of these kinds run in the TensorFlow process. A benchmark has a process for each candidate, so the sessions
-# are opened directly in that process.
+# Sessions for TensorFlow and TFLite models run in the TensorFlow process. A benchmark has a process for each candidate,
+# so the sessions are opened directly in that process.
 _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
@@ -64,18 +64,18 @@ def bench(
     """Times ``candidates`` beside ``against`` (default: the first candidate), each in a process of its own.
 
     A candidate is an artifact, the folder of an artifact, an ONNX file or a source. An artifact runs on the runtime it
-    was optimized for. ``also``: further runtimes for PyTorch sources, besides eager: ``torch-compile``. ``sizes``:
-    sizes of the dynamic dims; by default the usual sizes of ``against``. ``data``: an .npz file whose first batches are
-    the inputs; by default the inputs are random.
+    was optimized for. ``also`` adds runtimes for PyTorch sources to eager mode, such as ``torch-compile``. ``sizes``
+    gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is an .npz file whose first
+    batches are the inputs, which are random by default.
 
-    ``threads``, ``streams``: threads and simultaneous runs of every candidate. By default a candidate has the numbers
-    recorded with it, or all cores of this process and one stream. With several streams the report compares throughputs.
-    ``cuda_graph``: launch the kernels of engines as CUDA graphs. ``rounds``, ``block_seconds``, ``budget_seconds`` and
-    ``seed``: see ``accel.timing.paired.measure``.
+    ``threads``, ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a candidate
+    has the numbers recorded with it, or all cores of this process and one stream. With several streams the report
+    compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs. ``accel.timing.paired.measure``
+    describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
-    ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``, for all candidates that are sources; a
-    TensorFlow option goes to the models of its form. A source that doesn't declare its inputs gets the inputs of the
-    first artifact.
+    ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for all candidates that are sources. An
+    option of one TensorFlow file format applies to the models of that format. A source that doesn't declare its inputs
+    gets the inputs of the first artifact.
 
     Compares the outputs with the outputs of ``against`` before timing. A candidate that fails gets a row with the
     reason. Raises ``BadSource`` if a model is not found, ``BadData`` if the data doesn't fit, and ``BadInputSpec`` for
@@ -138,9 +138,9 @@ def sweep(
 ) -> Sweep:
     """Runs ``bench`` at every pair of ``batches`` and ``lengths``. Returns a report for each pair, ordered by batch.
 
-    The length is the only dynamic dim besides the batch. Samples of ``data`` are cut or repeated to each shape.
-    ``how``: ``rounds``, ``block_seconds``, ``budget_seconds``, ``threads``, ``streams``; the budget is for each shape.
-    All other arguments are those of ``bench``. Raises ``UsageError`` if the model has no such dim.
+    The length is the only dynamic dim besides the batch. Samples of ``data`` are cut or repeated to each shape. ``how``
+    takes ``rounds``, ``block_seconds``, ``budget_seconds`` (for each shape), ``threads`` and ``streams``. All other
+    arguments are those of ``bench``. Raises ``UsageError`` if the model doesn't have the dims to vary.
 
     >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
     """
@@ -197,7 +197,7 @@ def _shapes(
 
 def _check_declared(artifact: Artifact, sizes: Mapping[str, int]) -> None:
     """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range an
-    engine was built for. The default ranges of accel limit no sizes."""
+    engine was built for. Ranges that accel assumed by default limit no sizes."""
     for dim, size in sizes.items():
         known = artifact.signature.dims.get(dim)
         if known is None or known.min <= size <= known.max:  # an unknown dim is refused later
@@ -223,7 +223,7 @@ def _candidates(
     cuda_graph: bool,
     options: SourceOptions,
 ) -> list[Candidate]:
-    """Opens and names everything to time, the baseline first."""
+    """Opens and names every model to time, the baseline first."""
     for runtime in also:
         if "torch" not in get_runtime(runtime).kinds:
             allowed = ", ".join(name for name, r in RUNTIMES.items() if "torch" in r.kinds)
@@ -244,7 +244,7 @@ def _candidates(
             session = {"cuda_graph": True} if cuda_graph and artifact.kind == "engine" else {}
             ready.append(Candidate(name=name, artifact=artifact, runtime=runtime, options=session, opener=opener))
     if also and not any(a.kind == "torch" for a in artifacts):
-        raise UsageError(f"{also[0]} runs PyTorch sources and none was given; name one with {option('against')}")
+        raise UsageError(f"{also[0]} runs PyTorch sources, but none is given; name one with {option('against')}")
     return ready
 
 
@@ -315,7 +315,7 @@ def _feeds(artifact: Artifact, sizes: Mapping[str, int], data: Path | None, seed
 
 
 def _in_one(feeds: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Joins the numbers of each input into one row, because the shapes of several files may differ."""
+    """Flattens and concatenates the batches of each input, because their shapes may differ."""
     import numpy as np
 
     return {name: np.concatenate([one[name].ravel() for one in feeds]) for name in feeds[0]}

@@ -28,12 +28,12 @@ _BATCH = 8
 class BisectReport:
     """The result of a bisection.
 
-    ``divergence``: the first difference, or None if the outputs agree within ``limit``. ``tensors``: the number of
-    paired tensors; ``by_structure`` of them were paired by structure. ``unmatched``: the number of tensors without a
-    counterpart. ``harmless``: tensors that differ without an effect on the outputs. ``earlier``: tensors before the
-    first difference that differ as well; None without ``scan``. ``notes``: the ONNX files that stood in for an engine
-    or an IR. ``as_run``: set if the ONNX form of the candidate agrees with the reference but the candidate's own
-    runtime computes something else: the output that differs most. No node is to blame then.
+    ``divergence`` is the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
+    paired tensors, and ``by_structure`` the number paired by structure. ``unmatched`` is the number of tensors without
+    a counterpart. ``harmless`` lists tensors that differ without an effect on the outputs. ``earlier`` lists differing
+    tensors before the first difference, and is None without ``scan``. ``notes`` names the ONNX files that were compared
+    in place of an engine or an IR. ``as_run`` is the output that differs most if the candidate differs only in its own
+    runtime, while its ONNX file agrees with the reference.
     """
 
     divergence: Divergence | None
@@ -83,15 +83,15 @@ def bisect(
     """Finds the first node at which ``candidate`` differs from ``reference``: two ONNX models with the same inputs and
     outputs, after any stages (simplified, cast, quantized).
 
-    For an engine or an OpenVINO model, looks into the last ONNX form it was made from, if that file is still as the
-    manifest records it. If this machine can run the engine or the OpenVINO model, compares its outputs with that ONNX
-    form as well.
+    For an engine or an OpenVINO model, searches the last ONNX file it was made from, if the file still has its recorded
+    sha256. Compares the outputs of the engine or the OpenVINO model with that ONNX file too, if this machine can run
+    both.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs, with the rounding of their own dtypes after
-    every node. ``limit``: the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as equal;
-    the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs and holds the tensors
-    across one cut of the graph in memory. ``scan``: also compare every tensor before the difference.
-    ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``.
+    every node. ``limit`` is the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as
+    equal; the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs and holds the
+    tensors across one cut of the graph in memory. ``scan`` also compares every tensor before the difference. ``inputs``
+    to ``strip_training_ops`` set the fields of ``accel.Source``.
 
     Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest records none, ``UsageError`` if the inputs
     or outputs differ, ``BadData`` if the data doesn't fit.
@@ -122,14 +122,14 @@ def bisect(
         if {s.name for s in ours} != {s.name for s in theirs}:
             raise UsageError(
                 f"the {role} differ: {', '.join(s.name for s in ours)} and {', '.join(s.name for s in theirs)}; "
-                "give two forms of one model"
+                "give two versions of one model"
             )
         shapes = {spec.name: spec.shape for spec in theirs}
         for spec in ours:
             if len(spec.shape) != len(shapes[spec.name]):
                 raise UsageError(
                     f"{spec.name!r} has {len(spec.shape)} dims in one model and {len(shapes[spec.name])} in the other; "
-                    "give two forms of one model"
+                    "give two versions of one model"
                 )
     if limit is None:
         limit = BISECT_LIMITS[str(second.properties.get("precision", "fp32"))]
@@ -183,8 +183,8 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
 
 
 def _last_onnx(artifact: Artifact) -> Artifact | None:
-    """Returns the ONNX form that the last stage of ``artifact`` read. Returns None if that file is gone or has changed
-    since, or if the last stage read no ONNX file."""
+    """Returns the ONNX file that the last stage of ``artifact`` read. Returns None if that file is gone or has changed,
+    or if the last stage read no ONNX file."""
     if not artifact.history:
         return None
     record = artifact.history[-1]

@@ -1,4 +1,4 @@
-"""Lists the installed and the missing parts, and what each missing part would bring."""
+"""Lists the installed and the missing packages, and what each missing package would add."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.runtimes.base import get_runtime, has_nvidia_gpu
 from accel.tables.target import TARGETS
 from accel.timing.environment import environment
 
-# The build of TensorFlow without GPU code exists for x86 only.
+# TensorFlow's CPU-only package exists for x86 only.
 _TENSORFLOW = "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow"
 # Names of the same distributions in NVIDIA's images.
 _ALSO = {"tensorrt-cu13": "tensorrt"}
@@ -66,7 +66,7 @@ _PARTS = (
     ("tensorboard", "tensorboard", "train", "the event files of accel train"),
     ("torchdata", "torchdata", "train", "the data loader of accel train"),
 )
-# Parts of onnx2tf. The install line of onnx2tf is separate from the extras.
+# Parts of onnx2tf. The install command of onnx2tf is separate from the extras.
 _BESIDE = (
     ("onnx2tf", "onnx2tf", "what accel export --to saved_model and --to tflite are made with"),
     ("ai-edge-litert", "ai_edge_litert", "a part of onnx2tf"),
@@ -79,8 +79,8 @@ _BESIDE = (
 
 
 def doctor() -> dict[str, Any]:
-    """Returns ``python``, ``parts`` (each installed, or missing with its install line), ``targets`` (which this machine
-    can build for and run), ``machine`` and ``cache``."""
+    """Returns ``python``, ``parts`` (packages, with the install command of a missing one), ``targets`` (whether this
+    machine can build for and run each), ``machine`` and ``cache``."""
     return {
         "python": platform.python_version(),
         "parts": [

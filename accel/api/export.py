@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MIN_OPSET, MAX_OPSET, DEFAULT_OPSET = 13, 23, 20
 CHANNELS = ("auto", "first", "last")
-# The stage that makes ONNX of each kind of source.
+# The stage that converts each kind of source to ONNX.
 TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
 
 
@@ -53,19 +53,19 @@ def export(
     """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that both compute the
     same.
 
-    ``to``: ``onnx``, or a format to convert the ONNX model to, in the folder ``out``: ``saved_model``, ``tflite``,
-    ``ncnn``, ``openvino``, ``torch``.
+    ``to`` is ``onnx``, or the format to convert the ONNX model to (``saved_model``, ``tflite``, ``ncnn``, ``openvino``
+    or ``torch``), in the folder ``out``.
 
-    ``source`` and ``inputs`` to ``strip_training_ops``: see ``accel.Source``. The source may be an ONNX file, to change
-    its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes images, the dims ``height``
-    and ``width`` are the sizes of the images before resizing. ``opset``: the opset of the file; by default 20, or the
-    own opset of an ONNX file. ``preprocess``: pre- and postprocessing to put into the graph. ``channels``: the position
-    of the channels inside the graph of a TensorFlow model: ``first``, ``last``, or ``auto``, which takes the position
-    with fewer transposes; the inputs keep TensorFlow's layout. ``limit``: the largest relative error of an output after
-    each stage, for a net whose own float32 error exceeds the usual 1e-4.
+    ``accel.Source`` describes ``source`` and ``inputs`` to ``strip_training_ops``. The source may be an ONNX file, to
+    change its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes images, the dims
+    ``height`` and ``width`` are the sizes of the images before resizing. ``opset`` is the opset of the file; by default
+    20, or the opset of a source that is ONNX already. ``preprocess`` is pre- and postprocessing to put into the graph.
+    ``channels`` is the position of the channels (``first``, ``last`` or ``auto``) inside the graph of a TensorFlow
+    model; the inputs keep TensorFlow's layout. ``auto`` takes the position with fewer transposes. ``limit`` is the
+    largest relative error of an output after each stage, for a model whose float32 rounding exceeds the usual 1e-4.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
-    correct model, and ``GateFailed`` if a stage computes other outputs.
+    correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
     """
     out = Path(out)
     formats = export_formats()
@@ -115,7 +115,7 @@ def export(
 
 
 def _check_arguments(out: Path, to: str, opset: int | None, channels: str, limit: float | None) -> None:
-    """Raises an error for arguments of ``export`` that are wrong for any source."""
+    """Raises an error for arguments of ``export`` that no source can take."""
     if to not in export_formats():
         raise UnknownName(f"unknown format {to!r}; {option('to')} takes {', '.join(export_formats())}")
     if to == "onnx" and out.suffix != ".onnx":
@@ -148,9 +148,8 @@ def _dims_of_each(
 
 @contextmanager
 def _limit_named(limit: float | None) -> Iterator[None]:
-    """Adds advice to a gate that failed by little at its usual limit: pass a larger limit.
-
-    The float32 rounding of a deep recurrent net alone may exceed the usual limit.
+    """Adds the advice to pass a larger limit to a gate that slightly exceeded its usual limit. The float32 rounding of
+    a deep recurrent net alone may exceed the usual limit.
     """
     try:
         yield
@@ -172,9 +171,9 @@ def _as_asked(
     cache: StageCache,
     out: Path | None,
 ) -> Artifact:
-    """Returns an ONNX model with the opset and the shapes that the caller asked for.
+    """Returns an ONNX model with the opset and the shapes that the caller requested.
 
-    Returns ``src`` unchanged if the caller asked for none and gave no ``out``.
+    Returns ``src`` unchanged if the caller requested no change and no ``out``.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
     from accel.proof.gates import OutputGate
@@ -187,7 +186,8 @@ def _as_asked(
     known = {d for spec in (*given, *src.signature.inputs) for d in spec.shape if isinstance(d, str)}
     if unknown := set(ranges) - known:
         raise BadInputSpec(f"no input has a dim called {sorted(unknown)[0]!r}; the dims are {', '.join(sorted(known))}")
-    # An ONNX file can't record the range of an integer input: gates and later stages read it from the signature.
+    # An ONNX file can't record the range of an integer input, so gates and later stages read the range from the
+    # signature.
     values = {spec.name: spec.values for spec in given if spec.values}
     inputs_said = tuple(replace(s, values=values.get(s.name, s.values)) for s in src.signature.inputs)
     src = replace(src, signature=replace(src.signature, inputs=inputs_said))
@@ -233,7 +233,7 @@ def _to_onnx(
 
 
 def usual_limit(src: Artifact) -> float:
-    """Returns the largest relative error of a source's ONNX form, by the precision of the source."""
+    """Returns the largest relative error that the export of a source may have, by the precision of the source."""
 
     precision = src.properties.get("precision", "fp32")
     return EXPORT_LIMITS["tflite-int8" if precision == "int8" else precision]
@@ -262,7 +262,7 @@ def to_onnx_unjudged(src: Artifact) -> Artifact:
 
 
 def _from_onnx(src: Artifact, kind: Kind, limit: float | None, cache: StageCache, folder: Path) -> Artifact:
-    """Returns the ONNX artifact ``src`` as a model of ``kind`` in ``folder``. Only the last stage writes there."""
+    """Returns the ONNX artifact ``src`` as a model of ``kind``. Only the last stage writes to ``folder``."""
     from accel.proof.gates import OutputGate
 
     precision = src.properties.get("precision", "fp32")
@@ -288,7 +288,7 @@ def check_writable(out: Path) -> None:
     check_name(out)
     if out.is_dir():
         raise IsADirectoryError(21, "is a folder", str(out))
-    # The folder itself is made later, which fails if a broken link has its name.
+    # Creating the folder later would fail if a broken symlink has its name.
     for folder in out.absolute().parents:
         if folder.is_symlink() and not folder.exists():
             raise FileExistsError(17, "a link that leads nowhere", str(folder))

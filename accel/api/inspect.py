@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Inspection:
     """The result of an inspection.
 
-    ``chain``: the hashes that were checked, empty without ``check``. ``intact``: None without ``check``, False if a
-    hash doesn't hold. ``kernels``: the kernels of an engine in the order they run: name, type, dtypes and ONNX nodes of
-    each. ``problem``: the objection of the engine's toolkit to the engine; "" if there is none or the toolkit is
-    missing.
+    ``chain`` holds the hashes that were checked, none without ``check``. ``intact`` is False if a hash differs, and
+    None without ``check``. ``kernels`` lists the kernels of an engine in the order they run: name, type, dtypes and
+    ONNX nodes of each. ``problem`` is the toolkit's reason to refuse the engine, or "" if the toolkit accepts the
+    engine or is missing.
     """
 
     artifact: Artifact
@@ -78,13 +78,13 @@ def inspect(
     """Returns the signature, properties and history of ``model``.
 
     For everything but engines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
-    lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX for that, but not for a ``check`` without
-    a ``page``. ``check``: compute every hash of the model's chain again, from the file back to the weights, and let the
-    toolkit of an engine read the engine if the toolkit is installed.
+    lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX for these counts, but not for a ``check``
+    without a ``page``. ``check`` computes every hash of the model's chain again, from the file back to the weights.
+    ``check`` also has an engine read by its toolkit, if the toolkit is installed.
 
-    ``page``: write an HTML file that shows the graph, beside the graph of ``against`` if given.
-    ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``. A ``.pb`` or ``.meta`` file without
-    ``graph_inputs`` and ``graph_outputs`` is read between its likely inputs and outputs.
+    ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. ``inputs`` to
+    ``strip_training_ops`` set the fields of ``accel.Source``. A ``.pb`` or ``.meta`` file without ``graph_inputs`` and
+    ``graph_outputs`` is read between its likely inputs and outputs.
 
     Raises ``BadSource`` if the model is not found, ``ChainBroken`` if a model to ``check`` has no manifest, and
     ``UnsupportedHere`` for the page of an engine.
@@ -135,7 +135,8 @@ def inspect(
 
 
 def _engine_problem(engine: Artifact) -> str:
-    """Returns the toolkit's reason to refuse the engine. Returns "" if it takes the engine or is not installed."""
+    """Returns the toolkit's reason to refuse the engine, or "" if the toolkit accepts the engine or is not
+    installed."""
     from accel.converters.to_tensorrt.engine_from_onnx import check_engine
     from accel.runtimes.tensorrt_toolkit import toolkit_runtime
 
@@ -145,14 +146,14 @@ def _engine_problem(engine: Artifact) -> str:
 
 
 def _open(source: Source, warnings: list[str]) -> Artifact:
-    """Opens any model that can be shown. Unlike ``Source.open`` this takes an OpenVINO or ncnn model without a
-    manifest, a bare graph without named ends, and a graph with dropout."""
+    """Opens any model that can be shown. Unlike ``Source.open``, ``_open`` takes an OpenVINO or ncnn model without a
+    manifest, a frozen graph without named inputs and outputs, and a graph with dropout."""
     if isinstance(source.spec, Artifact):
         return source.spec
     path = source.path
     if path.is_file() and not manifest_path(path).is_file():
         if path.suffix == ".xml":
-            # In a child process: who wrote the file is not known, and OpenVINO's parser is native.
+            # An untrusted file could crash OpenVINO's native parser, so the parser runs in a child process.
             signature, properties = run_in_child("accel.converters.graph.read_ir:describe", path=path)
             return Artifact(path, "openvino", signature, properties=properties, companions=(f"{path.stem}.bin",))
         if path.suffix == ".param":
@@ -165,7 +166,8 @@ def _open(source: Source, warnings: list[str]) -> Artifact:
 
 
 def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifact:
-    """Opens a frozen graph or TF1 checkpoint between its named ends, or its likely ends if none are named."""
+    """Opens a frozen graph or TF1 checkpoint with the named inputs and outputs, or the likely ones if none are
+    named."""
     from accel.sources.tensorflow.process import in_tensorflow
     from accel.sources.tensorflow.source import TensorFlowSpec, form_of
 
@@ -187,7 +189,7 @@ def _open_stripped(source: Source, warnings: list[str]) -> Artifact:
 
 
 def _open_unchecked(source: Source) -> Artifact:
-    """Opens the artifact as its manifest describes it, damaged or not: the check finds the damage."""
+    """Opens the artifact as its manifest describes it, without checking the hashes."""
     if not isinstance(source.spec, Artifact) and manifest_path(source.path).is_file():
         return Artifact.open(source.path)
     return source.open()

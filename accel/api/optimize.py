@@ -1,4 +1,4 @@
-"""``accel.optimize``: from a model to its fastest form that is still right."""
+"""``accel.optimize`` turns a model into the fastest candidate whose outputs are still right."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def optimize(
     signature: str = "",
     strip_training_ops: bool = False,
 ) -> Optimization:
-    """Makes, gates, judges and measures the candidates for ``target``, and publishes the fastest one that is right.
+    """Makes, gates, judges and measures the candidates for ``target``, and publishes the fastest one that passes.
 
     The folder ``out`` gets ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``, and
     ``report.html`` if the extra ``report`` is installed.
@@ -78,14 +78,14 @@ def optimize(
     The candidates:
 
     - ``target``: the name of a ``Target``, or ``auto`` for every target that this machine can run.
-    - ``precision``: only these precisions.
+    - ``precision``: the only precisions to try.
     - ``profiles``: optimization profiles of an engine, such as ``input_ids=1x8,8x128,64x512``.
     - ``compute_capabilities``: the GPUs to build an engine for, such as ``8.6``.
     - ``engine``: options of an engine's build, such as ``builder-level=5`` (see ``accel.runtimes.engine_options``).
-    - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or texts as on the command line:
-      ``calibration=entropy``, ``keep-fp32=Softmax``.
-    - ``kernels``: only candidates whose products are fused into accel's operators. The best of them is taken even if it
-      isn't measurably faster than the source; a note then says so.
+    - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or texts as on the command line, such as
+      ``calibration=entropy`` and ``keep-fp32=Softmax``.
+    - ``kernels``: try only candidates whose matrix products are fused into accel's operators. Publishes the fastest of
+      these candidates even if it isn't measurably faster than the source, with a note.
 
     Quality:
 
@@ -93,27 +93,29 @@ def optimize(
     - ``metric``: a function ``f(outputs, data) -> float``, or its ``module:function``. Higher is better. The metric is
       computed on ``eval_data``, by default ``data``.
     - ``labels``: an .npz file with the label of each sample, instead of a metric.
-    - ``label_metric``: how labels are compared, see ``read_labels``.
-    - ``max_drop``: how much worse than the source a candidate may be. This is the relative loss of the metric, or
-      without a metric the distance of the outputs (``accel.proof.concordance.discordance``).
+    - ``label_metric``: the metric that compares outputs with labels, see ``read_labels``.
+    - ``max_drop``: the largest relative loss of the metric, or without a metric the largest distance of the outputs
+      (``accel.proof.concordance.discordance``).
 
     Speed:
 
-    - ``sizes``: the dims to measure at. By default a sample of the data, else the dims' usual sizes with batch 1.
-    - ``batch``: the batch to measure at. ``lengths``: a mix of lengths instead of one: ``8,16,128``, a file of whole
+    - ``sizes``: the sizes of the dims to measure at. The default is a sample of the data, else the dims' usual sizes
+      with batch 1.
+    - ``batch``: the batch to measure at. ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole
       numbers, or ``data`` for the lengths of the samples.
-    - ``objective``: ``latency`` (one request after the other) or ``throughput`` (as many as the session takes at once).
+    - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
+      takes at once).
     - ``vary_session``: try the best candidates with other threads, streams, graph levels and spinning, too. The
-      manifest records the chosen options; ``accel.load``, ``accel bench`` and ``accel serve`` use them.
+      manifest records the chosen options for ``accel.load``, ``accel bench`` and ``accel serve``.
     - ``threads``: measure with this number of threads only; 0 for all cores, or fewer if that is faster.
     - ``rounds``: rounds of the measurement, at least 5.
-    - ``budget_seconds``: the time for everything, building included. The likeliest candidates come first, and
-      successive halving measures them. A candidate that is not tried, or is given up to leave time for measuring, has a
-      row that says so. No candidate is taken unmeasured. An export always runs to its end.
-    - ``use_cache``: False runs and measures everything again.
+    - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, those
+      that are likely fastest first. The result lists each candidate that is skipped or abandoned to save time. No
+      candidate is chosen unmeasured. An export always runs to its end.
+    - ``use_cache``: if False, all stages and measurements run again.
 
-    A candidate that isn't measurably faster than the source is never taken: the source itself is taken then. Nothing is
-    measured for a target that can't run here: the first of fp16, int8, fp8, bf16, fp32 that is right is taken.
+    If no candidate is measurably faster than the source, the source itself is chosen. Candidates for a target that
+    can't run here are not measured, and the first right one of fp16, int8, fp8, bf16, fp32 is chosen.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.

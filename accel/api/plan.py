@@ -19,10 +19,8 @@ def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Pla
 
 
 def spec_of_config(config: TrainConfig) -> ModelSpec:
-    """Returns the ``ModelSpec`` of the config's model.
-
-    Takes ``[shape]`` if it says enough, else calls the config's factories and measures the model. Raises ``BadConfig``
-    if the config has neither.
+    """Returns the ``ModelSpec`` of the config's model. Uses a complete ``[shape]`` table, else calls the config's
+    factories and measures the model. Raises ``BadConfig`` if the config has neither.
     """
     shape = config.shape
     given = {name: value for name, value in vars(shape).items() if value}
@@ -43,7 +41,7 @@ def spec_of_config(config: TrainConfig) -> ModelSpec:
 
 
 def layout_of_config(config: TrainConfig, world: int) -> Layout:
-    """Returns the layout of ``config`` on ``world`` ranks. Raises ``BadConfig`` if it can't run on them."""
+    """Returns the layout of ``config`` on ``world`` ranks. Raises ``BadConfig`` if the layout doesn't fit the ranks."""
     check(config, world)
     p = config.parallel
     return Layout(
@@ -72,8 +70,8 @@ def search_for_config(
 ) -> list[Plan]:
     """Returns the plans of every layout that fits, fastest first, for the config's model and global batch.
 
-    ``fixed``: the required values of fields of ``Layout``. If the config asks for replicas, ZeRO++, offload or no
-    sequence parallel, every layout keeps them. Raises ``BadConfig`` if no layout fits.
+    ``fixed`` holds the required values of fields of ``Layout``. Every layout keeps the config's replicas, ZeRO++ and
+    offload, and leaves out sequence parallel if the config does. Raises ``BadConfig`` if no layout fits.
     """
     p, usual = config.parallel, type(config.parallel)()
     kept = {
@@ -95,7 +93,8 @@ def search_for_config(
 
 
 def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
-    """Returns the training config of a plan: ``base`` with the plan's layout, and without ``base`` also its shape."""
+    """Returns the training config of a plan, which is ``base`` with the plan's layout. Adds the plan's shape if there
+    is no ``base``."""
     layout, spec = chosen.layout, chosen.spec
     if base is None:
         optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
 
 # The largest relative error of a rewritten graph, by the graph's precision. Requantizing uint8 as symmetric int8 loses
-# up to one of eight bits, and values of an 8-bit graph may then round to the next step. Rewriting float64 in a graph of
-# floats has the limit of the floats.
+# up to one of eight bits, so values of an 8-bit graph may round to the next step. Rewriting float64 has the limit of
+# the graph's float precision.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
@@ -32,9 +32,9 @@ FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 class PreflightReport:
     """The result of a preflight.
 
-    ``refusals``: the refused nodes of the given model. ``fixed``: the rewritten model, or None without ``fix``.
-    ``left``: the refused nodes of the rewritten model. ``asked_parser``: True if the toolkit is installed, so that its
-    parser was asked about operators.
+    ``refusals`` lists the refused nodes of the given model. ``fixed`` is the rewritten model, or None without ``fix``.
+    ``left`` lists the refused nodes of the rewritten model. ``asked_parser`` is True if the installed toolkit's parser
+    checked the operators.
     """
 
     refusals: tuple[Refusal, ...]
@@ -77,10 +77,10 @@ def preflight(
     """Lists every node of an ONNX model that an engine build for ``target`` (``tensorrt-rtx`` or ``tensorrt``) refuses,
     with the cause and the fix.
 
-    ``fix``: rewrite the refused nodes that can be rewritten safely and write the model to ``out``. A gate compares the
-    new model with ``model``, on ``data`` if given; its limit is the limit of ``accel.optimize`` for the same rewriting:
-    a relative error of 1e-3 for float32, 0.1 for a quantized graph. ``inputs`` to ``strip_training_ops``: the fields of
-    ``accel.Source``; for an ONNX file only ``inputs`` and ``dims`` apply.
+    ``fix`` rewrites the refused nodes that can be rewritten safely and writes the model to ``out``. A gate compares the
+    new model with ``model``, on ``data`` if given. The gate allows a relative error of 1e-3 for float32 and 0.1 for a
+    quantized graph, as in ``accel.optimize``. ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``;
+    only ``inputs`` and ``dims`` apply to an ONNX file.
 
     Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
     ``UnsupportedHere`` if the model is no ONNX model, or the target doesn't build for a compute capability. Raises
@@ -144,7 +144,7 @@ def preflight(
 
 
 def _way_on(error: GateFailed, refusals: Sequence[Refusal], *, quantized: bool) -> GateFailed:
-    """Returns ``error``, the failed gate of a rewriting, with the rewritten nodes and advice on how to go on."""
+    """Returns ``error``, the failed gate of a rewritten model, with the rewritten nodes and the fix."""
     from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 
     nodes = [row.node for row in refusals if row.safe]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Reproduction:
     """The result of a reproduction.
 
-    ``stages``: the result of each stage. ``artifact``: the new artifact, or None if it was not kept. ``intact``: True
-    if the files of the given artifact still are the files that its manifest records.
+    ``stages`` holds the result of each stage. ``artifact`` is the new artifact, or None without ``out``. ``intact``
+    is True if the files of the given artifact still have their recorded hashes.
     """
 
     stages: tuple[Remade, ...]
@@ -54,10 +54,10 @@ class Reproduction:
 def reproduce(artifact: Model, *, data: Sequence[str | Path] = (), out: str | Path | None = None) -> Reproduction:
     """Makes ``artifact`` again from its source by the stages in its manifest, without the cache.
 
-    Compares the result of each stage with the recorded sha256. If the bytes differ, runs the gate that the stage passed
-    at first. ``data``: files that the stages read, such as calibration data; their sha256 tells which is which.
-    ``out``: where to keep the result. Raises ``ChainBroken`` if the source is gone or has changed, ``UsageError`` if
-    ``data`` lacks a file.
+    Compares the result of each stage with the recorded sha256. If the bytes differ, runs the recorded gate of the stage
+    again. ``data`` lists the files that the stages read, such as calibration data, matched by sha256. ``out`` is the
+    folder of the result. Raises ``ChainBroken`` if the source is gone or has changed, ``UsageError`` if ``data`` lacks
+    a file.
     """
     from accel.proof.reproduce import remake
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Verification:
     """The result of a comparison.
 
-    ``outputs``: the largest differences of each output over all ``cases``. ``middle_sample``: for each output with
-    samples on axis 0, the median over the samples of each sample's own relative error (rel_l2); large samples can't
-    hide it. ``problems``: a sentence for each output that differs by more than ``limit``.
+    ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` is the median
+    relative error (rel_l2) of an output's samples (axis 0), which samples with large values can't hide. ``problems``
+    has a sentence for each output that differs by more than ``limit``.
     """
 
     passed: bool
@@ -69,13 +69,13 @@ def verify(
     """Runs both models on the same inputs and compares every output by name.
 
     Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
-    at several shapes: batch 1, 2 and the largest, every other dim at its ends. ``limit``: the largest
-    ||candidate - reference||₂ / ||reference||₂ of any output and of its middle sample; the default depends on the
+    with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
+    ||candidate - reference||₂ / ||reference||₂ of an output and of its median sample; the default depends on the
     candidate's precision.
 
-    ``inputs`` to ``strip_training_ops``: the fields of ``accel.Source``, for the models that are sources; a TensorFlow
-    option goes to the models of its form. ``inputs`` and ``dims`` also apply to the reference if it is a file. A source
-    that doesn't declare its inputs gets the inputs of the other model.
+    ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for the models that are sources. An option
+    of one TensorFlow file format applies to the models of that format. ``inputs`` and ``dims`` also apply to the
+    reference if it is a file. A source that doesn't declare its inputs gets the inputs of the other model.
 
     Raises ``UnsupportedHere`` if a model can't run on this machine, ``BadData`` if the data doesn't fit or holds an
     integer that a model fails on.
@@ -109,7 +109,7 @@ def verify(
     if names[0] != names[1]:
         raise UsageError(
             f"the inputs differ: {', '.join(sorted(names[0]))} and {', '.join(sorted(names[1]))}; "
-            "give two forms of one model"
+            "give two versions of one model"
         )
     limit = limit if limit is not None else VERIFY_LIMITS[effective_precision(second)]
     found: list[list[Difference]] = []
@@ -160,7 +160,8 @@ def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
 
 
 def _open(reference: Model, candidate: Model, options: SourceOptions) -> tuple[Artifact, Artifact]:
-    """Opens both models. The reference gets inputs and dims even if it is a file, because it runs on these inputs."""
+    """Opens both models. Opens both models. The reference gets ``inputs`` and ``dims`` even if it is a file, because
+    the comparison runs on its inputs."""
     one, two = shared((reference, candidate), options)
     one = Source.of(one, inputs=options["inputs"], dims=options["dims"])
     if not one.native and not two.native:
@@ -173,8 +174,8 @@ def _open(reference: Model, candidate: Model, options: SourceOptions) -> tuple[A
 
 
 def effective_precision(artifact: Artifact) -> str:
-    """Returns the precision a model computes in: the precision of the file, or the lower one of its recorded
-    session."""
+    """Returns the precision a model computes in, which is the lower of its file's and its recorded session's
+    precision."""
     own = str(artifact.properties.get("precision", "fp32"))
     asked = recorded_options(artifact).get("precision", "fp32")
     return asked if own == "fp32" else own
@@ -206,7 +207,7 @@ def _common(first: Artifact, second: Artifact) -> Signature:
     theirs = {spec.name: spec for spec in second.signature.inputs}
     for spec in first.signature.inputs:
         if len(spec.shape) != len(theirs[spec.name].shape):
-            raise UsageError(f"the inputs differ: {spec} and {theirs[spec.name]}; give two forms of one model")
+            raise UsageError(f"the inputs differ: {spec} and {theirs[spec.name]}; give two versions of one model")
     common = what_both_take(first.signature, second.signature)
     inputs = tuple(replace(spec, values=_both(spec.values, theirs[spec.name].values)) for spec in common.inputs)
     declares = [artifact.kind != "onnx" or artifact.manifest is not None for artifact in (first, second)]
@@ -224,7 +225,7 @@ def _common(first: Artifact, second: Artifact) -> Signature:
 
 
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the intersection of two ranges of integers. None stands for all integers."""
+    """Returns the intersection of two ranges of integers. A range of None means all integers."""
     if one is None or other is None:
         return one or other
     low, high = max(one[0], other[0]), min(one[1], other[1])

@@ -62,17 +62,17 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-# click needs the names for its "Did you mean".
+# click suggests similar names ("Did you mean") from this list.
 @click.group(cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="accel")
 def group() -> None:
-    """A trained model to the fastest correct form for the machine you name, with the proof."""
+    """Turn a trained model into the fastest correct form for the machine you name, with the proof."""
 
 
 def main() -> None:
     """The ``accel`` command."""
-    # SIGTERM ends a run as Ctrl-C does, with its child processes and half-written files. SIGINT itself may be ignored:
-    # a shell ignores it for background jobs.
+    # SIGTERM ends a run like Ctrl-C, and cleans up child processes and half-written files. SIGINT may be ignored,
+    # because a shell ignores SIGINT for background jobs.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(group))
 
@@ -86,15 +86,12 @@ def run(command: click.Command, arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (
-        KeyboardInterrupt,
-        click.Abort,
-    ) as error:  # click turns KeyboardInterrupt, which may have a message, to Abort
+    except (KeyboardInterrupt, click.Abort) as error:  # click raises Abort from KeyboardInterrupt
         said = "interrupted; run the same command again to go on at the interrupted stage"
         return _say(str(error.__cause__ or error) or said)
     except AccelError as error:
         return _say(str(error), error.exit_code)
-    except BrokenPipeError:  # the reader of the pipe has closed it
+    except BrokenPipeError:  # the reader of the pipe is gone
         with contextlib.suppress(OSError):
             sys.stdout.close()
         return 1
@@ -127,14 +124,14 @@ def _os_error(error: OSError) -> str:
 
 
 def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds ``--json`` and ``--quiet`` to a command. The command's function gets ``say: Output``."""
+    """Adds ``--json`` and ``--quiet`` to a command. The command's function gets an ``Output`` called ``say``."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
     @click.option("-q", "--quiet", is_flag=True, help="No progress.")
     @wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> Any:
         say = Output(as_json=as_json, quiet=quiet)
-        # The user's factory or metric may print, which must not mix with the JSON object on stdout.
+        # What the user's factory or metric prints must not mix with the JSON object on stdout.
         aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with aside, say.progress():
             return function(*args, say=say, **kwargs)

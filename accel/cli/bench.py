@@ -91,10 +91,10 @@ def command(
 ) -> None:
     """Compare the outputs of CANDIDATES, then time them beside one another.
 
-    A candidate is an artifact, the folder of an artifact, an ONNX file or a source (PyTorch, TensorFlow). Each runs in
-    a process of its own while all others are paused. "faster" and "slower" mean a difference beyond the noise of the
-    same run. With --batch and --length the measurement repeats at each shape. Exit code 1 if no candidate could be
-    compared.
+    A candidate is an artifact, the folder of an artifact, an ONNX file or a source (PyTorch, TensorFlow). Each
+    candidate runs in its own process while all other processes are paused. "faster" and "slower" mean a difference
+    beyond the noise of the same run. With --batch and --length the measurement repeats at each shape. Exit code 1 if no
+    candidate could be compared.
     """
     from accel.api.bench import bench, sweep
     from accel.api.export import check_writable
@@ -111,14 +111,14 @@ def command(
             found = sweep(candidates, batches=batches, lengths=lengths, **options)
         else:
             found = bench(candidates, **options)
-    except KeyboardInterrupt as error:  # the figures of two runs can't be joined, so none are kept
+    except KeyboardInterrupt as error:  # figures of two runs can't be combined
         said = "interrupted, no report was written; run the same command again, with fewer --rounds to end sooner"
         raise KeyboardInterrupt(said) from error
     for out in outs:
         found.write(out)
     reports = found.reports if isinstance(found, Sweep) else (found,)
 
-    if not say.quiet:  # the table and the JSON have the warnings as well
+    if not say.quiet:  # the table and the JSON show the warnings too
         for warning in dict.fromkeys(warning for report in reports for warning in report.warnings):
             click.echo(f"accel: warning: {warning}", err=True)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @click.command("doctor")
 @output_options
 def command(say: Output) -> None:
-    """Show what is installed, what is missing, and what each missing part would bring."""
+    """Show the installed and the missing packages, and what each missing package would add."""
     from accel.api.doctor import doctor
 
     found = doctor()

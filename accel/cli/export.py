@@ -63,7 +63,7 @@ def command(
     """Export SOURCE to ONNX and prove that it computes the same.
 
     SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, or a folder
-    written by transformers' save_pretrained. Of TensorFlow it is a SavedModel folder, a Keras file (.keras, .h5,
+    written by transformers' save_pretrained. A TensorFlow SOURCE is a SavedModel folder, a Keras file (.keras, .h5,
     .hdf5), a TFLite file, or a frozen graph (.pb) or TF1 checkpoint (.meta) with --inputs and --outputs.
     """
     from accel.api.export import export

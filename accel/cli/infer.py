@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def connection_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of the connection. ``function`` gets their values as the keywords of ``InferenceClient``."""
+    """Adds the connection options. ``function`` gets the connection options as keywords of ``InferenceClient``."""
     pem = click.Path(path_type=Path)
     for option in (
         click.option("--tls-key", "key", type=pem, help="PEM file with the key of that certificate."),

@@ -41,7 +41,7 @@ def command(
     source: SourceOptions,
     say: Output,
 ) -> None:
-    """Show what MODEL is, what it costs, how it was made and what was proven about it.
+    """Show the signature, cost, history and proofs of MODEL.
 
     MODEL is any model that accel export takes or writes.
     """
@@ -103,7 +103,7 @@ def _human(found: Inspection) -> Any:
 
 
 def _graph(graph: dict[str, Any]) -> list[Any]:
-    """Returns operators, weights, FLOPs by operator, the most expensive nodes and warnings, to be printed."""
+    """Returns operators, weights, FLOPs by operator, the most expensive nodes and warnings for printing."""
     from rich.markup import escape
 
     counts = ", ".join(f"{op} {n}" for op, n in list(graph.get("operators", {}).items())[:12])

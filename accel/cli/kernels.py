@@ -43,7 +43,7 @@ def list_(say: Output) -> None:
 @click.option("--all", "every", is_flag=True, help="Compile every shipped configuration (minutes).")
 @output_options
 def check_(every: bool, say: Output) -> None:
-    """Prove on this machine what can be proven about the kernels."""
+    """Run the checks of the kernels that this machine can run."""
     from accel.kernels.proof.check import check
     from accel.progress import report
 
@@ -94,7 +94,7 @@ def build_(
         raise click.UsageError(
             "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
         )
-    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # before the minutes that nvcc takes
+    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # before nvcc, which takes minutes
     body: dict[str, Any] = {}
     kernels: Path | None = None
     words = []

@@ -121,7 +121,7 @@ def command(
     say: Output,
     **options: Any,
 ) -> None:
-    """Make the fastest form of MODEL for a target whose loss is within the budget, and prove it.
+    """Make and verify the fastest version of MODEL for a target within the loss budget.
 
     MODEL is an ONNX file, or any source that accel export takes.
     """
@@ -137,7 +137,7 @@ def command(
         **options,
     )
     say.result({"path": str(result.artifact.path), **result.to_json()}, lambda: table(result))
-    if not say.quiet:  # the table and the JSON have the warnings, too
+    if not say.quiet:  # the table and the JSON also contain the warnings
         for warning in result.warnings:
             click.echo(f"accel: warning: {warning}", err=True)
 

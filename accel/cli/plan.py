@@ -77,10 +77,9 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
     CONFIG is a training config (TOML). Without one, describe the model with --params, or with --layers, --hidden,
     --heads, --vocab and --seq.
 
-    --hbm lists every layout that fits, fastest first. --zero, --tp, --micro-batch and so on then restrict the list to
-    layouts with these values. Layouts that round more (--qwz, --qgz) are listed only if you ask for them. Of equally
-    fast layouts, the one that sends least comes first, then the one with the fewest stages, the largest micro-batch,
-    the lowest ZeRO stage.
+    --hbm lists every layout that fits, fastest first. Options such as --zero, --tp and --micro-batch restrict this list
+    to layouts with their values. Layouts that round more are listed only with --qwz or --qgz. Equally fast layouts are
+    ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
     """
     machine = _machine(given)
     base = _config(config, given)
@@ -229,7 +228,7 @@ def _size(value: float | None) -> str:
 
 
 def _more(layout: Layout, before: str = "") -> str:
-    """Returns the options of a layout that are neither an axis nor the ZeRO stage, in words."""
+    """Returns a description of a layout's options besides its mesh axes and its ZeRO stage."""
     said = [
         *([f"{layout.replicate} replicas"] if layout.replicate > 1 else []),
         *([f"hpZ {layout.hpz}"] if layout.hpz else []),

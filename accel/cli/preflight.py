@@ -38,7 +38,7 @@ def command(
 ) -> None:
     """List each node of an ONNX MODEL that an engine build refuses, with its cause and its fix.
 
-    Builds nothing. Exit code 1 if a node is refused, with --fix if one still is.
+    Builds nothing. Exit code 1 if a node is refused, or with --fix if a node is still refused.
     """
     from accel.api.preflight import preflight
 
@@ -75,7 +75,7 @@ def _nodes(count: int) -> str:
     return f"{count} node" if count == 1 else f"{count} nodes"
 
 
-# The counts in the notes of the stage: plural and singular.
+# The plural and singular names of the counts in the stage's notes.
 _COUNTED = {"biases": "bias", "weights": "weight", "activations": "activation"}
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 
 
-# Options of Triton's server, with the advice that accel gives if one of them is used.
+# Options of Triton's server, each with the advice for users of that option.
 _TRITON = {
     **dict.fromkeys(("--model-repository", "--model-store"), "write the folder itself: accel serve FOLDER"),
     "--model-control-mode": "write --mode none, poll or explicit",
@@ -49,7 +49,7 @@ _TRITON = {
 
 
 class _Serve(click.Command):
-    """Answers an option of Triton's server with the name of accel's own option."""
+    """Answers an option of Triton's server with the name of the equivalent accel option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -175,7 +175,7 @@ def command(
     say: Output,
     **given: Any,
 ) -> None:
-    """Serve the models in REPOSITORY over gRPC and HTTP (Open Inference Protocol, as Triton speaks it).
+    """Serve the models in REPOSITORY over gRPC and HTTP (Triton's Open Inference Protocol).
 
     REPOSITORY is a folder, or an address that begins with s3://, gs:// or http(s)://. The models at an address are
     copied into the cache; with --mode poll, changes at the address are copied, too.
@@ -210,7 +210,7 @@ def command(
         end()
 
 
-# Options that a manifest has fields for, or that the server in the container must not get.
+# Options that are fields of a manifest, or that the server in the container must not get.
 _OWN = (
     "repository", "host", "grpc_port", "http_port", "manifest", "image", "claim", "deploy", "check", "as_json", "quiet",
 )  # fmt: skip
@@ -233,7 +233,7 @@ def _words(context: click.Context) -> tuple[str, ...]:
 
 
 def _deployed(given: tuple[str, ...]) -> dict[str, Any]:
-    """Returns fields of ``Deployment`` from texts ``KEY=VALUE``. Raises ``UsageError`` if a text has another form."""
+    """Returns fields of ``Deployment`` from texts ``KEY=VALUE``. Raises ``UsageError`` if a text is malformed."""
     numbers = ("gpus", "min-replicas", "max-replicas", "target-cpu-percent")
     found: dict[str, Any] = {}
     secrets: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Takes two real models the whole way: ``python -m accel.examples.demo FOLDER``, which ``make demo`` runs.
+"""Runs the whole toolchain on two real models. ``make demo`` runs ``python -m accel.examples.demo FOLDER``.
 
 Prepares the data, then prints and runs the commands that a user would type.
 """
@@ -43,10 +43,7 @@ def prepare(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Trains one model and takes the weights of another.
-
-    Then exports, optimizes, builds engines and benchmarks both.
-    """
+    """Trains one model and loads packaged weights for another. Exports, optimizes, builds and benchmarks both."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)
@@ -76,8 +73,8 @@ def main(folder: Path) -> None:
     text = ("--metric", "accel.examples.minilm:similarity", "--eval-data", "judged", "--data", "calib.npz")
     run("export", "accel.examples.minilm:model", "-o", "minilm.onnx")
     run("optimize", "minilm.onnx", *text, "--fixed-session", "-o", "minilm/")
-    # Judging engines of a transformer takes long, so only int8 is tried. In the int8 candidate, other
-    # layers are fp16.
+    # Judging a transformer's engines takes long, so only int8 is tried. The other layers of the int8 candidate are
+    # fp16.
     engine = ("--target", "tensorrt-rtx", "--compute-capability", "8.6", "--precision", "int8")
     run("optimize", "minilm.onnx", *text, *engine, "-o", "minilm-rtx/")
     shape = ("--sizes", "batch=1,sequence=128", "--budget-seconds", "15")

@@ -39,7 +39,8 @@ def model() -> torch.nn.Module:
 
 
 def data() -> dict[str, dict[str, np.ndarray]]:
-    """Returns the parts ``train`` and ``test``: ``image`` float32[n, 1, 8, 8] from 0 to 1, ``label`` int64[n]."""
+    """Returns the splits ``train`` and ``test``, each with ``image`` float32[n, 1, 8, 8] from 0 to 1 and ``label``
+    int64[n]."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -58,7 +59,8 @@ def data() -> dict[str, dict[str, np.ndarray]]:
 
 
 def train(out: Path, epochs: int = 12, seed: int = 0) -> float:
-    """Trains on the digits, writes the state dict to ``out`` (.safetensors), returns top-1 on the test samples."""
+    """Trains on the digits, writes the state dict to ``out`` (.safetensors) and returns the top-1 accuracy on the test
+    samples."""
     import torch
     from safetensors.torch import save_file
 
@@ -85,5 +87,5 @@ def train(out: Path, epochs: int = 12, seed: int = 0) -> float:
 
 
 def top1(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
-    """Returns the share of samples whose largest logit is the label's, for ``accel optimize --metric``."""
+    """Returns the top-1 accuracy, for ``accel optimize --metric``."""
     return float((outputs["logits"].argmax(1) == data["label"]).mean())

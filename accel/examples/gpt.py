@@ -23,7 +23,7 @@ class GPTConfig:
 class Attention(nn.Module):
     """Computes causal self-attention, float[b, s, h] from float[b, s, h].
 
-    Q, K and V are separate products, so that tensor parallel can cut them.
+    Q, K and V are separate matrix products, so that tensor parallel can split each of them.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -64,7 +64,7 @@ class Block(nn.Module):
 class Embed(nn.Module):
     """Embeds token ids int64[b, s] and their positions as hidden states float[b, s, h].
 
-    ``positions``: int64[b, s], by default counted from the start of the sequence.
+    ``positions`` is int64[b, s], by default counted from the start of the sequence.
     """
 
     def __init__(self, config: GPTConfig) -> None:

@@ -1,7 +1,4 @@
-"""A small GPT on the bytes of Python's own documentation, which every Python carries.
-
-Learns in about a minute on two cores.
-"""
+"""A small GPT trained on the bytes of Python's built-in documentation, in about a minute on two cores."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 64
-# The last of 20 parts of the text is held out.
+# The last twentieth of the text is held out.
 _HELD_OUT = 20
 
 
@@ -47,19 +44,20 @@ def _cut() -> int:
     dims={"batch": (1, 1, 8), "sequence": (1, 32, LENGTH)},
 )
 def model() -> torch.nn.Module:
-    """Makes the GPT: bytes int64[batch, sequence] to ``logits`` float32[batch, sequence, 128] of the next byte."""
+    """Makes the GPT, which maps bytes int64[batch, sequence] to ``logits`` float32[batch, sequence, 128] of the next
+    byte."""
     from .gpt import GPT, GPTConfig
 
     return GPT(GPTConfig(vocab=128, layers=4, hidden=96, heads=4, seq=LENGTH))
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns pieces of 64 bytes as inputs, and the next byte of each position as targets."""
+    """Returns sequences of 64 bytes as inputs, and the next byte at each position as targets."""
     return _pieces(_text()[: _cut()])
 
 
 def evaluate(module: torch.nn.Module) -> dict[str, float]:
-    """Returns the loss on the held-out text in nats a byte, its perplexity, and the loss of a unigram model."""
+    """Returns the loss on the held-out text in nats per byte, the perplexity, and the loss of a unigram model."""
     import torch
 
     text = _text()

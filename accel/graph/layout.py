@@ -11,9 +11,9 @@ _PASSES = 4
 def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, int]:
     """Returns the center of each of ``count`` nodes in pixels, the width and the height.
 
-    ``edges`` lead from lower to higher numbers, as in topological order. A node's layer is its longest path from an
-    input (Sugiyama's method). Inside a layer, a node moves to the mean place of its neighbors above
-    and below, in turns.
+    ``edges`` lead from lower to higher node numbers, as in topological order. A node's layer is its longest path from
+    an input (Sugiyama's method). Within a layer, nodes move alternately to the mean position of their neighbors above
+    and below.
     """
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]

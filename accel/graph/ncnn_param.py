@@ -22,12 +22,12 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # keys of lists count down from this number
+_ARRAY = -23300  # a list's key counts down from this number
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A line of the file. ``options``: numbers or lists of numbers, by their key."""
+    """A line of the file. ``options`` maps each key to a number or a list of numbers."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ class Layer:
 
 
 def read_layers(path: Path) -> list[Layer]:
-    """Returns the layers of a ``.param`` file. Raises ``InvalidModel`` if it isn't one."""
+    """Returns the layers of a ``.param`` file. Raises ``InvalidModel`` for any other file."""
     problem = InvalidModel(f"{path} is no ncnn .param file; convert the model again")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -73,7 +73,7 @@ def _option(word: str) -> tuple[int, float | list[float]]:
 
 
 def bare_signature(path: Path) -> Signature:
-    """Returns the signature of a net without a manifest: the names, and the shapes with a batch dim if it has them."""
+    """Returns the signature of a net without a manifest, with a batch dim added to the shapes that the net records."""
     layers = read_layers(path)
     read = {name for layer in layers for name in layer.inputs}
     inputs = [layer for layer in layers if layer.kind == "Input"]
@@ -140,7 +140,7 @@ def read_net(path: Path, signature: Signature, sizes: Mapping[str, int]) -> Fore
 
 
 def shapes_of(path: Path, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Shape]:
-    """Returns the shape of each blob for one sample, from a run on example inputs. Called in a child process."""
+    """Returns the shape of each blob for one sample, from a run on example inputs. Runs in a child process."""
     from accel.runtimes.ncnn import Net
 
     net = Net(path, signature)
@@ -150,7 +150,7 @@ def shapes_of(path: Path, signature: Signature, sizes: Mapping[str, int]) -> dic
 
 
 def parameters(layer: Layer) -> int:
-    """Returns the number of weights of a layer, from its options as ncnn documents them."""
+    """Returns the number of weights of a layer, computed from its options by ncnn's documentation."""
     kind, n = layer.kind, layer.number
     if kind.startswith(("Convolution", "Deconvolution")):
         return n(6) + (n(0) if n(5) else 0)
@@ -185,7 +185,7 @@ def _is_product(layer: Layer) -> bool:
 
 
 def _flops(layer: Layer, shapes: Mapping[str, Shape], batch: int) -> int | None:
-    """Returns the FLOPs for ``batch`` samples, counted as in ``accel.graph.cost``; None if a shape isn't known."""
+    """Returns the FLOPs for ``batch`` samples, counted as in ``accel.graph.cost``, or None if a shape isn't known."""
     kind, n = layer.kind, layer.number
     if kind in _FREE or not layer.outputs:
         return 0

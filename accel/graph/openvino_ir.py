@@ -1,4 +1,4 @@
-"""The graph of an OpenVINO IR: read by OpenVINO in a child process, counted here."""
+"""Counts the graph of an OpenVINO IR, which OpenVINO reads in a child process."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# The number of leading axes of the kernel that ``_flops`` leaves out, because ``positions`` covers them.
+# The number of leading kernel axes that ``_flops`` skips, because ``positions`` counts these axes.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip
 _GATES = {"LSTMSequence": 4, "GRUSequence": 3, "RNNSequence": 1}
-# The operations between integers and the product computed from them.
+# The operations that may lie between integers and the matrix product that uses them.
 _BETWEEN = frozenset({"Convert", "Multiply", "Subtract", "Reshape", "Transpose"})
 _INTEGERS = ("int8", "uint8", "int4", "uint4")
 
 
 def read_ir(path: Path, signature: Signature, sizes: Mapping[str, int]) -> ForeignGraph:
-    """Returns the operations of the IR in ``path`` at ``sizes``. Raises ``InvalidModel`` if OpenVINO can't read it."""
+    """Returns the operations of the IR in ``path`` at ``sizes``. Raises ``InvalidModel`` if OpenVINO can't read the
+    file."""
     shapes = {spec.name: list(spec.resolve(sizes)) for spec in signature.inputs}
     try:
         found: dict[str, Any] = run_in_child(
@@ -86,7 +87,7 @@ def read_ir(path: Path, signature: Signature, sizes: Mapping[str, int]) -> Forei
 
 
 def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Returns each operation as OpenVINO reads it, with inputs of ``shapes``. Called in a child process."""
+    """Returns each operation as OpenVINO reads it, with inputs of ``shapes``. Runs in a child process."""
     try:
         import openvino
     except ImportError as error:
@@ -120,7 +121,7 @@ def operations(path: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any
 
 
 def _dtype(name: str) -> str:
-    """Returns the dtype of OpenVINO's name: ``float32`` for ``f32``, ``int8`` for ``i8``."""
+    """Returns the dtype that OpenVINO's name means, such as ``float32`` for ``f32`` and ``int8`` for ``i8``."""
     prefix = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
     letters = name.rstrip("0123456789")
     return prefix[letters] + name[len(letters) :] if letters in prefix and letters != name else name
@@ -139,7 +140,7 @@ def _is_weight(dtype: str, shape: Shape) -> bool:
 def _ends(
     rows: Sequence[Mapping[str, Any]], kind: str, side: str, specs: Sequence[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Returns the specs by the name of the value in the graph. A spec without a name in the IR is matched by
+    """Returns the specs by the name of the value in the graph. Matches a spec whose name is not in the IR by
     position."""
     ends = [row for row in rows if row["kind"] == kind]
     names = [row[side][0] for row in ends]
@@ -164,7 +165,7 @@ def _of_integers(name: str, maker: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _flops(row: Mapping[str, Any], ins: Sequence[Shape | None], out: Shape | None) -> int | None:
-    """Returns the FLOPs, counted as in ``accel.graph.cost``; None if a shape isn't known."""
+    """Returns the FLOPs, counted as in ``accel.graph.cost``, or None if a shape isn't known."""
     kind, attributes = row["kind"], row["attributes"]
     if kind in _FREE or out is None:
         return 0 if kind in _FREE else None

@@ -1,4 +1,4 @@
-"""One HTML file that shows a graph, or two graphs and their differences. The file loads nothing from elsewhere."""
+"""One HTML file that shows a graph, or two graphs and their differences. The page loads no external resources."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .layout import layout
 if TYPE_CHECKING:
     import onnx
 
-# A browser pans this many nodes without stuttering. Of a larger graph the page shows the first part and says so.
+# The most nodes that a browser pans without stuttering. The page of a larger graph shows only its first nodes and says
+# so.
 MAX_NODES = 4000
 
 
 def graph_data(title: str, model: onnx.ModelProto, cost: GraphCost) -> dict[str, Any]:
-    """Returns the page's data of one model: nodes with their places and details, edges, and a summary."""
+    """Returns the page's data of one model: nodes with their positions and details, edges, and a summary."""
     graph = model.graph
     constants = {t.name: t for t in graph.initializer}
     nodes: list[dict[str, Any]] = []
@@ -82,10 +83,11 @@ def graph_data(title: str, model: onnx.ModelProto, cost: GraphCost) -> dict[str,
 
 
 def mark_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """Give each node of two models a ``change``: ``same``, ``changed``, ``removed`` or ``added``. Returns their counts.
+    """Set the ``change`` of each node of two models to ``same``, ``changed``, ``removed`` or ``added``. Returns their
+    counts.
 
-    Two nodes match if they make a value of the same name, or have the same name if they make none. A matched node has
-    changed if its operator, attributes, shape or parameters differ.
+    Two nodes match if their first outputs have the same name, or if nodes without outputs have the same name. A matched
+    node has changed if its operator, attributes, shape or parameters differ.
     """
 
     def key(node: Mapping[str, Any]) -> tuple[str, str]:
@@ -117,7 +119,7 @@ def write_page(models: Sequence[dict[str, Any]], out: Path) -> None:
         raise MissingExtra("jinja2", "report") from None
     changes = mark_changes(models[0], models[1]) if len(models) == 2 else {}
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # Names come from the model's file. Escaped, they can't end the script element or start another.
+    # Escaping the names from the model's file keeps them from ending the script element or starting another.
     data = json.dumps({"models": list(models), "changes": changes}, allow_nan=False, default=str)
     for char, escaped in (
         ("<", "\\u003c"),

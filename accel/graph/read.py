@@ -1,7 +1,5 @@
-"""Reading the graph of a model of any kind, with its cost.
-
-ONNX models, IRs and ncnn nets are read directly. TensorFlow, TFLite and PyTorch models are read in the ONNX form that
-accel makes of them.
+"""Reads the graph of a model of any kind, with its cost. ONNX models, IRs and ncnn nets are read directly. TensorFlow,
+TFLite and PyTorch models are exported to ONNX and read from there.
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadGraph:
-    """A graph that was read. ``model``: the graph to draw, or None. ``cost``: its cost, or None.
-
-    ``counted_as``: the format in which FLOPs were counted, if it isn't the file's own. ``known``: the operators and
-    weights that the format itself lists, which replace the counted ones. ``warnings``: warnings besides those of
-    ``cost``. ``problem``: why there is no graph, if something failed.
+    """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
+    ``counted_as`` is the format in which FLOPs were counted, if not the file's. ``known`` lists the operators and
+    weights that the format itself lists, which replace the counted ones. ``warnings`` lists warnings besides those of
+    ``cost``. ``problem`` is the reason if there is no graph.
     """
 
     model: onnx.ModelProto | None = None
@@ -38,7 +35,7 @@ class ReadGraph:
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``nodes``, ``parameters``, ``operators`` and the cost. Leaves out the values that aren't known."""
+        """Returns ``nodes``, ``parameters``, ``operators`` and the cost, without unknown values."""
         body: dict[str, Any] = {}
         if self.cost is not None:
             operators = Counter(node.operator for node in self.cost.nodes)
@@ -58,7 +55,7 @@ def read_graph(
 ) -> ReadGraph:
     """Returns the graph of ``artifact`` at ``sizes`` (default: the usual sizes).
 
-    ``as_onnx``: makes the ONNX form of a model whose file holds no graph. If it fails, the result has the reason.
+    ``as_onnx`` exports a model whose file can't be read directly. If the export fails, the result has the reason.
 
     Raises ``UnsupportedHere`` for an engine, ``InvalidModel`` if a file can't be read.
     """
@@ -74,7 +71,7 @@ def read_graph(
         foreign = read(artifact.path, artifact.signature, at)
         return ReadGraph(model=foreign.drawn(), cost=foreign.cost(artifact.signature, at))
     if artifact.kind == "engine":
-        raise UnsupportedHere(f"{artifact.path} is an engine, which has kernels and no graph; give the ONNX behind it")
+        raise UnsupportedHere(f"{artifact.path} is an engine, which has kernels and no graph; give its ONNX file")
     known = _known(artifact)
     try:
         made = as_onnx(artifact)

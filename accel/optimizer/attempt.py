@@ -1,4 +1,4 @@
-"""An attempt at one candidate: its stages are run with their gates, then it is judged."""
+"""Makes one candidate by running its stages with their gates, and judges the result."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .judge.comparison import Judge, Judgement
 from .mixed.search import assign
 from .recipes.recipe import Recipe
 
-# Shares of a budget. No work begins after the first share, and the work under way is given up at the second. Both come
-# earlier if measuring needs the rest (``Budget.over``).
+# Shares of a budget. No work begins after the first share of the budget, and running work is stopped at the second.
+# Work stops earlier if measuring needs the time (``Budget.over``).
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 
@@ -36,9 +36,9 @@ def attempt(
     cache: StageCache,
     budget: Budget,
 ) -> CandidateResult:
-    """Makes one candidate and judges it. Returns its row; if the candidate fails, the row says why.
+    """Makes one candidate and judges it. Returns the candidate's row, with the reason if the candidate fails.
 
-    Raises ``UsageError`` and ``CannotWrite``, which no other candidate could avoid either.
+    Raises only ``UsageError`` and ``CannotWrite``, which would fail every other candidate too.
     """
     row = CandidateResult(
         name=recipe.name,
@@ -54,7 +54,7 @@ def attempt(
             work.run(recipe)
     except OutOfTime:
         row.skip(budget.reason(work.unfinished), out_of_time=True)
-    except UnsupportedHere as error:  # other candidates may be supported
+    except UnsupportedHere as error:  # another candidate may work
         row.reject(str(error))
         row.unsupported = True
     except (UsageError, CannotWrite):
@@ -70,7 +70,8 @@ def attempt(
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The steps of an attempt. ``stage``: the stage under way. ``unfinished``: the same as a clause, for people."""
+    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is the running step as a clause for
+    messages."""
 
     row: CandidateResult
     src: Artifact
@@ -83,7 +84,7 @@ class _Attempt:
     unfinished: str = ""
 
     def run(self, recipe: Recipe) -> None:
-        """Finds the layers that stay float if the recipe asks for it, runs the stages, judges."""
+        """Searches the layers that stay float if the recipe requires it, runs the stages and judges the result."""
         share = _BUILDING if recipe.runnable else 1.0
         if recipe.search:
             found = self._searched(recipe, share)
@@ -104,7 +105,7 @@ class _Attempt:
             self.budget.built()
 
     def _searched(self, recipe: Recipe, share: float) -> Recipe | None:
-        """Returns ``recipe`` with the layers to keep; None if the time is over."""
+        """Returns ``recipe`` with the layers to keep in float, or None if the time is over."""
         if self._late(share, "its precisions were searched"):
             return None
         self.unfinished = "the layers that stay float were found"
@@ -116,7 +117,7 @@ class _Attempt:
         return recipe
 
     def _built(self, recipe: Recipe, share: float) -> Artifact | None:
-        """Runs the stages. Returns the last result that this machine can run; None if the time is over."""
+        """Runs the stages. Returns the last artifact that this machine can run, or None if the time is over."""
         artifact = runnable = self.src
         for stage, config, limit in recipe.stages:
             if self._late(share, f"its stage {stage}"):
@@ -134,7 +135,7 @@ class _Attempt:
         return runnable
 
     def _late(self, share: float, step: str) -> bool:
-        """Tells whether ``step`` must not begin any more, and says so in the row."""
+        """Tells whether it is too late for ``step``, and if so notes that in the row."""
         if not self.budget.over(share):
             return False
         self.row.skip(self.budget.reason(step), out_of_time=True)

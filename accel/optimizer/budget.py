@@ -1,4 +1,4 @@
-"""The budget of time of a run, and the only place where work under way is given up for it."""
+"""The time budget of a run, which alone decides when running work is stopped."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from contextlib import contextmanager
 
 from accel.cancel import cancelled_by
 from accel.errors import AccelError
+from accel.spelling import option
 
-# A note names at most this many of the longest steps, and of the candidates that were missed.
+# The most steps, and the most candidates, that a note names.
 _NAMED = 4
-# A short measurement takes this many seconds for each process: loading, warming up and five short blocks.
+# The seconds of a short measurement for each process, spent on loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
-# A measurement runs the source in this many processes.
+# The number of processes that run the source in a measurement.
 SOURCES = 2
 
 
 class OutOfTime(AccelError):
-    """The work under way was given up, because it would have taken the time to measure."""
+    """Running work was stopped to leave time for measuring."""
 
 
 class Budget:
-    """A budget of ``seconds`` from now on; None for no limit.
+    """A budget of ``seconds`` from now on, or no limit if None.
 
-    Callers ask ``over`` before they begin something. Work inside ``within`` is given up early.
-    ``clock`` returns the seconds by which the budget is counted.
+    Callers check ``over`` before they begin a step. Work inside ``within`` is stopped early. ``clock`` returns the
+    current time in seconds.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,8 +39,8 @@ class Budget:
         self._built = 0
 
     def built(self) -> None:
-        """Counts one more candidate to measure. Building ends early enough that all of them can be measured, because a
-        candidate that isn't measured is never taken."""
+        """Counts one more candidate to measure. Building ends early enough to measure all candidates, because an
+        unmeasured candidate is never chosen."""
         self._built += 1
 
     @property
@@ -58,9 +59,8 @@ class Budget:
         return math.inf if self.seconds is None else max(0.0, self.seconds - self.spent)
 
     def over(self, share: float) -> bool:
-        """Tells whether ``share`` of the budget is spent, or whether the rest is needed for measuring.
-
-        The rest has to be enough to measure the candidates that are built, the source, and one candidate more.
+        """Tells whether ``share`` of the budget is spent, or whether measuring needs the rest. Measuring needs time for
+        the candidates that are built, the source, and one more candidate.
         """
         if self.seconds is None:
             return False
@@ -69,7 +69,7 @@ class Budget:
 
     @contextmanager
     def within(self, share: float) -> Iterator[None]:
-        """Gives up the work inside, with ``OutOfTime``, as soon as ``over(share)`` is true. See ``accel.cancel``."""
+        """Stops the work inside with ``OutOfTime`` as soon as ``over(share)`` is true. See ``accel.cancel``."""
         if not self.limited:
             yield
             return
@@ -82,14 +82,14 @@ class Budget:
             yield
 
     def reason(self, what: str) -> str:
-        """Returns the reason why something was not begun or not finished. ``what``: a clause, as "it was measured"."""
+        """Returns the reason why a step was skipped or stopped. ``what`` is a clause such as "it was measured"."""
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
 
     @contextmanager
     def spending(self, what: str, *, quantizing: bool = False) -> Iterator[None]:
-        """Books the time that passes inside under ``what``, even if the work inside fails.
+        """Adds the time of the work inside to ``what``, even if the work fails.
 
-        ``quantizing``: the work reads calibration data, so fewer samples make it shorter.
+        ``quantizing`` marks work that reads calibration data, which fewer samples would shorten.
         """
         begun = self._clock()
         if quantizing:
@@ -100,8 +100,8 @@ class Budget:
             self._taken[what] = self._taken.get(what, 0.0) + self._clock() - begun
 
     def note(self, missed: Sequence[str]) -> str:
-        """Returns a note that says where the time went, which candidates (``missed``, by name) were not tried or
-        measured for lack of time, and what helps. Returns an empty text if none was missed."""
+        """Returns a note that names the longest steps, the skipped candidates ``missed``, and the options that help.
+        Returns an empty text if ``missed`` is empty."""
         if not missed or self.seconds is None:
             return ""
         least = 0.05 * sum(self._taken.values())
@@ -110,8 +110,9 @@ class Budget:
         names = ", ".join(missed[:_NAMED])
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
         quantized = any(what in self._quantizing for what, _ in longest)
-        fewer = ", or calibrate on fewer samples (--quantize samples=32)" if quantized else ""
+        fewer = f", or calibrate on fewer samples ({option('quantize', ['samples=32'])})" if quantized else ""
         return (
             f"the budget of {self.seconds:g} s was too short to try or measure {names}{more}: "
-            f"{took or 'nothing was begun'}; give more --budget-seconds, name what you want with --precision{fewer}"
+            f"{took or 'no step was begun'}; give more {option('budget_seconds')}, or try fewer precisions with "
+            f"{option('precision')}{fewer}"
         )

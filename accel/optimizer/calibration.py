@@ -1,4 +1,4 @@
-"""The samples that calibrate, and those that are left to judge by."""
+"""Splits the samples into those for calibration and those for judging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _READ_AT_ONCE = 64
 
 
 def calibration_samples(request: OptimizeRequest, stream: SampleStream | None) -> int:
-    """Reads every sample once, and returns how many of them calibrate: 0 without data.
+    """Reads every sample once, and returns the number of calibration samples (0 without data).
 
     Raises ``BadData`` with the sample that can't be used, before any other work is done.
     """
@@ -25,8 +25,7 @@ def calibration_samples(request: OptimizeRequest, stream: SampleStream | None) -
 
 
 def samples_to_calibrate(count: int, asked: int | None, *, apart: bool) -> int:
-    """Returns how many of ``count`` samples calibrate: at most half of them, so that the other half can judge.
-
-    If other samples judge (``apart``) and the user asks for a number, all ``count`` samples may calibrate.
+    """Returns the number of calibration samples: at most half of ``count``, so that the other half can judge. With
+    separate samples for judging (``apart``), the user may request up to all ``count`` samples.
     """
     return min(asked or _USUAL_SAMPLES, count if asked and apart else max(1, count // 2))

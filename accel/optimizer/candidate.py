@@ -15,10 +15,10 @@ from .recipes.recipe import NotTried, Recipe
 
 
 class Status(StrEnum):
-    """The result for a candidate, with the text that ``optimize.json`` has."""
+    """The status of a candidate, spelled as in ``optimize.json``."""
 
     CHOSEN = "chosen"
-    PASSED = "passed"  # right, but not the candidate that is taken
+    PASSED = "passed"  # passed its gates and the judge, but is not the chosen candidate
     REJECTED = "rejected"
     NOT_TRIED = "not tried"
 
@@ -27,14 +27,12 @@ class Status(StrEnum):
 class CandidateResult:
     """One row of the table.
 
-    ``reason``: why the candidate isn't chosen. ``options``: options of its session. ``base``: the name of the candidate
-    that differs in nothing but its session options; empty if the session has the usual ones.
-    ``trajectory``: the search for the layers that stay float, if there was one.
-    ``missed_final``: a short measurement was enough to leave the candidate out.
-    ``hidden_by_noise``: the candidate may be faster than the chosen one.
-    ``unsupported``: the candidate was refused for what the user asks for, not for its outputs.
-    ``over_budget``: the candidate can be made, and its outputs are too far off.
-    ``out_of_time``: the candidate was not tried or measured for lack of time.
+    ``reason`` tells why the candidate isn't chosen. ``options`` holds options of its session. ``base`` is the name of
+    the same candidate with default session options, and empty for a candidate that has them. ``trajectory`` is the
+    search for the layers that stay float, if there was one. ``missed_final`` is set if a short measurement eliminated
+    the candidate. ``hidden_by_noise`` is set if the candidate may be faster than the chosen one. ``unsupported`` is set
+    if the request, not the outputs, made the candidate fail. ``over_budget`` is set if the candidate's outputs are too
+    far off. ``out_of_time`` is set if the time did not suffice to try or measure the candidate.
     """
 
     name: str
@@ -58,7 +56,7 @@ class CandidateResult:
     out_of_time: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row as ``optimize.json`` has it."""
+        """Returns the row in the format of ``optimize.json``."""
         return {
             "name": self.name,
             "target": self.target,
@@ -90,7 +88,7 @@ class CandidateResult:
 
     @property
     def passed(self) -> bool:
-        """Tells whether the candidate is right so far, and may be chosen."""
+        """Tells whether the candidate has passed every check so far and may be chosen."""
         return self.status == Status.PASSED
 
     @property

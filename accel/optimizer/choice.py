@@ -1,10 +1,11 @@
-"""The rules by which a candidate is chosen, apart from how anything is measured."""
+"""The rules that choose a candidate from measured rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from accel.errors import NothingPassed, UnsupportedHere
+from accel.spelling import option, options
 from accel.tables.precision import PRECISIONS
 
 from .candidate import CandidateResult
@@ -12,9 +13,8 @@ from .measure.noise import seems_faster, why_not_faster
 
 
 def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> CandidateResult:
-    """Returns the fastest right candidate that is measurably faster than the source, or the source if there is none.
-
-    Every other right candidate gets the reason why it isn't taken.
+    """Returns the fastest passed candidate that is measurably faster than the source, or the source if there is none.
+    Gives every other passed candidate the reason why it isn't chosen.
     """
     best = source
     for row in rows:
@@ -34,34 +34,40 @@ def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> Candida
 
 
 def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]) -> CandidateResult:
-    """Returns the fastest right candidate even if it isn't faster than the source: the user asks for its operators."""
+    """Returns the fastest passed candidate even if it isn't faster than the source, because the user requested
+    fusion."""
     passed = [row for row in rows if row.passed and row.measured is not None]
     best = min(passed, key=lambda row: (row.measured or {})["median_ms"], default=source)
     if best is source:
         notes.append("no fused candidate is right: the source itself was taken")
     else:
-        best.reason = "asked for with --kernels"
-        notes.append("the fused form is not measurably faster than the source here; --kernels asks for it")
+        best.reason = f"requested with {option('kernels', True)}"
+        notes.append(
+            f"the fused candidate is not measurably faster than the source here; {option('kernels', True)} requests it"
+        )
     return best
 
 
 def likeliest(rows: list[CandidateResult]) -> CandidateResult:
-    """Returns the right candidate whose precision GPUs are known to run fastest, for a target that can't run here.
-
-    Raises ``UnsupportedHere`` if every candidate was refused for what the user asks for, ``NothingPassed`` if no
-    candidate is right.
+    """Returns the passed candidate in the precision that is usually the fastest, for a target that can't run here.
+    Raises ``UnsupportedHere`` if no candidate supports the request, ``NothingPassed`` if no candidate passed.
     """
     passed = [row for row in rows if row.passed]
     if rows and all(row.unsupported for row in rows):
         raise UnsupportedHere(rows[0].reason)
     if not passed:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in rows)
-        late = "give more --budget-seconds, " if any(row.out_of_time for row in rows) else ""
-        # A larger --max-drop doesn't change the limits of gates. A larger --max-drop only helps candidates that passed
-        # their gates and were judged.
-        over = "raise --max-drop or " if any(row.over_budget and row.judgement is not None for row in rows) else ""
+        late = f"give more {option('budget_seconds')}, " if any(row.out_of_time for row in rows) else ""
+        # A larger ``max_drop`` only helps candidates that passed their gates, because the gates have limits of their
+        # own.
+        over = (
+            f"raise {option('max_drop')} or "
+            if any(row.over_budget and row.judgement is not None for row in rows)
+            else ""
+        )
         what = "is within the budget" if over else "could be made"
-        raise NothingPassed(f"no candidate {what} ({reasons}); {late}{over}choose another --precision or --target")
+        other = options("precision", "target")
+        raise NothingPassed(f"no candidate {what} ({reasons}); {late}{over}choose another {other}")
     best = min(passed, key=lambda row: PRECISIONS[row.precision].rank_unmeasured)
     best.reason = "not measured here; the first of fp16, int8, fp8, bf16, fp32 that is within the budget"
     for row in passed:

@@ -1,9 +1,10 @@
-"""Notes for the user: decisions that the user may not expect, and how to get more."""
+"""Notes for the user about unexpected decisions and possible improvements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 
 from .candidate import CandidateResult
@@ -13,7 +14,7 @@ from .judge.comparison import Judge
 def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
     """Returns notes on how the candidates were made: samples, plugins, and layers without a held-out half.
 
-    ``samples``: how many samples calibrated. ``asked``: how many the user asks for.
+    ``samples`` is the number of calibration samples, ``asked`` the number that the user requested.
     """
     found = []
     if asked is not None and samples < asked:
@@ -25,7 +26,7 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
 
 
 def not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Sequence[str] | None) -> str:
-    """Returns a warning if the user asks for precisions and the source, which has another one, was taken."""
+    """Returns a warning if the source was chosen although the user requested other precisions."""
     if chosen is not source or not asked or source.precision in asked:
         return ""
     return (
@@ -42,12 +43,12 @@ def seen_note(rows: Sequence[CandidateResult], judge: Judge) -> str:
         return ""
     return (
         f"quantized candidates are judged on the samples that calibrated them, because {judge.data} has no others: "
-        "their drop says little; give more samples, or others with --eval-data"
+        f"their drop says little; give more samples, or others with {option('eval_data')}"
     )
 
 
 def _plugin_note(row: CandidateResult) -> str:
-    """Returns a note on the operators of accel that the engine doesn't run as plugins."""
+    """Returns a note on accel's operators that the engine doesn't run as plugins."""
     from accel.converters.to_tensorrt.plugins import bodies_note
 
     last = row.artifact.history[-1] if row.artifact is not None and row.artifact.history else {}

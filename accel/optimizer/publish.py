@@ -11,23 +11,26 @@ from typing import Any
 from accel.artifact import Artifact, Manifest, beside, manifest_path
 from accel.errors import AccelError, CannotWrite
 from accel.sources.main_file import REPORT
+from accel.spelling import option
 from accel.tables.kinds import KINDS, main_files
 
 from .report.page import PAGE
 
 
 def check_out(folder: Path, source: str) -> None:
-    """Raises ``CannotWrite`` if a file in ``folder`` that accel did not make, or ``source``, would be overwritten."""
+    """Raises ``CannotWrite`` if ``source``, or a file in ``folder`` that accel did not make, would be overwritten."""
     if folder.exists() and not folder.is_dir():
-        raise CannotWrite(f"{folder} is a file; give a folder with -o")
+        raise CannotWrite(f"{folder} is a file; give a folder with {option('out')}")
     for name in main_files():
         main = folder / name
         if main.exists() and not manifest_path(main).is_file():
-            raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another -o")
+            raise CannotWrite(f"{main} was not made by accel and would be overwritten; give another {option('out')}")
         if main.exists() and Path(source).exists() and main.samefile(source):
-            raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another -o")
+            raise CannotWrite(f"{main} is the model to optimize and would be overwritten; give another {option('out')}")
     if (folder / PAGE).exists() and not (folder / REPORT).exists():
-        raise CannotWrite(f"{folder / PAGE} was not made by accel and would be overwritten; give another -o")
+        raise CannotWrite(
+            f"{folder / PAGE} was not made by accel and would be overwritten; give another {option('out')}"
+        )
 
 
 def publish(
@@ -37,12 +40,11 @@ def publish(
     report: Callable[[Artifact], Mapping[str, Any]],
     page: Callable[[Path, Artifact], None] | None,
 ) -> Artifact:
-    """Copies ``artifact`` into ``folder`` and returns the copy. The choice of an earlier run is removed afterwards.
-
-    ``session``: runtime, options and figures, for the manifest. ``report``: returns the content of ``optimize.json``
-    for the copy. ``page``: writes the page for the copy to a path; None for no page.
+    """Copies ``artifact`` into ``folder`` and returns the copy. Removes the model of an earlier run afterwards.
+    ``session`` holds the runtime, options and figures for the manifest. ``report`` returns the content of
+    ``optimize.json`` for the copy. ``page`` writes the page for the copy to a path, and is None for no page.
     """
-    if artifact.manifest is None:  # the source itself is the choice, and accel did not make it
+    if artifact.manifest is None:  # the chosen source was not made by accel
         artifact = _recorded(artifact)
     assert artifact.manifest is not None
     artifact = artifact.with_manifest(replace(artifact.manifest, session=session))

@@ -11,6 +11,7 @@ from accel.errors import UsageError
 from accel.machine import available_cores
 from accel.runtimes.engine_options import parse_engine_options
 from accel.sources.source import Source
+from accel.spelling import option, options
 
 from .judge.comparison import Metric
 from .judge.label_metric import read_labels
@@ -21,11 +22,11 @@ from .stage_options import CastOptions, QuantizeOptions, parse_cast_options, par
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizeRequest:
-    """The arguments of ``accel.optimize``, which documents each of them, with the same names and defaults. ``source``
-    holds the model and the arguments about it.
+    """The arguments of ``accel.optimize``, with the same names and defaults. ``accel.optimize`` documents each
+    argument. ``source`` holds the model and the arguments that describe it.
 
     Files are paths, repeatable options are tuples. Raises ``UsageError`` if two arguments contradict each other or a
-    number makes no sense, ``BadInputSpec`` if an option for a stage can't be read, ``UnknownName`` for an unknown
+    number is out of range, ``BadInputSpec`` if an option for a stage can't be read, ``UnknownName`` for an unknown
     target or precision, ``MissingExtra`` if the toolkit of the target isn't installed.
     """
 
@@ -59,11 +60,13 @@ class OptimizeRequest:
         if not 0 <= self.max_drop < 1:
             raise UsageError(f"the drop {self.max_drop} is not from 0 to 1; give a fraction, 0.01 for one percent")
         if self.labels is None and self.label_metric is not None:
-            raise UsageError(f"{self.label_metric} compares with labels; pass --labels")
+            raise UsageError(f"{self.label_metric} compares with labels; pass {option('labels')}")
         if self.labels is not None and self.metric is not None:
-            raise UsageError("labels bring their own metric; give either --metric or --labels")
+            raise UsageError(f"labels bring their own metric; give either {options('metric', 'labels')}")
         if self.budget_seconds is not None and not self.budget_seconds > 0:
-            raise UsageError(f"nothing can be tried in {self.budget_seconds:g} s; give --budget-seconds 60, say")
+            raise UsageError(
+                f"nothing can be tried in {self.budget_seconds:g} s; give e.g. {option('budget_seconds', 60)}"
+            )
         if self.target != "auto":
             targets_for(self.target)
         precisions_for(self.precision)
@@ -86,21 +89,22 @@ class OptimizeRequest:
 
     @property
     def cores(self) -> int:
-        """Returns the threads to measure with: the user's number, else every core."""
+        """Returns the number of threads to measure with, by default the number of cores."""
         return self.threads or available_cores()
 
     @property
     def judged_on(self) -> Path | None:
-        """Returns the samples that the judge reads: ``eval_data``, else ``data``; None for random inputs."""
+        """Returns the samples that the judge reads, which are ``eval_data``, else ``data``, or None for random
+        inputs."""
         return self.eval_data or self.data
 
     def loaded_metric(self) -> str | Metric | None:
-        """Returns the metric to judge by: the user's own, or the one for ``labels``. Raises the
+        """Returns the metric to judge by, which is the user's function or the metric for ``labels``. Raises the
         errors of ``read_labels``."""
         return self.metric if self.labels is None else read_labels(self.labels, self.label_metric)
 
     def recipe_request(self, samples: int) -> RecipeRequest:
-        """Returns the request for recipes. ``samples``: how many samples of ``data`` calibrate."""
+        """Returns the request for recipes. ``samples`` is the number of calibration samples in ``data``."""
         return RecipeRequest(
             targets=targets_for(self.target),
             precisions=precisions_for(self.precision),

@@ -13,12 +13,12 @@ from .candidate import CandidateResult
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """The published choice and what was found about every candidate.
+    """The published model and the results of every candidate.
 
-    ``artifact``: the published file. ``chosen``: the name of the chosen candidate. ``candidates``: all rows, the source
-    first. ``max_drop``: the budget of quality. ``environment``: the machine that measured; empty if nothing was
-    measured. ``command``: the command line that makes the same request again. ``warnings``: the part of ``notes`` that
-    says how to get more.
+    ``artifact`` is the published file. ``chosen`` is the name of the chosen candidate. ``candidates`` lists all rows,
+    the source first. ``max_drop`` is the largest drop in quality. ``environment`` describes the machine of the
+    measurement, and is empty if nothing was measured. ``command`` is the command line that repeats the request.
+    ``warnings`` holds the notes with advice for a better result.
     """
 
     artifact: Artifact
@@ -32,7 +32,7 @@ class Optimization:
     command: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the result as ``optimize.json`` has it."""
+        """Returns the result in the format of ``optimize.json``."""
         return {
             "chosen": {"name": self.chosen, "file": self.artifact.path.name},
             "max_drop": self.max_drop,

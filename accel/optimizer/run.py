@@ -35,12 +35,12 @@ from .stage_options import without_effect
 
 SOURCE_NAME = "source"
 
-# The ONNX form is compared with its source on this many samples if no samples calibrate.
+# The number of samples for comparing the exported model with its source if there are no calibration samples.
 _COMPARED_SAMPLES = 64
 
 
 class Opened(Protocol):
-    """The model to optimize as ONNX, and the source that it was exported from, if it was."""
+    """The model to optimize as ONNX, and the source of an exported model."""
 
     @property
     def artifact(self) -> Artifact:
@@ -48,7 +48,7 @@ class Opened(Protocol):
 
     @property
     def source(self) -> Artifact | None:
-        """Returns the source; None if the user gives an ONNX file."""
+        """Returns the source; Returns the source of the export, or None if the user gives an ONNX file."""
 
     def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
         """Runs both models on ``samples`` samples of ``data``. Returns a warning if the outputs differ, and a warning
@@ -57,7 +57,7 @@ class Opened(Protocol):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """The candidate that is taken, and what led to it. ``varied``: rows with other session options."""
+    """The chosen candidate and the results that led to it. ``varied`` holds rows with other session options."""
 
     chosen: CandidateResult
     varied: list[CandidateResult] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Outcome:
 def run(
     request: OptimizeRequest, opened: Opened, metric: str | Metric | None, cache: StageCache, budget: Budget
 ) -> Optimization:
-    """Makes, judges and measures the candidates for ``request``, and publishes the fastest one that is right.
+    """Makes, judges and measures the candidates for ``request``, and publishes the fastest one that passes.
 
     Raises ``NothingPassed`` if the target can't run here and no candidate is right.
     """
@@ -129,11 +129,12 @@ def _workload(request: OptimizeRequest, src: Artifact, stream: SampleStream | No
 def _check_source(
     request: OptimizeRequest, opened: Opened, judge: Judge, samples: int, cache: StageCache, budget: Budget
 ) -> list[str]:
-    """Runs the source on the data before any candidate is made. Returns warnings, empty texts among them.
+    """Runs the source on the data before any candidate is made. Returns warnings, some of which may be empty.
 
     Raises ``BadData`` if the source can't run on a sample, ``UsageError`` if the metric fails.
     """
-    # Samples that only judge are run by the judge, unless there is a source to compare the ONNX form with.
+    # The judge runs the samples that aren't calibration samples, unless they also compare an exported model with its
+    # source.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")
@@ -150,7 +151,8 @@ def _attempts(
     cache: StageCache,
     budget: Budget,
 ) -> list[CandidateResult]:
-    """Makes and judges every candidate. Then searches the layers of each int8 candidate that is too far off."""
+    """Makes and judges every candidate. Starts a mixed-precision search for each int8 candidate that is over the
+    budget."""
 
     def tried(recipe: Recipe) -> CandidateResult:
         return attempt(recipe, src, request.data, judge, request.max_drop, cache, budget)
@@ -161,7 +163,7 @@ def _attempts(
 
 
 def _source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
-    """Returns the row of the source, which every candidate is compared with."""
+    """Returns the row of the source, the baseline of every candidate."""
     row = CandidateResult(
         name=SOURCE_NAME,
         target="ort-cpu",
@@ -180,7 +182,7 @@ def _source_row(src: Artifact, judge: Judge, threads: int) -> CandidateResult:
 def _choose(
     request: OptimizeRequest, search: Search, rows: list[CandidateResult], judge: Judge, target: str
 ) -> Outcome:
-    """Chooses by measurement, or by the likeliest precision if nothing of ``target`` can run here."""
+    """Chooses by measurement, or by precision if this machine can't run ``target``."""
     runnable = [row for row in rows if row.recipe is not None and row.recipe.runnable]
     if rows and not runnable:
         return Outcome(chosen=likeliest(rows), notes=[f"{target} can't run on this machine: built, not measured"])
@@ -192,14 +194,14 @@ def _choose(
 def _choose_measured(
     request: OptimizeRequest, search: Search, runnable: list[CandidateResult], judge: Judge
 ) -> Outcome:
-    """Measures the candidates that this machine can run, then other session options for the best of them."""
+    """Measures the candidates that this machine can run, then other session options for the best candidates."""
     source = search.source
     outcome = Outcome(chosen=search.best(runnable))
     if request.vary_session and search.environment and not (request.kernels and outcome.chosen is source):
         outcome.chosen, outcome.varied = search.vary_sessions(
             outcome.chosen, runnable, judge, request.max_drop, vary_threads=not request.threads
         )
-    if request.kernels and outcome.chosen is source:  # even if the fused form was faster before the options were varied
+    if request.kernels and outcome.chosen is source:  # a varied session may be faster
         outcome.chosen = fused(source, [*runnable, *outcome.varied], outcome.notes)
     outcome.environment = search.environment
     done = f"{search.workload.note}, {search.threads} threads"
@@ -209,7 +211,8 @@ def _choose_measured(
 
 
 def _published(result: Optimization, chosen: CandidateResult, folder: Path) -> Optimization:
-    """Publishes the choice with its session, figures and report. Returns ``result`` with the published artifact."""
+    """Publishes the chosen model with its session, figures and report. Returns ``result`` with the published
+    artifact."""
     with_page = find_spec("jinja2") is not None
     if not with_page:
         result = replace(result, notes=(*result.notes, f"no {PAGE}: {MissingExtra('jinja2', 'report')}"))

@@ -1,8 +1,7 @@
-"""The search for the fastest candidate: a measurement of all, or successive halving if time is short; then other
-session options.
-
-Successive halving measures all candidates for a short time, the better half for a longer time, and so on (Jamieson and
-Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS 2016).
+"""Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short, and then
+varies session options. Successive halving measures all candidates for a short time, the faster half for a longer time,
+and so on (Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS
+2016).
 """
 
 from __future__ import annotations
@@ -26,22 +25,23 @@ from .measure.timing import Effort, measured
 from .measure.workload import Workload
 from .recipes.session_variants import variants
 
-# Seconds that a process takes to load, before it is measured.
+# The seconds that a process takes to load before its measurement.
 _SECONDS_TO_LOAD = 2.0
 _BLOCK_SECONDS = 0.2
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
-# Seconds for further rounds while an interval is wide: without them nothing would seem faster on a noisy machine.
+# Seconds for further rounds while an interval is wide, without which no candidate would seem faster on a noisy machine.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
-# Memory of a process: the runtime, the model as read, and a copy of the model as the runtime packs it.
+# The memory of a process consists of the runtime, the model as read, and the runtime's packed copy of the model.
 _RUNTIME_MB = 200
 _COPIES = 2
 
 
 @dataclass(kw_only=True)
 class Search:
-    """The measurements of one run. ``environment``: the machine of the last measurement; empty before the first."""
+    """The measurements of one run. ``environment`` describes the machine of the last measurement, and is empty before
+    the first."""
 
     source: CandidateResult
     workload: Workload
@@ -52,7 +52,7 @@ class Search:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, rows: Sequence[CandidateResult]) -> CandidateResult:
-        """Returns the fastest of the right ``rows`` that is measurably faster than the source, else the source."""
+        """Returns the fastest passed row of ``rows`` that is measurably faster than the source, else the source."""
         finalists = self._halved(self._fitting([row for row in rows if row.passed]))
         new = not finalists or any(row.measured is None for row in finalists)
         if self.budget.left >= self._seconds(len(finalists)) or (finalists and new):
@@ -68,7 +68,7 @@ class Search:
         *,
         vary_threads: bool,
     ) -> tuple[CandidateResult, list[CandidateResult]]:
-        """Tries other session options for ``best``, and the likeliest ones for the second best.
+        """Tries other session options for ``best``, and the most promising ones for the second best.
 
         Returns the new best, and a row for each combination of candidate and options.
         """
@@ -114,8 +114,8 @@ class Search:
     def _fitting(self, rows: list[CandidateResult]) -> list[CandidateResult]:
         """Returns as many of ``rows`` as fit into memory at once.
 
-        Too many candidates are timed in groups, each group beside the source and as large as memory allows. The faster
-        half of the candidates remains. The timing in groups is repeated until the remaining candidates fit.
+        Candidates that don't all fit are timed in groups, each beside the source. The faster half remains, and the
+        timing is repeated until the remaining candidates fit.
         """
         while len(rows) > 1 and self.budget.left > 0 and len(groups := self._groups(rows)) > 1:
             limit = self.budget.left if self.budget.limited else None
@@ -142,7 +142,7 @@ class Search:
         return groups
 
     def _halved(self, rows: list[CandidateResult]) -> list[CandidateResult]:
-        """Returns the rows that are worth a long measurement: all of them, unless time is short."""
+        """Returns the rows for the long measurement, selected by successive halving if time is short."""
         if not self.budget.limited:
             return rows
         fitting = max(0, int(self.budget.left // SECONDS_A_CANDIDATE) - SOURCES)
@@ -162,15 +162,15 @@ class Search:
         return left
 
     def _long(self, count: int, seconds: float) -> Effort:
-        """Returns the effort that the user asks for, or as much of it as the budget has time for."""
+        """Returns the requested effort, reduced to fit the budget."""
         effort = Effort(rounds=self.rounds, block_seconds=_BLOCK_SECONDS, seconds=seconds)
         if not self.budget.limited:
             return effort
         left = self.budget.left
         timing = max(0.0, left - (count + SOURCES) * _SECONDS_TO_LOAD)
-        a_round = (count + SOURCES) * 2 * effort.block_seconds  # half a block before each block warms up
+        a_round = (count + SOURCES) * 2 * effort.block_seconds  # warm-up adds half a block to each block
         fitting = max(MIN_ROUNDS, min(self.rounds, int(timing / a_round)))
-        # If not even the fewest rounds fit, their blocks get shorter.
+        # If not even the minimum of rounds fits, the blocks get shorter.
         share = min(1.0, timing / (MIN_ROUNDS * a_round))
         block = max(_SHORT_BLOCK_SECONDS, share * effort.block_seconds)
         return Effort(rounds=fitting, block_seconds=block, seconds=min(seconds, timing), limit=left)
@@ -193,13 +193,14 @@ def _megabytes(row: CandidateResult) -> float:
 
 
 def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bool:
-    """Tells whether ``row`` is measurably faster than ``base``, by the rounds in which both were timed."""
+    """Tells whether ``row`` is measurably faster than ``base`` over the rounds in which both were timed."""
     ratio = _compared(row, base)
     return ratio is not None and judge(ratio, floor) == "faster"
 
 
 def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> None:
-    """Gives ``row`` a reason if it isn't measurably faster than ``base``, also if noise may have hidden that."""
+    """Gives ``row`` a reason if it isn't measurably faster than ``base``, and notes if noise may have hidden a
+    speedup."""
     if faster_than(row, base, floor):
         return
     row.reason = f"not measurably faster than {base.name}"
@@ -210,7 +211,7 @@ def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> Non
 
 
 def _compared(row: CandidateResult, base: CandidateResult) -> Ratio | None:
-    """Returns how many times as fast as ``base`` the row is; None if both weren't timed in the same rounds."""
+    """Returns the speedup of ``row`` over ``base``, or None if they weren't timed in the same rounds."""
     import numpy as np
 
     if row.measured is None or base.measured is None:

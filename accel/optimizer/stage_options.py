@@ -1,5 +1,5 @@
-"""The options of quantization and casts: ``--quantize calibration=entropy`` and ``--cast keep-fp32=Softmax`` on the
-command line, ``QuantizeOptions`` and ``CastOptions`` in Python."""
+"""The options of quantization and casts, which are ``QuantizeOptions`` and ``CastOptions`` in Python and ``--quantize
+calibration=entropy`` or ``--cast keep-fp32=Softmax`` on the command line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from accel.converters.quantize.stage import CALIBRATIONS
 from accel.key_values import read_key_values, yes_or_no
+from accel.spelling import option
 
 if TYPE_CHECKING:
     from accel.artifact import Artifact
     from accel.converters.quantize.stage import QuantizeConfig
 
-# The fields of the config that each mode of quantization reads. The mode doesn't get other fields.
+# The config fields of each quantization mode. A mode doesn't get other fields.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 OPTIONS_BY_MODE = {
@@ -29,9 +30,9 @@ OPTIONS_BY_MODE = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
-    """The options of quantization that a user may choose. Fields mean the same as in ``QuantizeConfig``; None and an
-    empty tuple leave the default. A ``percentile`` without a ``calibration`` chooses the calibration called
-    ``percentile``.
+    """The options of quantization that a user may choose. Fields mean the same as in ``QuantizeConfig``. A field that
+    is None or an empty tuple keeps the default. A ``percentile`` without a ``calibration`` chooses the calibration
+    called ``percentile``.
 
     Raises ``BadInputSpec`` if a value is out of range.
     """
@@ -50,7 +51,7 @@ class QuantizeOptions:
         parse_quantize_options(self.words())
 
     def words(self) -> tuple[str, ...]:
-        """Returns the options as the command line has them, ``KEY=VALUE`` each."""
+        """Returns each option as ``KEY=VALUE``, as on the command line."""
         return _words(self)
 
     def to_fields(self) -> dict[str, Any]:
@@ -60,8 +61,8 @@ class QuantizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CastOptions:
-    """The options of a cast that a user may choose. Fields mean the same as in ``CastConfig``; None and an empty tuple
-    leave the default."""
+    """The options of a cast that a user may choose. Fields mean the same as in ``CastConfig``. A field that is None or
+    an empty tuple keeps the default."""
 
     keep_io: bool | None = None
     keep_fp32: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class CastOptions:
         parse_cast_options(self.words())
 
     def words(self) -> tuple[str, ...]:
-        """Returns the options as the command line has them, ``KEY=VALUE`` each."""
+        """Returns each option as ``KEY=VALUE``, as on the command line."""
         return _words(self)
 
     def to_fields(self) -> dict[str, Any]:
@@ -79,16 +80,16 @@ class CastOptions:
 
 
 def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Returns fields of ``QuantizeConfig`` from ``KEY=VALUE`` each. ``keep`` and ``ops`` may be repeated and add up. A
-    ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``. Raises ``BadInputSpec`` for
-    anything else."""
-    return _with_calibration(_parse("--quantize", texts, _QUANTIZE))
+    """Returns the fields of ``QuantizeConfig`` that the texts ``KEY=VALUE`` set. ``keep`` and ``ops`` may be repeated
+    and add up. A ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``. Raises
+    ``BadInputSpec`` for other texts."""
+    return _with_calibration(_parse(option("quantize").removesuffix("="), texts, _QUANTIZE))
 
 
 def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Returns fields of ``CastConfig`` from ``KEY=VALUE`` each. ``keep-fp32`` may be repeated and adds up.
-    Raises ``BadInputSpec`` for anything else."""
-    return _parse("--cast", texts, _CAST)
+    """Returns the fields of ``CastConfig`` that the texts ``KEY=VALUE`` set. ``keep-fp32`` may be repeated and adds up.
+    Raises ``BadInputSpec`` for other texts."""
+    return _parse(option("cast").removesuffix("="), texts, _CAST)
 
 
 def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def options_of_mode(config: QuantizeConfig, options: Mapping[str, Any]) -> dict[
 
 
 def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:
-    """Returns a warning about an option for quantization that changes nothing of ``src`` (kind ``onnx``).
+    """Returns a warning about a quantization option that has no effect on ``src`` (kind ``onnx``).
 
     Returns an empty text if every option has an effect.
     """
@@ -106,9 +107,10 @@ def without_effect(src: Artifact, options: Mapping[str, Any]) -> str:
 
     if not options.get("smooth") or is_transformer(read_proto(src.path)):
         return ""
+    smooth = f"{option('quantize').removesuffix('=')} smooth"
     return (
-        f"--quantize smooth changes nothing of {src.path.name}: SmoothQuant is for transformers, which have a softmax "
-        "between products of activations; leave it out"
+        f"{smooth} has no effect on {src.path.name}: SmoothQuant is for transformers, which have a softmax between "
+        "products of activations; leave it out"
     )
 
 
@@ -157,7 +159,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _block(text: str) -> int:
-    """Returns a power of two from 16 on: MatMulNBits takes no other block size."""
+    """Returns a power of two from 16 on, the only block sizes that MatMulNBits takes."""
     value = int(text)
     if value < 16 or value & (value - 1):
         raise ValueError(text)
@@ -171,7 +173,7 @@ def _names(text: str) -> tuple[str, ...]:
     return found
 
 
-# By key, the function that reads the value, and an example.
+# Maps each key to the function that reads its value, and an example.
 _QUANTIZE: dict[str, tuple[Callable[[str], Any], str]] = {
     "calibration": ({name: name for name in CALIBRATIONS}.__getitem__, " or calibration=".join(CALIBRATIONS)),
     "percentile": (_number(50.0, 100.0), "99.99"),

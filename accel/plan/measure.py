@@ -1,4 +1,4 @@
-"""Measures a model whose shape isn't known: counts its parameters, and runs it on fake tensors without memory."""
+"""Measures a model of unknown shape by counting its parameters and running it on fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .spec import ModelSpec
 
-# The inputs of one sample, without a batch dim: by position or by name.
+# The inputs of one sample, without a batch dim, by position or by name.
 Sample = Sequence[Any] | Mapping[str, Any]
 
 # The names of a decoder's shape in the configs of transformers.
@@ -26,9 +26,9 @@ _NAMES = {
 
 
 def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
-    """Returns ``module`` in numbers: parameters (shared ones once), the largest block, and the shape in its ``config``.
-
-    ``sample``: the inputs of one sample, without a batch dim. With it, activations and FLOPs come from a trial run.
+    """Returns the ``ModelSpec`` of ``module``: its parameters (shared ones counted once), largest block, and the shape
+    in its ``config``. ``sample`` holds the inputs of one sample, without a batch dim, for a trial run that measures
+    activations and FLOPs.
     """
     shape = _shape(getattr(module, "config", None))
     sizes = [_size(block) for block in blocks(module)]
@@ -46,10 +46,9 @@ def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
 
 
 def blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the blocks of ``module``: the parts that are gathered, compiled or recomputed together.
-
-    These are the entries of every ``ModuleList``, and the entries of a ``Sequential`` that contain modules. A list
-    inside a block belongs to the block.
+    """Returns the blocks of ``module``, the submodules that are gathered, compiled or recomputed together. Blocks are
+    the entries of every ``ModuleList``, and the entries of a ``Sequential`` that contain modules. A list inside a block
+    belongs to the block.
     """
     found: list[torch.nn.Module] = []
     for child in module.children():
@@ -70,10 +69,9 @@ def sample_of(inputs: Any) -> Sample:
 
 
 def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
-    """Returns the bytes kept for the backward pass and the FLOPs of the forward pass, for one sample in float32.
-
-    Measures the difference between a batch of four and a batch of two, which leaves out everything that doesn't grow
-    with the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
+    """Returns the bytes saved for the backward pass and the FLOPs of the forward pass, for one sample in float32.
+    Subtracts a batch of two from a batch of four, which cancels all costs that don't grow with the batch. Returns (0,
+    0.0), which means unknown, if the model can't run on fake tensors.
     """
     try:
         two, four = (_forward(module, sample, batch) for batch in (2, 4))
@@ -112,7 +110,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """A context that counts the bytes that autograd saves for the backward pass.
 
-    Counts each storage once, and leaves out the storages of the tensors ``leave_out``.
+    Counts each storage once, except for the storages of the tensors ``leave_out``.
     """
 
     def __init__(self, leave_out: Any = ()) -> None:
@@ -129,7 +127,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         storage = _plain(value).untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
-            self._alive.append(storage)  # so that no other storage gets its address
+            self._alive.append(storage)  # keeps the storage alive, so that no other gets its address
             self.bytes += storage.nbytes()
         return value
 
@@ -139,7 +137,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _plain(value: Any) -> torch.Tensor:
-    """Returns the plain tensor inside a DTensor or inside the result of a running collective, else ``value`` itself."""
+    """Returns the plain tensor inside a DTensor or an asynchronous collective's result, else ``value`` itself."""
     while (inner := getattr(value, "_local_tensor", getattr(value, "elem", None))) is not None:
         value = inner
     found: torch.Tensor = value

@@ -9,16 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from accel.errors import BadConfig
+from accel.spelling import option
 
 from .spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes on the device of the rank that holds most. ``host``: its bytes on the host under CPU offload.
+    """The bytes on the device of the rank with the most bytes. ``host`` holds the bytes of that rank on the host under
+    CPU offload.
 
-    ``activations`` is None if the model's shape isn't known. ``stepping``: the bytes that the optimizer's step takes,
-    after activations and ``temporary`` are freed.
+    ``activations`` is None if the model's shape isn't known. ``stepping`` is the bytes of the optimizer's step, after
+    activations and ``temporary`` are freed.
     """
 
     parameters: float
@@ -45,18 +47,20 @@ class Memory:
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
     """Returns the number of parameters on a rank of the largest pipeline stage, before ZeRO shards them.
 
-    P / t on a single stage, else (ceil(L / p) layers + the embedding) / t, because the first stage keeps the embedding
-    and the last stage the head. If t doesn't divide the vocabulary, the first ranks hold one more row: ceil(V / t).
+    The number is P / t on a single stage, else (ceil(L / p) layers + the embedding) / t, because the first stage has
+    the embedding and the last stage the head. If t doesn't divide the vocabulary V, the first ranks hold one more row
+    of the embedding, ceil(V / t) in all.
     """
     more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
         return spec.params / layout.tp + more
     if not spec.layers:
         raise BadConfig(
-            "pipeline stages are cut between layers; pass --layers with --pp (with accel train: --shape.layers=4)"
+            f"pipeline stages are cut between layers; pass {option('layers')} with {option('pp')} "
+            "(with accel train: --shape.layers=4)"
         )
     if layout.pp > spec.layers:
-        raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller --pp")
+        raise BadConfig(f"{spec.layers} layers can't be cut into {layout.pp} pipeline stages; use a smaller pp")
     return (-(-spec.layers // layout.pp) * spec.layer + spec.embedding) / layout.tp + more
 
 
@@ -64,14 +68,14 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
     Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. The ZeRO stages divide the optimizer states (1),
-    the gradients (2) and the parameters (3) by the data-parallel size N: 2 Psi + 2 Psi + K Psi / N, 2 Psi + (2 + K) Psi
-    / N, (2 + 2 + K) Psi / N. Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1.
+    the gradients (2) and the parameters (3) by the data-parallel size N, which gives 2 Psi + 2 Psi + K Psi / N, 2 Psi +
+    (2 + K) Psi / N and (2 + 2 + K) Psi / N (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1).
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
     cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
-    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # ZeRO++ section 3.2: a second shard within the group
+    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # the second shard of hpZ (ZeRO++ section 3.2)
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
 
 
@@ -79,8 +83,7 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters and of gradients on the device, and all bytes on the host, under CPU offload.
 
     The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. The device holds
-    the tensors that a stage keeps whole through a step: at stages 1 and 2 the gathered parameters, at stage 1 also the
-    accumulated gradients.
+    the gathered parameters at ZeRO stages 1 and 2, and the accumulated gradients at ZeRO stage 1.
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -93,25 +96,25 @@ def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 def layer_activations(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that one layer keeps for the backward pass of one micro-batch.
 
-    In 2-byte elements of s b h: the inputs of both LayerNorms (2 + 2), of the QKV product and of the first MLP product
-    (2 + 2), Q, K and V (6), the attention's output (2), the input and the output of the MLP's GELU (8 + 8). That is
-    8 + 24 = 32. The 24 are divided by t. The LayerNorm inputs are divided only under sequence parallel. The product
-    inputs are never divided, because a column keeps the whole gathered sequence.
+    The tensors of 2-byte elements take, in units of s b h bytes, 2 + 2 for the inputs of both LayerNorms, 2 + 2 for the
+    inputs of the QKV product and the first MLP product, 6 for Q, K and V, 2 for the attention's output, and 8 + 8 for
+    the input and the output of the MLP's GELU. Only the 24 of the last three are divided by t. The LayerNorm inputs are
+    divided by t only under sequence parallel. The product inputs are never divided, because a column-parallel product
+    saves the whole gathered sequence. The total of 32 is the 34 of Korthikanti et al. 2022 ("Reducing Activation
+    Recomputation in Large Transformer Models", equations 1 to 4) without the two dropout masks. The paper also divides
+    the product inputs by t, and gathers them again in the backward pass (section 4.2.2).
 
-    This is the 34 of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models",
-    equations 1 to 4) without its two dropout masks. The paper keeps 1 / t of the product inputs too, and gathers them
-    again in the backward pass (section 4.2.2).
-
-    Attention that stores the softmax adds 2 a s^2 b. Fused attention adds only its 4-byte log-sum-exp, 4 a s b. Each
-    LayerNorm keeps a 4-byte mean and a 4-byte deviation a token: 16 s b for both. Under autocast the residual stream,
-    and so both LayerNorm inputs, are float32, and each of Q, K and V keeps a copy of its input (4 more).
+    Attention that stores the softmax adds 2 a s^2 b bytes. Fused attention adds only a 4-byte log-sum-exp, 4 a s b
+    bytes. Each LayerNorm saves a 4-byte mean and a 4-byte deviation per token, 16 s b bytes for both LayerNorms. Under
+    autocast the residual stream and both LayerNorm inputs are float32, and Q, K and V each save a copy of their input
+    (4 more).
 
     ``full`` recomputation keeps only the layer's input. ``selective`` keeps the input and the results of matrix
-    products and of attention (2 + 6 + 2 + 2 + 8 + 2 = 22). The input is divided like the LayerNorm inputs. The sums of
-    row products are kept whole, because they are kept before they are scattered. The rest is divided by t.
+    products and of attention (2 + 6 + 2 + 2 + 8 + 2 = 22). The layer's input is divided like the LayerNorm inputs. The
+    sums of row-parallel products are saved whole, before the scatter. The rest is divided by t.
 
-    Under context parallel s is a rank's part of the sequence, and the attention's output is kept twice, cut by heads
-    and cut by positions (2 more).
+    Under context parallel s is a rank's share of the sequence, and the attention's output is saved twice, sharded by
+    heads and sharded by positions (2 more).
     """
     s, b, h, t = spec.seq / layout.cp, layout.micro_batch, spec.hidden, layout.tp
     element = PRECISIONS[layout.precision][4]
@@ -131,13 +134,12 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
 
 def activations(spec: ModelSpec, layout: Layout) -> float | None:
-    """Returns the peak bytes of activations on the rank that holds most, or None if the model's shape isn't known.
-
-    This is the first rank of a pipeline or the rank of the last stage. A rank of L / p layers holds the activations of
-    as many micro-batches as are ``in_flight``. The last stage also holds the tensors after the last layer: 4 s b V / t
-    of float32 log-probabilities, the inputs of the last norm and of the head, token ids and targets. A rank holds these
-    tensors for one micro-batch, and in GPipe for all micro-batches. ``full`` recomputation holds one whole layer at a
-    time.
+    """Returns the peak bytes of activations over all ranks, or None if the model's shape isn't known. The peak is on
+    the rank of a pipeline's first or last stage. A rank of L / p layers holds the activations of as many micro-batches
+    as are ``in_flight``. The last stage also holds the tensors after the last layer: 4 s b V / t of float32
+    log-probabilities, the inputs of the last norm and of the head, token ids and targets. A rank of the last stage
+    holds its additional tensors for one micro-batch, and in GPipe for all micro-batches. ``full`` recomputation holds
+    one whole layer at a time.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -163,13 +165,14 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 def in_flight(layout: Layout) -> tuple[float, float]:
     """Returns the peak number of micro-batches whose activations a rank holds.
 
-    The first number is for the rank of the first stage, which holds most, the second for the rank of the last stage.
+    The first number is for the rank of the first stage, which holds the most, and the second for the rank of the last
+    stage.
 
-    GPipe: all m. 1F1B: p and 1 (Narayanan et al. 2021, section 2.2). Interleaved, with v chunks in rounds of r
-    micro-batches: ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. For r = p the first is the p + (p - 1) / v of
-    Korthikanti et al. 2022, section 4.2.3. Zero-bubble (Qi et al. 2024, section 6): p on the rank where the V turns.
-    The rank of the first and the last stage begins with 2 p - 1 forward passes of its first half and ends with one of
-    its second half. No number is larger than m.
+    The numbers are m and m for GPipe, and p and 1 for 1F1B (Narayanan et al. 2021, section 2.2). Interleaved schedules
+    with v chunks in rounds of r micro-batches hold ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. For r = p the
+    first number is the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3. Zero-bubble (Qi et al. 2024, section
+    6): p on the rank where the V turns. The zero-bubble rank with the first and the last stage begins with 2 p - 1
+    forward passes of the first stage and ends with one forward pass of the last stage. No number is larger than m.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
@@ -184,12 +187,12 @@ def in_flight(layout: Layout) -> tuple[float, float]:
 
 
 def temporary(spec: ModelSpec, layout: Layout) -> float:
-    """Returns an estimate of the bytes of temporary buffers. The estimate is not a sum of tensors.
+    """Returns an estimate of the bytes of temporary buffers. The estimate does not list every tensor.
 
-    ZeRO 3: two gathered blocks of parameters (one in use, one fetched ahead), the parameters outside the blocks, and
-    one block of gradients. ZeRO 2: one block of gradients before it is reduced. Autocast keeps a 2-byte copy of every
-    weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s b V /
-    t. The gradient of a cut embedding first takes its whole size, V h. The gradient of the embedding is then cut, under
+    ZeRO 3 takes two gathered blocks of parameters (one in use, one prefetched), the parameters outside the blocks, and
+    one block of gradients. ZeRO 2 takes one block of gradients before its reduction. Autocast keeps a 2-byte copy of
+    every weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s
+    b V / t. The gradient of a sharded embedding first takes its whole size, V h, and is sharded later, under
     accumulation after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
@@ -208,8 +211,8 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
 def stepping(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the optimizer's step takes in addition to the model states.
 
-    With master weights: a float32 copy of the gradients. With Adam: the roots of all second moments, which ``foreach``
-    computes at once. Under CPU offload these bytes are on the host and aren't counted.
+    Master weights add a float32 copy of the gradients. Adam adds the square roots of all second moments, which
+    ``foreach`` computes at once. Under CPU offload these bytes are on the host and aren't counted.
     """
     _, _, master, moment, _, _ = PRECISIONS[layout.precision]
     if layout.offload:
@@ -247,9 +250,8 @@ def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element:
 
 
 def inference_memory(spec: ModelSpec, *, weights: str, world: int, batch: int = 1, tp: int = 1) -> Memory:
-    """Returns the memory of a rank that generates ``batch`` sequences of ``spec.seq`` tokens.
-
-    The weights are cut over ``world`` ranks. Raises ``BadConfig`` if ``weights`` is not in ``WEIGHT_BYTES``.
+    """Returns the memory of a rank that generates ``batch`` sequences of ``spec.seq`` tokens, with the weights sharded
+    over ``world`` ranks. Raises ``BadConfig`` if ``weights`` is not in ``WEIGHT_BYTES``.
     """
     if weights not in WEIGHT_BYTES:
         raise BadConfig(f"weights can't be {weights!r}; use one of {', '.join(WEIGHT_BYTES)}")

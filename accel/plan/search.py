@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from accel.errors import BadConfig
+from accel.spelling import option
 
 from .memory import Memory, training_memory
 from .spec import Layout, Machine, ModelSpec
@@ -27,19 +28,15 @@ class Plan:
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: Layout, machine: Machine) -> Plan:
-        """Returns the plan of ``layout``. Raises ``BadConfig`` if the model can't be laid out in this way."""
+        """Returns the plan of ``layout``. Raises ``BadConfig`` if the model doesn't fit ``layout``."""
         if layout.tp > 1 and not spec.is_transformer:
-            raise BadConfig(
-                "tensor parallel cuts heads and layers; pass --layers, --hidden, --heads and --seq with --tp"
-            )
+            raise BadConfig(f"tensor parallel shards heads and layers; pass {_shape_options()} with {option('tp')}")
         if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
             raise BadConfig(
                 f"{spec.heads} heads ({spec.kv_heads} of keys and values) don't divide by tp {layout.tp}; use a divisor"
             )
         if layout.cp > 1 and not spec.is_transformer:
-            raise BadConfig(
-                "context parallel cuts sequences and heads; pass --layers, --hidden, --heads and --seq with --cp"
-            )
+            raise BadConfig(f"context parallel shards sequences and heads; pass {_shape_options()} with {option('cp')}")
         if layout.cp > 1 and not _shares(spec, layout.cp):
             raise BadConfig(
                 f"{spec.heads} heads ({spec.kv_heads} of keys and values) and a sequence of {spec.seq} don't all "
@@ -56,13 +53,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the plan fits the memory of a rank. True if the machine's memory isn't given."""
+        """Tells whether the plan fits the memory of a rank. Returns True if the machine's memory isn't given."""
         return not self.machine.hbm or self.memory.total <= self.machine.usable
 
     def to_json(self) -> dict[str, object]:
-        """Returns the plan as plain values: bytes, seconds, fractions.
-
-        None means that the inputs don't determine it.
+        """Returns the plan as plain values in bytes, seconds and fractions. Values that the inputs don't determine are
+        None.
         """
         m, t = self.memory, self.time
         timed = bool(self.spec.seq or self.spec.flops)
@@ -123,18 +119,18 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yields every layout of ``world`` ranks that divides the model and the batch.
 
-    tp or cp stay within a node, pp within the layers, and micro-batches are powers of two. ZeRO works over all
-    data-parallel ranks or in replicas of a node each (HSDP), with or without second shards in the node (hpZ), on the
-    device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every micro-batch. The methods
-    that round (qwZ, qgZ) are used only if ``fixed`` asks for them. ``fixed``: the required values of fields of
-    ``Layout``.
+    The tp or cp size is at most a node, the pp size at most the number of layers, and micro-batches are powers of two.
+    ZeRO shards over all data-parallel ranks or within each node (HSDP), with or without second shards in the node
+    (hpZ), on the device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every
+    micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them. ``fixed`` holds the
+    required values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
             continue
         each = global_batch // dp
-        node = machine.node_size // (tp * cp) * cp  # data-parallel ranks of a node
+        node = machine.node_size // (tp * cp) * cp  # data-parallel ranks in a node
         replicas = (1, dp * cp // node) if node > 1 and dp * cp % node == 0 else (1,)
         asked = fixed.get("micro_batch", 0)
         choices: dict[str, Iterable[Any]] = {
@@ -143,7 +139,7 @@ def layouts(
             "recompute": _recompute(spec, fixed),
             "replicate": _asked(fixed, "replicate", replicas),
             "hpz": _asked(fixed, "hpz", (0, node) if tp * pp * cp == 1 else (0,)),
-            # Without blocks the bytes that are gathered at once are unknown.
+            # Without blocks, the number of bytes that ZeRO 3 gathers at once is unknown.
             "offload": _asked(fixed, "offload", (False, True) if spec.block else (False,)),
         }
         for values in product(*choices.values()):
@@ -163,13 +159,19 @@ def layouts(
                 )
 
 
+def _shape_options() -> str:
+    """Returns the options that describe a transformer."""
+    return f"{option('layers')}, {option('hidden')}, {option('heads')} and {option('seq')}"
+
+
 def _fills(pipeline: str, pp: int, batches: int) -> bool:
     """Tells whether ``batches`` micro-batches keep all stages busy and fill whole rounds of ``pipeline``."""
     return pp == 1 or (batches >= pp and not (pipeline == "interleaved" and batches % (batches // pp)))
 
 
 def _asked(fixed: Mapping[str, Any], name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the values to try for the field ``name``: the value in ``fixed``, else each of ``usual`` once."""
+    """Returns the values to try for the field ``name``, which are the value in ``fixed`` or else the distinct values of
+    ``usual``."""
     return (fixed[name],) if name in fixed else tuple(dict.fromkeys(usual))
 
 
@@ -180,7 +182,7 @@ def _recompute(spec: ModelSpec, fixed: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _holds(kind: Mapping[str, Any], ranks: int) -> bool:
-    """Tells whether ``ranks`` data-parallel ranks can have the hybrid sharding, offload and ZeRO++ of ``kind``."""
+    """Tells whether ``ranks`` data-parallel ranks support the hybrid sharding, offload and ZeRO++ of ``kind``."""
     zero, replicate, hpz = kind["zero"], kind["replicate"], kind["hpz"]
     if replicate < 1 or ranks % replicate or (zero == 0 and (kind["offload"] or replicate > 1)):
         return False
@@ -225,8 +227,8 @@ def search(
 ) -> list[Plan]:
     """Returns the layouts that fit ``machine.hbm`` bytes per rank, fastest first.
 
-    ``preferred`` orders equally fast layouts. ``fixed``: the required values of fields of ``Layout`` (``zero``, ``tp``,
-    ``hpz``, ...). Raises ``BadConfig`` if no layout fits, with the bytes of the smallest.
+    ``preferred`` orders equally fast layouts. ``fixed`` holds the required values of fields of ``Layout`` (``zero``,
+    ``tp``, ``hpz``, ...). Raises ``BadConfig`` if no layout fits, with the bytes of the smallest.
     """
     fixed = fixed or {}
     found = [
@@ -263,15 +265,14 @@ def search(
 
 
 def preferred(plan: Plan) -> tuple[float, ...]:
-    """Returns the sort key for layouts of the same estimated time. The smaller key comes first.
-
-    In order: no recomputation, because recomputed elementwise work takes time that the estimate leaves out; the fewest
-    bytes sent; the fewest pipeline stages; the fewest tensor- and context-parallel ranks; the largest micro-batch,
-    which keeps a device busiest; the simplest layout, which has nothing on the host, no second shards, no replicas, and
-    the lowest ZeRO stage.
+    """Returns the sort key for layouts of the same estimated time. The smaller key comes first. The criteria in order
+    are no recomputation, because recomputed elementwise work takes time that the estimate leaves out; the fewest bytes
+    sent; the fewest pipeline stages; the fewest tensor- and context-parallel ranks; the largest micro-batch, which
+    keeps a device busiest; and the simplest layout, without offload, second shards and replicas, and with the lowest
+    ZeRO stage.
     """
     layout = plan.layout
-    # Sums of the same numbers in different orders differ in their last bits.
+    # Rounding ignores the last bits, which depend on the order of a sum.
     sent = float(f"{sum(plan.sent.values()):.9g}")
     simple = (layout.offload, layout.hpz, layout.replicate, layout.zero)
     return (layout.recompute != "none", sent, layout.pp, layout.tp * layout.cp, -layout.micro_batch, *simple)

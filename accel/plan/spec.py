@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.errors import BadConfig
+from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
-# Bytes of: a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
+# The bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
 # element sent to another rank. "fp16" and "bf16" are mixed precision as in the ZeRO paper: 2 + 2 + 4.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
@@ -22,9 +23,9 @@ PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "bf16-only": (2, 2, 0, 2, 2, 2),
     "fp16-only": (2, 2, 0, 2, 2, 2),
 }
-# Bytes a weight when nothing is trained.
+# The bytes of a weight at inference.
 WEIGHT_BYTES = {row.name: row.weight_bytes for row in _WEIGHTS.values() if row.weight_bytes is not None}
-# Moments an optimizer keeps of each parameter.
+# The number of moments that each optimizer keeps per parameter.
 MOMENTS = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "p": 10**15}
@@ -48,12 +49,12 @@ def quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model in numbers. 0 means unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
+    """The size of a model. A field of 0 means unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
 
-    ``activation_bytes`` and ``flops``: measured on fake tensors for one sample, in float32 and for the forward pass.
-    The measured numbers are used if the model isn't a transformer of known shape. ``largest``: the parameters of the
-    largest block, which ZeRO 3 gathers at once. ``outside``: the parameters outside all blocks, which ZeRO 3 gathers
-    only once.
+    ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32, ``flops`` for the forward
+    pass only. The measured numbers are used if the model isn't a transformer of known shape. ``largest`` is the number
+    of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is the number of parameters outside
+    all blocks, which ZeRO 3 gathers only once.
     """
 
     params: int
@@ -70,15 +71,20 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not self.params and not (self.layers and self.hidden):
-            raise BadConfig("the size of the model is missing; pass --params, or --layers, --hidden and --vocab")
+            raise BadConfig(
+                f"the size of the model is missing; pass {option('params')}, or {option('layers')}, "
+                f"{option('hidden')} and {option('vocab')}"
+            )
         if min(self.params, self.layers, self.hidden, self.heads, self.kv_heads, self.vocab, self.seq) < 0:
             raise BadConfig("the model's shape has a negative number; sizes start at 1")
         if self.heads and self.hidden % self.heads:
             raise BadConfig(f"hidden {self.hidden} doesn't divide by {self.heads} heads; correct one of them")
         if self.kv_heads and not self.heads:
-            raise BadConfig(f"--kv-heads {self.kv_heads} needs the number of heads that share them; pass --heads too")
+            raise BadConfig(
+                f"{option('kv_heads', self.kv_heads)} needs the number of query heads; pass {option('heads')} too"
+            )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise BadConfig(f"{self.heads} heads can't share --kv-heads {self.kv_heads} evenly; use a divisor")
+            raise BadConfig(f"{self.heads} heads can't share {option('kv_heads', self.kv_heads)} evenly; use a divisor")
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if not self.params:
@@ -86,17 +92,18 @@ class ModelSpec:
 
     @property
     def is_transformer(self) -> bool:
-        """Tells whether the shape is known well enough for activations, tensor and pipeline parallel."""
+        """Tells whether the known shape suffices to estimate activations, tensor and pipeline parallel."""
         return bool(self.layers and self.hidden and self.heads and self.seq)
 
     @property
     def embedding(self) -> int:
-        """Returns the number of parameters of the token embedding: V h."""
+        """Returns the number of parameters of the token embedding, V h."""
         return self.vocab * self.hidden
 
     @property
     def block(self) -> int:
-        """Returns the number of parameters gathered together: one transformer layer, or the largest known block."""
+        """Returns the number of parameters that are gathered together, in one transformer layer or the largest known
+        block."""
         if self.largest:
             return self.largest
         return max(self.layer, self.embedding) if self.layers else 0
@@ -110,10 +117,10 @@ class ModelSpec:
 def transformer_params(spec: ModelSpec) -> int:
     """Returns the number of parameters of a GPT of ``spec``'s shape with tied embeddings.
 
-    12 L h^2 (1 + 13/(12 h)) + (V + s) h: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-    Clusters", equation 2. Of the 12 h^2 + 13 h of a layer, keys and values are 2 (h^2 + h). If keys and values have
-    a_kv heads and queries have a, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer: Ainslie et al. 2023, "GQA: Training
-    Generalized Multi-Query Transformer Models", section 2.2.
+    The number is 12 L h^2 (1 + 13/(12 h)) + (V + s) h (Narayanan et al. 2021, "Efficient Large-Scale Language Model
+    Training on GPU Clusters", equation 2). Keys and values take 2 (h^2 + h) of the 12 h^2 + 13 h parameters of a layer.
+    If keys and values have a_kv heads and queries have a, the model has 2 L (h^2 + h) (1 - a_kv / a) fewer parameters
+    (Ainslie et al. 2023, "GQA", section 2.2).
     """
     h = spec.hidden
     grouped = 2 * (spec.heads - spec.kv_heads) * (h // spec.heads) * (h + 1) if spec.heads else 0
@@ -124,14 +131,14 @@ def transformer_params(spec: ModelSpec) -> int:
 class Layout:
     """The layout of training over ranks.
 
-    ``micro_batch``: samples per rank and pass. ``accumulation``: passes per step. ``cp``: ranks that share the
-    sequences of the same samples (Ulysses context parallel). ZeRO sees them as data-parallel ranks.
-    ``sequence_parallel``: the activations that tensor parallel would replicate are cut along the sequence. ``chunks``:
-    stages per rank in the interleaved schedule.
+    ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
+    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel), which ZeRO treats as
+    data-parallel ranks. ``sequence_parallel`` shards the activations that tensor parallel replicates along the
+    sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
 
-    ``replicate``: replicas of the group that ZeRO shards over (hybrid sharding). ``hpz``: the ranks that together hold
-    a second copy of the parameters in shards, so that the backward gather stays among them (ZeRO++). ``qwz``, ``qgz``:
-    gather weights and reduce gradients in int8 (ZeRO++). ``offload``: keeps the shards of ZeRO on the host (CPU
+    ``replicate`` is the number of replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of
+    the groups that hold a second copy of the parameters in shards for the backward gather (ZeRO++). ``qwz`` gathers
+    weights and ``qgz`` reduces gradients in int8 (ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU
     offload).
     """
 
@@ -160,7 +167,7 @@ class Layout:
         _choice("recompute", self.recompute, ("none", "selective", "full"))
         _choice("pipeline", self.pipeline, ("gpipe", "1f1b", "interleaved", "zero-bubble"))
         if self.zero not in (0, 1, 2, 3):
-            raise BadConfig(f"--zero is {self.zero}; ZeRO has the stages 0, 1, 2 and 3")
+            raise BadConfig(f"{option('zero', self.zero)} is unknown; ZeRO has the stages 0, 1, 2 and 3")
         for name in ("world", "tp", "pp", "cp", "replicate", "micro_batch", "accumulation", "chunks"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it has to be at least 1")
@@ -178,11 +185,11 @@ class Layout:
                 f"{ranks} data-parallel ranks don't divide into {self.replicate} replicas; use a divisor of {ranks}"
             )
         if (self.hpz or self.qwz or self.qgz) and self.zero != 3:
-            raise BadConfig("hpZ, qwZ and qgZ work only with ZeRO 3; pass --zero 3 with them")
+            raise BadConfig(f"hpZ, qwZ and qgZ work only with ZeRO 3; pass {option('zero', 3)} with them")
         if (self.hpz or self.qwz or self.qgz) and self.tp * self.cp > 1:
             raise BadConfig("ZeRO++ works with data-parallel ranks only; use tp 1 and cp 1 with hpZ, qwZ and qgZ")
         if self.offload and self.zero == 0:
-            raise BadConfig("CPU offload keeps shards on the host, and ZeRO 0 has none; pass --zero 3 with it")
+            raise BadConfig(f"CPU offload needs shards, which ZeRO 0 doesn't have; pass {option('zero', 3)} with it")
         if self.hpz and self.shards % self.hpz:
             raise BadConfig(
                 f"{self.shards} data-parallel ranks don't divide into groups of {self.hpz} for hpZ; use a divisor of "
@@ -209,11 +216,9 @@ class Layout:
 class Machine:
     """A cluster.
 
-    ``flops``: FLOP/s that a rank sustains. ``node_bandwidth``: bytes/s that a rank sends inside its node,
-    ``bandwidth``: between nodes, ``host_bandwidth``: from or to its host. ``hbm``: bytes of memory of a rank, 0 if not
-    given.
-
-    The defaults are rough figures of an 8-GPU node of 2023. A plan prints the figures it assumed.
+    ``flops`` is the FLOP/s that a rank sustains. ``node_bandwidth`` is the bytes/s that a rank sends inside its node,
+    ``bandwidth`` between nodes, and ``host_bandwidth`` from or to its host. ``hbm`` is the bytes of memory of a rank, 0
+    if not given. The defaults are rough figures of an 8-GPU node of 2023. A plan prints the figures it assumed.
     """
 
     flops: float = 400e12
@@ -233,7 +238,7 @@ class Machine:
     def usable(self) -> float:
         """Returns the bytes of memory that a rank may fill.
 
-        The share ``reserve`` is left for the context and fragmentation.
+        The share ``reserve`` is left for the CUDA context and fragmentation.
         """
         return self.hbm * (1 - self.reserve)
 

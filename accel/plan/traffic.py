@@ -7,22 +7,23 @@ from dataclasses import dataclass
 from .memory import offloaded, stage_params
 from .spec import PRECISIONS, Layout, Machine, ModelSpec
 
-# Bytes of a value in ZeRO++'s int8 blocks (accel.train.parallel.quantized_comm): one code, and a float32 scale for each
-# 256 codes. The last block of a parameter may be shorter.
+# Bytes of a value in ZeRO++'s int8 blocks (accel.train.parallel.quantized_comm), with a float32 scale for each 256
+# codes. The last block of a parameter may be shorter.
 QUANTIZED = 1 + 4 / 256
 
 
 def ring(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends to gather, or to reduce and scatter, ``size`` bytes in a ring: (n - 1) / n.
+    """Returns the bytes that a rank sends to gather, or to reduce and scatter, ``size`` bytes in a ring, (n - 1) / n of
+    ``size``.
 
-    A ring all-reduce does both, one after the other: 2 (n - 1) / n. Patarasuk and Yuan 2009, "Bandwidth optimal
-    all-reduce algorithms for clusters of workstations".
+    A ring all-reduce scatters and gathers, and sends 2 (n - 1) / n of ``size`` (Patarasuk and Yuan 2009, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations").
     """
     return size * (ranks - 1) / ranks
 
 
 def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
-    """Returns the bytes that a rank sends over dp in a step: the sum of ``data_parallel_parts``."""
+    """Returns the bytes that a rank sends over dp in a step, the sum of ``data_parallel_parts``."""
     return sum(size for size, _ in data_parallel_parts(spec, layout))
 
 
@@ -32,13 +33,14 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     The span counts the ranks from the first to the last receiver. If a node holds that many ranks, the transfer stays
     inside it.
 
-    ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once
-    (2 Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). ZeRO 3 gathers for
+    ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
+    Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). ZeRO 3 gathers for
     forward and for backward, and scatters, in each micro-batch (3 m Psi). ZeRO 3 gathers parameters outside the blocks
-    only once. ZeRO section 7: 2 Psi, 2 Psi, 2 Psi, 3 Psi at m = 1. Replicas then all-reduce their shards of gradients.
+    only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas then all-reduce their
+    shards of gradients.
 
-    ZeRO++ (Wang et al. 2023, table 1) as ``accel train`` runs it: qwZ gathers and qgZ reduces in int8 blocks, each with
-    a float32 scale (the paper reduces in int4). hpZ keeps the backward gather in its group.
+    In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers and qgZ reduces in int8 blocks, each with a float32 scale (the
+    paper reduces in int4). hpZ keeps the backward gather in its group.
     """
     weight, gradient, *_, wire = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -63,9 +65,9 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
     Each layer and micro-batch takes four all-reduces of s b h, two forward and two backward (Shoeybi et al. 2019,
     "Megatron-LM", section 3). With sequence parallel each all-reduce is a gather and a scatter of the same size
-    (Korthikanti et al. 2022, section 4.2.2). Recomputation repeats the forward ones, except the last all-reduce (or
-    scatter) of a layer. A cut vocabulary takes two more all-reduces, at the embedding and at the logits. With several
-    pipeline stages the first and the last stage have one each.
+    (Korthikanti et al. 2022, section 4.2.2). Recomputation repeats the forward all-reduces, except the last all-reduce
+    (or scatter) of a layer. A sharded vocabulary takes two more all-reduces, at the embedding and at the logits. With
+    several pipeline stages, one of these all-reduces is on the first stage and one on the last.
     """
     if layout.tp == 1:
         return 0.0
@@ -80,10 +82,10 @@ def tensor_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that a rank sends over cp in a step.
 
-    Each layer and micro-batch takes all-to-alls of the rank's s b h / c of query and of output, and of its share of key
-    and value. A rank sends (c - 1) / c of each. The backward pass sends as much (Jacobs et al. 2023, "DeepSpeed
-    Ulysses", section 3.2), and recomputation repeats the forward part. Gloo has no such all-to-all, and uses a gather
-    of c times as many bytes.
+    Each layer and micro-batch takes all-to-alls of the rank's query and output, s b h / c each, and of its share of key
+    and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes (Jacobs et al. 2023,
+    "DeepSpeed Ulysses", section 3.2), and recomputation repeats the forward part. Gloo has no such all-to-all, and a
+    gather sends c times as many bytes there.
     """
     if layout.cp == 1:
         return 0.0
@@ -97,14 +99,15 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that the busiest rank sends over pp in a step.
 
-    Each micro-batch sends s b h for every stage whose output goes to another rank, and s b h for every stage whose
+    Each micro-batch sends s b h for every stage whose output goes to another rank, and as much for every stage whose
     input gradient goes to another rank (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the
     bytes by t. Under autocast the residual stream is float32.
 
-    A rank in the middle sends both for each of its stages: one stage, or as many as chunks in an interleaved or
-    zero-bubble schedule. Of two ranks, each has an end of the chain. Such a rank sends 2 v - 1 times in a loop
-    (interleaved). In a V (zero-bubble) the rank sends twice, because the two stages at the turn of the V are on one
-    rank. With one stage each, one rank only sends forward and the other only back.
+    A middle rank sends an output and an input gradient for each of its stages, one stage or one per chunk in an
+    interleaved or zero-bubble schedule. Each of two ranks has an end of the pipeline. One of two ranks sends 2 v - 1
+    times in an interleaved schedule with v chunks. In a zero-bubble schedule (V), one of two ranks sends twice, because
+    the two stages at the turn of the V are on one rank. With two ranks of one stage each, one rank only sends forward
+    and the other only back.
     """
     if layout.pp == 1:
         return 0.0
@@ -118,7 +121,7 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
 
 
 def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Returns the bytes that a rank sends in a step by axis: ``dp``, ``tp``, ``pp``, ``cp``."""
+    """Returns the bytes that a rank sends in a step over each of the axes ``dp``, ``tp``, ``pp`` and ``cp``."""
     return {
         "dp": data_parallel_bytes(spec, layout),
         "tp": tensor_parallel_bytes(spec, layout),
@@ -145,9 +148,9 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
 def bubble(layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage waits.
 
-    GPipe and 1F1B: (p - 1) / (m + p - 1). Interleaved, with v chunks: (p - 1) / (v m + p - 1) (Narayanan et al. 2021,
-    section 2.2). Zero-bubble: 0 for m >= 2 p, as its authors estimate (Qi et al. 2023), and below that a third of 1F1B
-    (their ZB-H1).
+    GPipe and 1F1B: (p - 1) / (m + p - 1). An interleaved schedule with v chunks waits (p - 1) / (v m + p - 1)
+    (Narayanan et al. 2021, section 2.2). Zero-bubble waits 0 for m >= 2 p and a third of 1F1B for smaller m (ZB-H1), as
+    its authors estimate (Qi et al. 2023).
     """
     p, m = layout.pp, layout.accumulation
     if p == 1:
@@ -163,9 +166,9 @@ def bubble(layout: Layout) -> float:
 def flops(spec: ModelSpec, layout: Layout) -> float:
     """Returns the FLOPs of a step over all ranks.
 
-    6 P + 12 L h s a token (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the forward pass:
-    8 P + 16 L h s (Narayanan et al. 2021, equation 3). If the model's shape is unknown: three times the measured
-    forward pass, or 6 P a sample and position if there is no measurement.
+    A token takes 6 P + 12 L h s (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the forward
+    pass: 8 P + 16 L h s (Narayanan et al. 2021, equation 3). A model of unknown shape takes three times its measured
+    forward pass, or without a measurement 6 P per sample and position.
     """
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
@@ -191,13 +194,13 @@ class StepTime:
 def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """Estimates the time of a step.
 
-    A rank computes at ``machine.flops``. Tensor- and context-parallel traffic is added to the compute time, because
-    nothing hides it, and the bubble stretches the sum. Data-parallel traffic overlaps with this time, and only the rest
-    of it is added. One micro-batch of pipeline traffic is added. CPU offload adds the copies to and from the host, and
-    one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
+    A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap and is added to the compute
+    time, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, and only the traffic that
+    takes longer is added. The pipeline traffic of one micro-batch is added. CPU offload adds the copies to and from the
+    host, and one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
 
-    Tensor- and context-parallel ranks are neighbors, then come the ranks of a shard group, then the replicas. A
-    transfer that reaches beyond a node goes at the speed between nodes.
+    Rank numbers vary fastest over tensor- and context-parallel ranks, then over a shard group, then over replicas. A
+    transfer that reaches beyond a node runs at ``machine.bandwidth``.
     """
     sent = traffic(spec, layout)
     near, far = machine.node_bandwidth, machine.bandwidth

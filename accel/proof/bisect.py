@@ -1,13 +1,13 @@
-"""Finding the first node at which two ONNX models differ, in O(log n) runs.
+"""Finds the first node at which two ONNX models differ, in O(log n) runs.
 
-The tensors that both models have are sorted in the reference's topological order. The graph can be cut behind each
-tensor: later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error comes later. If
-one of them differs, the error comes before. A binary search therefore ends at a tensor that differs although all its
-inputs agree. Only the tensors that cross one cut are in memory at a time.
+The tensors that both models have are sorted in the reference's topological order. The graph can be cut after each
+tensor, so that later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after
+the cut. If a crossing tensor differs, the error is before the cut. A binary search therefore ends at a tensor that
+differs although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
 
-A difference may disappear again, in a mask, a ReLU or a rounding. If a tensor differs but everything computed from it
-agrees, the search calls it harmless and goes on without it. The search doesn't compare all tensors; ``scan`` compares
-every tensor before the one that was found.
+A mask, a ReLU or rounding may remove a difference again. The search skips harmless tensors, which differ
+although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan`` compares every
+tensor before the first difference.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Values below these are masks: -1e9 or -inf in the reference is -65504 or -inf in float16.
+# Values below these limits are masks, which are e.g. -1e9 or -inf in the reference and -65504 or -inf in float16.
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
-# The largest number of harmless tensors that a search leaves out. A search that has left out this many harmless tensors
-# returns the next tensor that differs.
+# The most harmless tensors that a search skips. After these, the search returns the next tensor that differs.
 _MOST_HARMLESS = 16
 
-# The most bytes of tensors that a scan holds at a time.
+# The most bytes of tensors that a scan holds in memory.
 SCAN_BYTES = 1 << 28
 
 
@@ -57,11 +56,11 @@ class Node:
 class Divergence:
     """The first tensor that differs between the reference and the candidate.
 
-    ``tensor`` and ``candidate_tensor``: the tensor's name in the reference and in the candidate. ``node`` and
-    ``candidate_node``: the nodes that compute the tensor. ``numbers``: the difference between the tensor's values in
-    the reference and in the candidate. ``inputs``: the differences of the nearest compared tensors before this tensor,
-    by name. ``between`` and ``candidate_between``: the nodes from the tensors of ``inputs`` to this tensor, empty if
-    there is only one node.
+    ``tensor`` and ``candidate_tensor`` are the tensor's names in the reference and in the candidate. ``node`` and
+    ``candidate_node`` are the nodes that compute the tensor. ``numbers`` is the difference between the tensor's values
+    in the reference and in the candidate. ``inputs`` holds the differences of the nearest matched tensors before this
+    tensor, by name. ``between`` and ``candidate_between`` are the nodes from the tensors of ``inputs`` to this tensor,
+    empty if there is only one node.
     """
 
     tensor: str
@@ -88,10 +87,10 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The result of a search. ``found``: None if the outputs agree. ``runs``: how often each model ran.
+    """The result of a search. ``found`` is None if the outputs agree. ``runs`` is the number of runs of each model.
 
-    ``harmless``: tensors that differ although everything computed from them agrees. ``earlier``: the tensors before
-    ``found`` that differ in a scan; None if nothing was scanned.
+    ``harmless`` lists tensors that differ although all tensors computed from them agree. ``earlier`` lists the tensors
+    before ``found`` that differ, and is None without a scan.
     """
 
     found: Divergence | None
@@ -104,14 +103,15 @@ class Search:
 
 @dataclass
 class _Order:
-    """The matched tensors in topological order. A parent is the nearest matched tensor above."""
+    """The matched tensors in topological order. The parents of a tensor are the nearest matched tensors that it is
+    computed from."""
 
     names: list[str]
     parents: dict[str, list[str]]
     children: dict[str, list[str]] = field(default_factory=dict)
 
     def crossing(self, cut: int, outputs: Sequence[str]) -> list[str]:
-        """Returns the tensors that are computed up to the place ``cut`` and read behind it."""
+        """Returns the tensors that are computed up to position ``cut`` and read after it."""
         place = {name: index for index, name in enumerate(self.names)}
         return [
             name
@@ -145,7 +145,7 @@ class Bisection:
         self._seen: dict[str, Difference] = {}
 
     def search(self, *, scan: bool = False) -> Search:
-        """Find the first node at which the candidate differs. ``scan``: compare all tensors before it, too."""
+        """Find the first node at which the candidate differs. ``scan`` also compares all tensors before that node."""
         outputs = [name for name in self.graphs[0].outputs if name in self.match.tensors]
         seen = self._differences(outputs)
         at_end = {name: seen[name] for name in outputs}
@@ -181,7 +181,7 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the place of a tensor that differs although everything that crosses the cut before it agrees."""
+        """Returns the position of a tensor that differs although all tensors that cross the cut before it agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2
@@ -194,7 +194,8 @@ class Bisection:
         return differs
 
     def _differences(self, names: Sequence[str]) -> dict[str, Difference]:
-        """Returns the worst of each number over all feeds. Only runs for tensors that weren't compared before."""
+        """Returns each tensor's largest differences over all feeds. Runs the models only for tensors that weren't
+        compared before."""
         new = [name for name in names if name not in self._seen]
         if new:
             rows = [[_differ(name, a, b) for name, a, b in self._run(new, feeds)] for feeds in self.feeds]
@@ -212,7 +213,7 @@ class Bisection:
             yield name, first.pop(name), second[other]
 
     def _scan(self, names: Sequence[str]) -> list[str]:
-        """Returns the tensors of ``names`` that differ. Compares a few at a time to bound the memory."""
+        """Returns the tensors of ``names`` that differ. Compares a few tensors at a time to bound the memory."""
         found: list[str] = []
         position, count = 0, 4
         while position < len(names):
@@ -275,7 +276,8 @@ def _asked(side: RoundedModel, feeds: Mapping[str, np.ndarray], names: Sequence[
 
 
 def _differ(name: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
-    """Returns ``difference`` with masked values set to 0 on both sides, because masks may be different numbers."""
+    """Returns ``difference`` with masked values set to 0 in both arrays, because models may use different mask
+    values."""
     import numpy as np
 
     if reference.shape == candidate.shape and reference.dtype.kind == "f" == candidate.dtype.kind:
@@ -287,13 +289,14 @@ def _differ(name: str, reference: np.ndarray, candidate: np.ndarray) -> Differen
 
 
 def _maker(graph: Graph, name: str) -> Node:
-    """Returns the node that computes a tensor, not a cast or QDQ node behind it."""
+    """Returns the node that computes a tensor, ignoring casts and QDQ nodes after it."""
     root = graph.root(name)
     return Node.of(graph.nodes[graph.producer[root if root in graph.producer else name]])
 
 
 def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
-    """Returns the nodes from the tensors ``stop`` to the tensor ``name``, including its own node, in order."""
+    """Returns the nodes between the tensors ``stop`` and the tensor ``name``, in order and including the node of
+    ``name``."""
     found: set[int] = set()
     queue = [name]
     while queue:
@@ -308,6 +311,6 @@ def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
 def most_runs(tensors: int) -> int:
     """Returns the most runs that a search without harmless tensors takes.
 
-    These are one run for the outputs, a binary search, and one for the tensors after the one that was found.
+    The runs are one for the outputs, a binary search, and one for the tensors after the found tensor.
     """
     return 3 + math.ceil(math.log2(max(2, tensors)))

@@ -1,4 +1,4 @@
-"""Checking the chain of hashes from an artifact back to its source."""
+"""Checks the chain of hashes from an artifact back to its source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Status = Literal["ok", "changed", "absent"]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A file or step with a recorded sha256. ``status``: ``absent`` means that this machine doesn't have the file."""
+    """A file or step with a recorded sha256. A ``status`` of ``absent`` means that this machine doesn't have the
+    file."""
 
     what: str
     path: str
@@ -29,18 +30,17 @@ class Link:
 
 
 def check_chain(artifact: Artifact, cache: StageCache | None = None) -> list[Link]:
-    """Returns a link for every file from the artifact back to the weights, with its hash computed again.
-
-    The files are the artifact's own, each stage's output (in the cache), the files that the user gave to stages, and
-    the source's. Further links say whether each stage's input is the output of the stage before.
+    """Returns a link for every file from the artifact back to the weights, with the file's hash computed again. The
+    links cover the files of the artifact and the source, each stage's output (in the cache), and the files that the
+    user gave to stages. Further links tell whether each stage's input is the output of the stage before.
 
     Raises ``ChainBroken`` if the artifact has no manifest.
     """
     manifest = artifact.manifest
     if manifest is None:
         raise ChainBroken(
-            f"{artifact.path} has no manifest to check it against; put the one it was made with beside it, or make it "
-            "again with accel export or accel optimize"
+            f"{artifact.path} has no manifest to check; put its manifest beside it, or make the artifact again with "
+            "accel export or accel optimize"
         )
     cache = cache or StageCache()
     links = [_file("artifact", artifact.path.parent / name, sha) for name, sha in manifest.files.items()]
@@ -63,7 +63,7 @@ def _file(what: str, path: Path, recorded: str) -> Link:
 
 
 def _sidecar(what: str, main: Path) -> Link:
-    """Returns the link of a manifest, which records its own digest."""
+    """Returns the link of a manifest, which contains a digest of itself."""
     path = manifest_path(main)
     if not path.is_file():
         return Link(what=what, path=str(path), recorded="its own digest", found=None, status="absent")
@@ -91,7 +91,7 @@ def _continuity(manifest: Manifest) -> list[Link]:
 
 
 def _made(record: Any, cache: StageCache) -> list[Link]:
-    """Returns the links of a stage's output in the cache."""
+    """Returns the links of a stage's output, which is in the cache."""
     folder = cache.entry(record["key"])
     name = folder / "main"
     what = f"output of {record['name']}"
@@ -107,7 +107,7 @@ def _made(record: Any, cache: StageCache) -> list[Link]:
 
 
 def _given(record: Any, cache: StageCache) -> list[Link]:
-    """Returns the links of the user's file that a stage started from; none if it started from a file in the cache."""
+    """Returns the links of the user's file that a stage read, or no links if the stage's input was in the cache."""
     path = Path(record["input_path"])
     if path.is_relative_to(cache.root) or kind_of(path) is None or not path.is_file():
         return []

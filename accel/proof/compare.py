@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 class Difference:
     """The difference of one output from its reference.
 
-    ``max_abs``: largest absolute difference. ``scale``: largest absolute value of the reference. ``rel_l2``:
-    ||candidate - reference||₂ / ||reference||₂. ``cosine``: smallest cosine similarity of a sample (axis 0) with its
-    reference. ``problem``: why the two can't be compared (their shapes differ, only one has a NaN); else empty.
+    ``max_abs`` is the largest absolute difference. ``scale`` is the largest absolute value of the reference.
+    ``rel_l2`` is ||candidate - reference||₂ / ||reference||₂. ``cosine`` is the smallest cosine similarity of a sample
+    (axis 0) with its reference. ``problem`` is the reason if the arrays can't be compared (different shapes, or a NaN
+    in only one array), else empty.
     """
 
     output: str
@@ -33,7 +34,7 @@ class Difference:
 
 
 def difference(output: str, reference: np.ndarray, candidate: np.ndarray) -> Difference:
-    """Returns the difference, computed in float64. A NaN equals only a NaN at the same place."""
+    """Returns the difference, computed in float64. A NaN equals only a NaN at the same index."""
     import numpy as np
 
     if reference.shape != candidate.shape:
@@ -66,9 +67,8 @@ def _incomparable(output: str, problem: str) -> Difference:
 
 
 def rel_l2(reference: np.ndarray, candidate: np.ndarray) -> float:
-    """Returns ||candidate - reference||₂ / ||reference||₂ of finite numbers, in float64.
-
-    Returns 0 if both are zero, and infinity if only the reference is.
+    """Returns ||candidate - reference||₂ / ||reference||₂ of finite numbers, in float64. Returns 0 if both arrays are
+    zero, and infinity if only the reference is zero.
     """
     import numpy as np
 
@@ -95,7 +95,7 @@ def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
 
 
 def holds_floats(value: np.ndarray) -> bool:
-    """Tells whether the values are floats. bfloat16 and fp8 are of NumPy's kind V."""
+    """Tells whether the values are floats, including bfloat16 and fp8, which NumPy reports as kind V."""
     return value.dtype.kind not in "biuOUS"
 
 
@@ -111,7 +111,7 @@ def compare(reference: Mapping[str, np.ndarray], candidate: Mapping[str, np.ndar
 
 
 def worst(differences: list[list[Difference]]) -> dict[str, Difference]:
-    """Returns for each output the worst of each number over several comparisons."""
+    """Returns the largest differences of each output over several comparisons."""
     merged: dict[str, Difference] = {}
     for row in (d for comparison in differences for d in comparison):
         seen = merged.get(row.output)

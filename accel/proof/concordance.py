@@ -1,4 +1,5 @@
-"""The agreement of outputs sample by sample, because the largest samples dominate a norm over all of them."""
+"""Measures the agreement of outputs sample by sample, because samples with large values dominate a norm over all
+samples."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .compare import holds_floats
 if TYPE_CHECKING:
     import numpy as np
 
-# A sample smaller than the largest one by this factor can't be told from the rounding of the largest in float32.
+# A sample smaller than the largest sample by this factor is within the float32 rounding of the largest sample.
 _NOISE = 1e-6
 
 
@@ -33,17 +34,15 @@ def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def discordance(
     reference: Sequence[np.ndarray], candidate: Sequence[np.ndarray], *, about_the_mean: bool = True
 ) -> float:
-    """Returns how badly the batches of one output agree with their reference: 0 if equal, 1 if unrelated.
+    """Returns the distance of one output's batches from their reference, 0 if equal and 1 if unrelated. The distance is
+    1 minus the concordance 2⟨a, b⟩ / (||a||₂² + ||b||₂²), averaged over the samples (axis 0). The concordance is the
+    cosine similarity if both norms are equal, and smaller if the scale is wrong.
 
-    The value is 1 minus the concordance 2⟨a, b⟩ / (||a||₂² + ||b||₂²), averaged over the samples (axis 0). The
-    concordance is the cosine similarity if both norms are equal, and smaller if the scale is wrong.
-
-    Samples of one number have no direction. For them the value is the larger of two: the median over the samples, and 1
-    minus Lin's coefficient 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) over all samples (Lin 1989, Biometrics 45), because an
-    output may vary little compared with its size. ``about_the_mean=False`` leaves Lin's coefficient out, for random
-    inputs, on which the variation of the outputs means nothing.
-
-    For integers and strings the value is the share that differs.
+    Samples of one number have no direction. For such samples the distance is the larger of the median over the samples
+    and 1 minus Lin's coefficient 2 cov / (σ_a² + σ_b² + (μ_a - μ_b)²) over all samples (Lin 1989, Biometrics 45). Lin's
+    coefficient detects errors in an output that varies little compared with its size. ``about_the_mean=False`` leaves
+    out Lin's coefficient, because the variation of outputs on random inputs means nothing. For integers and strings the
+    distance is the share of values that differ.
     """
     import numpy as np
 
@@ -62,7 +61,8 @@ def discordance(
 
 
 def _rows(value: np.ndarray) -> np.ndarray:
-    """Returns float64[samples, numbers] with 0 for values that aren't finite, which ``compare`` checks."""
+    """Returns float64[samples, numbers] with 0 for values that aren't finite, because ``compare`` checks those
+    values."""
     import numpy as np
 
     wide = value.astype(np.float64)

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from accel.artifact import Artifact, canonical_json
 from accel.errors import BadData, one_line
 from accel.signature import DimRange, Signature, numpy_dtype
+from accel.spelling import option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
 def batch_plan(
     signature: Signature, counts: Iterable[int], size: int, limit: int | None = None
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (part, first sample, number of samples) of each batch, for parts that hold ``counts`` samples.
-
-    A batch has at most ``size`` samples, or the model's own fixed batch. All batches together have at most ``limit``
-    samples. The count of a part is only read when a batch needs it.
+    """Yields (file, first sample, number of samples) of each batch, for files that hold ``counts`` samples. A batch has
+    at most ``size`` samples, or the model's fixed batch. All batches together have at most ``limit`` samples. The count
+    of a file is read only when a batch needs the file.
     """
     unit = signature.batch_unit
     step = signature.fixed_batch or max(size // unit, 1) * unit
@@ -42,9 +42,9 @@ def batch_plan(
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples for a model. A part holds the arrays of one file, with samples on axis 0; shapes may differ by part.
-
-    The arrays named like the model's inputs are its feeds. ``extra`` returns the others, such as labels.
+    """Samples for a model. Each of ``parts`` holds the arrays of one file, with samples on axis 0; shapes may differ
+    between files. Arrays named like the model's inputs are the feeds. ``extra`` returns all other arrays, such as
+    labels.
     """
 
     path: Path
@@ -55,8 +55,8 @@ class Dataset:
     def load(cls, path: Path, signature: Signature) -> Dataset:
         """Load an ``.npz`` file (an array for each input, samples on axis 0) or a folder of such files.
 
-        Never unpickles. Returns the dataset loaded before if it is still in use and no file has changed, so that all
-        gates of a run share it.
+        Never unpickles. Returns the dataset that is already in memory if no file has changed, so that all gates of a
+        run share one copy.
 
         Raises ``BadData`` if a file can't be read, lacks an input, doesn't fit the signature, or holds NaN or infinity.
         """
@@ -74,18 +74,16 @@ class Dataset:
         return sum(len(part[first]) for part in self.parts)
 
     def batches(self, size: int, limit: int | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Yields feeds of at most ``size`` samples (or the model's own fixed batch), ``limit`` samples in all.
-
-        Leaves out the last samples if they don't fill a fixed batch.
+        """Yields feeds of at most ``size`` samples (or the model's fixed batch), at most ``limit`` samples in all.
+        Drops the last samples if they don't fill a fixed batch.
         """
         counts = [len(part[self.signature.inputs[0].name]) for part in self.parts]
         for at, start, take in batch_plan(self.signature, counts, size, limit):
             yield {spec.name: self.parts[at][spec.name][start : start + take] for spec in self.signature.inputs}
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns samples from ``start`` on, cut or repeated along each axis to ``sizes``.
-
-        The feeds hold real values at a shape that the data may not have.
+        """Returns samples from ``start`` on, cut or repeated along each axis to ``sizes``. The feeds then hold real
+        values even at a shape that the data doesn't have.
         """
         import numpy as np
 
@@ -100,7 +98,7 @@ class Dataset:
         return feeds
 
     def extra(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that are no inputs, such as labels or reference scores, joined over the parts."""
+        """Returns the arrays that are no inputs, such as labels or reference scores, concatenated over the files."""
         import numpy as np
 
         names = {spec.name for spec in self.signature.inputs}
@@ -120,7 +118,7 @@ def data_files(path: Path) -> list[Path]:
             raise BadData(f"{path} holds no .npz file; save one array per input with numpy.savez")
         return files
     if not path.is_file():
-        raise BadData(f"{path} does not exist; check --data")
+        raise BadData(f"{path} does not exist; check {option('data')}")
     return [path]
 
 
@@ -129,10 +127,9 @@ _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
-    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``.
-
-    Only widens the ranges that nobody declared: dims of an ONNX file without a manifest that are not in ``declared``.
-    Skips files that can't be read; ``Dataset.load`` reports them.
+    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Only widens undeclared
+    ranges, which are dims of an ONNX file without a manifest that are not in ``declared``. Skips unreadable files,
+    which ``Dataset.load`` reports.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
         return artifact
@@ -178,13 +175,13 @@ def single_array(file: Path) -> BadData:
 
 @contextmanager
 def open_npz(file: Path) -> Iterator[np.lib.npyio.NpzFile]:
-    """Opens a file of arrays. Raises ``BadData`` if it is no .npz or reading fails inside the block."""
+    """Opens a file of arrays. Raises ``BadData`` if ``file`` is no .npz or reading fails inside the block."""
     import zipfile
 
     import numpy as np
 
     try:
-        # Opened here, because numpy doesn't close a file that it can't read.
+        # The file is opened here, because numpy doesn't close a file that it can't read.
         with file.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -200,7 +197,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     import numpy as np
 
     with open_npz(file) as archive:
-        # A member without an array's header is returned as bytes.
+        # numpy returns an archive member without an array header as bytes.
         arrays = {name: np.asarray(archive[name]) for name in archive.files}
     first = signature.inputs[0].name
     for spec in signature.inputs:
@@ -221,14 +218,14 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
 def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, start: int = 0) -> np.ndarray:
     """Returns the samples ``value`` of the input ``name`` in the dtype that the model takes.
 
-    ``start``: the number of the first sample, for messages. Raises ``BadData`` if the model doesn't take the shape, the
-    dtype or the numbers.
+    ``start`` is the number of the first sample, for messages. Raises ``BadData`` if the model doesn't take the shape,
+    the dtype or the numbers.
     """
     import numpy as np
 
     spec = signature.input(name)
     if value.ndim != len(spec.shape) or value.ndim == 0:
-        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it like that")
+        raise BadData(f"{file}: {name!r} has shape {list(value.shape)}, the model takes {spec}; save it in that shape")
     for axis, (dim, size) in enumerate(zip(spec.shape, value.shape, strict=True)):
         if axis and isinstance(dim, int) and dim != size:
             raise BadData(
@@ -244,7 +241,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
             if not bounds.min <= size <= bounds.max:
                 raise BadData(
                     f"{file}: {name!r} has {dim} {size}, outside {bounds.min}..{bounds.max}; "
-                    f"pass --dim {dim}={bounds.to_hold(size)}"
+                    f"pass {option('dims', {dim: bounds.to_hold(size)})}"
                 )
     wanted = numpy_dtype(spec.dtype)
     if value.dtype.kind == "f" and not np.isfinite(value).all():
@@ -257,7 +254,7 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
     # numpy's default widths (int64, float64) often differ from the model's, so other widths are converted if they fit.
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
-        raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as that")
+        raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as {spec.dtype}")
     with np.errstate(over="ignore"):
         converted = value.astype(wanted)
     if value.dtype.kind == "f" and (lost := ~np.isfinite(converted.astype(np.float64))).any():

@@ -1,4 +1,4 @@
-"""The gate after a stage: runs its output and its input on several shapes and on the user's data."""
+"""The gate after a stage, which compares the stage's output with its input on several shapes and on the user's data."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .stream import SampleStream
 if TYPE_CHECKING:
     import numpy as np
 
-# Outputs by artifact, runtime and feeds, kept because a stage's output is the reference of the next stage.
+# Outputs by artifact, runtime and feeds, cached because a stage's output is the reference of the next stage.
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
-# If a model has more bytes, only one of its two forms is loaded at a time.
+# Above this size, only one of the two models is loaded at a time.
 _ONE_AT_A_TIME_BYTES = 1 << 30
 
 
@@ -35,8 +35,8 @@ class OutputGate:
     """Limits the relative error ||candidate - reference||₂ / ||reference||₂ of every output, at every shape.
 
     Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
-    repeated to the shape of the case. ``samples``: how many samples of ``data`` also run unchanged. ``seeds``: how many
-    different inputs the first case runs on, because only other values reach another branch.
+    repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that also run unchanged.
+    ``seeds`` is the number of different inputs for the first case, so that several branches of a model run.
     """
 
     name: str = "outputs"
@@ -51,13 +51,13 @@ class OutputGate:
         return body
 
     def check(self, src: Artifact, out: Artifact) -> list[GateResult]:
-        """Returns a result for each output and case; ``passed`` is None if this machine can't run ``out``."""
+        """Returns a result for each output and case, with ``passed`` None if this machine can't run ``out``."""
         return self._compared(src, out, lambda: self._feeds(src, out))
 
     def check_seeds(self, src: Artifact, out: Artifact, seeds: int) -> list[GateResult]:
         """Returns the additional results that ``check`` would give if the gate had ``seeds`` seeds.
 
-        Returns nothing if the gate has that many seeds already.
+        Returns no results if the gate has that many seeds already.
         """
         further = range(self.seeds, seeds)
         return self._compared(src, out, lambda: self._seeded(src, out, further)) if further else []
@@ -112,7 +112,7 @@ class OutputGate:
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
     def _seeded(self, src: Artifact, out: Artifact, rounds: range) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yields other values of the first case's inputs, one set for each of ``rounds`` (the case itself is 0)."""
+        """Yields different inputs for the first case, one set for each number in ``rounds`` (0 is the case itself)."""
         dataset = SampleStream(self.data, src.signature) if self.data else None
         common = what_both_take(src.signature, out.signature)
         cases = common.cases()
@@ -122,7 +122,7 @@ class OutputGate:
 
 
 def output_result(gate: str, case: str, found: Difference, limit: float) -> GateResult:
-    """Returns a gate's result for one output: its relative error against the limit."""
+    """Returns a gate's result for one output, its relative error and the limit."""
     import math
 
     return GateResult(
@@ -138,7 +138,7 @@ def output_result(gate: str, case: str, found: Difference, limit: float) -> Gate
 
 
 def what_both_take(src: Signature, out: Signature) -> Signature:
-    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that either of them fixes is fixed."""
+    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that is fixed in either signature is fixed."""
     theirs = {spec.name: spec for spec in out.inputs}
     inputs = []
     for spec in src.inputs:
@@ -150,12 +150,12 @@ def what_both_take(src: Signature, out: Signature) -> Signature:
 
 
 def case_name(sizes: Mapping[str, int]) -> str:
-    """Returns the name of a shape in messages: ``batch=1, sequence=128``."""
+    """Returns the name of a shape in messages, such as ``batch=1, sequence=128``."""
     return ", ".join(f"{dim}={size}" for dim, size in sizes.items()) or "its fixed shape"
 
 
 def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns ``feeds`` in the dtypes of this session's inputs. A cast model may take float16."""
+    """Returns ``feeds`` in the dtypes of this session's inputs, such as float16 for a cast model."""
     from accel.signature import numpy_dtype
 
     dtypes = {spec.name: spec.dtype for spec in session.signature.inputs}
@@ -168,7 +168,7 @@ def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, n
 
 
 def gate_runtime(artifact: Artifact) -> str | None:
-    """Returns the name of the runtime that judges an artifact; None if this machine can't run the artifact.
+    """Returns the name of the runtime that gates use for an artifact, or None if this machine can't run the artifact.
 
     A 16-bit or fp8 ONNX model runs with rounding after every node. ONNX Runtime's CPU provider would compute 16-bit
     models in float32 and hide their overflows, and its optimizations break fp8 models.
@@ -183,7 +183,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
 
 
 class Outputs:
-    """The outputs of an artifact. Opens a session at the first feeds whose outputs aren't kept."""
+    """The outputs of an artifact. Opens a session at the first feeds whose outputs aren't cached."""
 
     def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
         self._artifact = artifact
@@ -212,12 +212,12 @@ def _digest(feeds: Mapping[str, np.ndarray]) -> str:
 
     digest = hashlib.sha256()
     for name, value in feeds.items():
-        # Equal bytes of another shape or dtype are other inputs.
+        # The key includes shapes and dtypes, because feeds of equal bytes may differ in shape or dtype.
         digest.update(f"{name} {value.dtype} {value.shape} ".encode() + value.tobytes())
     return digest.hexdigest()
 
 
 def worst_result(results: Sequence[GateResult]) -> GateResult | None:
-    """Returns the result with the largest share of its limit; None if nothing was compared."""
+    """Returns the result with the largest share of its limit, or None if no outputs were compared."""
     compared = [r for r in results if r.value is not None and r.limit]
     return max(compared, key=lambda r: (r.value or 0.0) / (r.limit or 1.0), default=None)

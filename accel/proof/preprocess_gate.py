@@ -1,4 +1,4 @@
-"""The gate of the preprocess stage: numpy repeats on the host the steps that the stage put into the graph."""
+"""The gate of the preprocess stage, which repeats the stage's preprocessing and postprocessing in numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessGate:
-    """Compares the new model on raw images with the old model on images prepared by numpy, at every case.
+    """Compares the new model on raw images with the old model on images preprocessed by numpy, at every case.
 
     The fields are those of ``PreprocessConfig``. Indices of ``argmax`` and ``topk`` may differ if their scores are
     equal within the limit.
@@ -61,7 +61,7 @@ class PreprocessGate:
         return results
 
     def _on_the_host(self, raw: np.ndarray) -> np.ndarray:
-        """Returns the prepared pixels as float64 in the model's layout."""
+        """Returns the preprocessed pixels as float64 in the model's layout."""
         import numpy as np
 
         layout = self.layout or ("NCHW" if self.channels_axis == 1 else "NHWC")
@@ -97,8 +97,8 @@ class PreprocessGate:
 def resize_bilinear(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Returns float64[n, h, w, c] resized to ``size`` (height, width), bilinear between pixel centers.
 
-    Pixel i of the result is taken at (i + 0.5) * h / size - 0.5, clipped to the image. This is the formula of OpenCV's
-    INTER_LINEAR and ONNX's half_pixel.
+    Pixel i of the result is taken at (i + 0.5) * h / size - 0.5, clipped to the image. OpenCV's INTER_LINEAR and ONNX's
+    half_pixel use the same formula.
     """
     import numpy as np
 

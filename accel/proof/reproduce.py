@@ -1,4 +1,4 @@
-"""Reproducing an artifact: runs the stages of its manifest again and compares each with its record."""
+"""Reproduces an artifact by running the stages of its manifest again and comparing each with its record."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from accel.errors import AccelError, BadInputSpec, ChainBroken, GateFailed, Usag
 from accel.progress import report
 from accel.signature import DimRange, TensorSpec
 from accel.sources.source import Source
+from accel.spelling import option
 from accel.stage import StageConfig, path_sha256, run_stage, versions
 from accel.tables.stage_table import get_stage
 
@@ -27,9 +28,9 @@ Status = Literal["identical", "equivalent", "different"]
 class Remade:
     """One stage, run again.
 
-    ``status``: ``identical`` for the same bytes. ``equivalent`` for other bytes that pass the recorded gate, or for an
-    engine with the same kernels from the same ONNX. ``different`` if the bytes fail the gate or nothing could be
-    compared. ``versions``: the libraries whose version changed, each ``name then -> now``.
+    ``status`` is ``identical`` for the same bytes. ``status`` is ``equivalent`` for other bytes that pass the recorded
+    gate, or for an engine with the same kernels from the same ONNX, and ``different`` if the bytes fail the gate or
+    could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
     """
 
     stage: str
@@ -42,22 +43,20 @@ class Remade:
 
 
 def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tuple[Artifact, list[Remade]]:
-    """Run every stage of the artifact's manifest again in ``cache``, which should be empty, from the source on.
+    """Run every stage of the artifact's manifest again, beginning at the source, in ``cache``, which should be empty.
 
-    ``given``: the files and folders that the stages read (calibration data), matched by their sha256.
+    ``given`` lists the files and folders that the stages read (calibration data), matched by their sha256.
 
     Raises ``ChainBroken`` if there is no manifest or the source is missing or changed, ``UsageError`` if a file that a
     stage read is not in ``given``.
     """
     manifest = artifact.manifest
     if manifest is None:
-        raise ChainBroken(
-            f"{artifact.path} has no manifest, so nothing says how it was made; put the one it was made with beside it"
-        )
+        raise ChainBroken(f"{artifact.path} has no manifest; put its manifest beside it")
     if not manifest.stages:
-        raise ChainBroken(f"{artifact.path} is as it came: no stage made it, so there is nothing to run again")
+        raise ChainBroken(f"{artifact.path} was made by no stage, so there is nothing to reproduce")
     hashes = {path_sha256(path): path for path in given}
-    configs = [config_of(record, hashes) for record in manifest.stages]  # reports a missing file before any work
+    configs = [config_of(record, hashes) for record in manifest.stages]  # fails early if a file is missing
     current = _source(manifest)
     rows = []
     for number, (record, config) in enumerate(zip(manifest.stages, configs, strict=True), start=1):
@@ -69,7 +68,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
 
 
 def config_of(record: Mapping[str, Any], given: Mapping[str, Path]) -> StageConfig:
-    """Returns the stage's config from its record. Files are looked up in ``given`` by their sha256."""
+    """Returns the stage's config from its record. Finds files in ``given`` by their sha256."""
     kind: type[StageConfig] = resolve(get_stage(record["name"]).config)  # type: ignore[assignment]
     known = {f.name for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -92,7 +91,8 @@ def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
     if set(value) == {"file", "sha256"}:
         if value["sha256"] not in given:
             raise UsageError(
-                f"stage {stage} was given {value['file']} (sha256 {value['sha256'][:12]}); pass it with --data"
+                f"stage {stage} was given {value['file']} (sha256 {value['sha256'][:12]}); "
+                f"pass it with {option('data')}"
             )
         return given[value["sha256"]]
     if {"min", "opt", "max"} <= set(value):
@@ -103,7 +103,7 @@ def _value(stage: str, value: Any, given: Mapping[str, Path]) -> Any:
 
 
 def _source(manifest: Manifest) -> Artifact:
-    """Open the recorded source. Raises ``ChainBroken`` if it is missing or changed."""
+    """Open the recorded source. Raises ``ChainBroken`` if the source is missing or changed."""
     source = manifest.source
     spec, weights = source.get("spec"), source.get("weights")
     if not spec:
@@ -120,22 +120,25 @@ def _source(manifest: Manifest) -> Artifact:
         except BadInputSpec:  # the source doesn't declare its inputs
             found = replace(named, inputs=manifest.signature.inputs).open()
     except AccelError as error:
-        raise ChainBroken(f"the source {spec} can't be opened any more ({error}); put it back") from error
+        raise ChainBroken(f"the source {spec} can't be opened any more ({error}); restore it") from error
     files = [(entry["path"], entry["sha256"]) for entry in source.get("files", ())]
     now = {entry["path"]: entry["sha256"] for entry in found.source.get("files", ())}
     for path, sha256 in files:
         if now.get(path, sha256) != sha256:
-            raise ChainBroken(f"{path} is not what the artifact was made from (its sha256 differs); put that file back")
+            raise ChainBroken(
+                f"{path} is not the file that the artifact was made from (its sha256 differs); restore it"
+            )
     if source.get("sha256") not in (None, found.source.get("sha256")):
-        raise ChainBroken(f"{spec} makes another model than the one the artifact was made from; put the old code back")
+        raise ChainBroken(f"{spec} makes another model than the one in the manifest; restore the original code")
     if found.digest != manifest.stages[0]["input"]:
-        raise ChainBroken(f"{spec} is not what the first stage was given (its sha256 differs); put the old source back")
+        raise ChainBroken(f"{spec} is not the source that the first stage read (its sha256 differs); restore it")
     ranges: dict[str, DimRange] = {d: r for d, r in manifest.signature.dims.items() if d in found.signature.dims}
     return dataclasses.replace(found, signature=found.signature.with_dims(ranges))
 
 
 def _where_it_was(spec: str, files: Sequence[str]) -> str:
-    """Returns ``spec`` with an absolute path from ``files`` if its relative path doesn't exist in this folder."""
+    """Returns ``spec`` with an absolute path from ``files`` if its relative path doesn't exist in the current
+    folder."""
     path, colon, factory = spec.partition(".py:")
     name = Path(path + (".py" if colon else ""))
     if name.is_absolute() or name.exists():
@@ -152,7 +155,7 @@ def _compared(record: Mapping[str, Any], before: Artifact, made: Artifact) -> Re
         return Remade(stage=record["name"], status="identical", note="", versions=others)
     kernels = record["notes"].get("kernels")
     if kernels and record["input"] == before.digest and made.history[-1]["notes"].get("kernels") == kernels:
-        # TensorRT writes some engines with other bytes in every build.
+        # TensorRT's builds of some engines are not deterministic.
         note = f"other bytes, the same {len(kernels)} kernels from the same ONNX"
         return Remade(stage=record["name"], status="equivalent", note=note, versions=others)
     limits = [gate["limit"] for gate in record["gates"] if gate["limit"]]

@@ -1,4 +1,4 @@
-"""Checks that a model runs: at the sizes and values that its signature allows, and on the user's samples."""
+"""Checks that a model runs at the sizes and values that its signature allows, and on the user's samples."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from accel.progress import report
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, TensorSpec
 from accel.sources.output_specs import step_advice
+from accel.spelling import option
 from accel.stage import path_sha256
 from accel.tables.limits import ROUNDING
 
@@ -42,8 +43,8 @@ _AT_ONCE = 8
 def check_runs(src: Artifact) -> None:
     """Run ``src`` once at every case of its signature.
 
-    A file that declares no ranges gets accel's defaults, which may be wrong for the model. One error now is better than
-    a reason in each candidate's row later.
+    A file that declares no ranges gets accel's defaults, which may be wrong for the model. Checking early gives one
+    error instead of one for each candidate.
 
     Raises ``BadInputSpec`` with the case that failed.
     """
@@ -53,10 +54,10 @@ def check_runs(src: Artifact) -> None:
             try:
                 session.run(signature.example_inputs(**sizes))
             except RunFailed as error:
-                fix = step_advice(signature, session.run) or (
-                    "; say which sizes it takes with --dim NAME=MIN:OPT:MAX[:STEP], and which integers with --input "
-                    "'NAME:int64[DIM]{LOW..HIGH}'"
-                )
+                sizes_taken = option("dims", {"NAME": "MIN:OPT:MAX[:STEP]"})
+                integers = option("inputs", ["NAME:int64[DIM]{LOW..HIGH}"])
+                advice = f"; give the sizes it takes with {sizes_taken}, and the range of integers with {integers}"
+                fix = step_advice(signature, session.run) or advice
                 raise BadInputSpec(f"{src.path.name} fails at {case_name(sizes)} ({_reason(error)}){fix}") from error
 
 
@@ -64,8 +65,8 @@ def check_runs(src: Artifact) -> None:
 class Furthest:
     """The largest difference of a model from its source, and the count of NaN.
 
-    ``rel_l2``: ||model - source||₂ / ||source||₂ of the output ``output`` on the samples ``where``. ``nan``: how many
-    of the ``samples`` have NaN in an output of the model.
+    ``rel_l2``: ||model - source||₂ / ||source||₂ of the output ``output`` on the samples ``where``. ``nan`` is the
+    number of the ``samples`` with NaN in an output of the model.
     """
 
     rel_l2: float = 0.0
@@ -86,13 +87,13 @@ def check_samples(
 ) -> Furthest:
     """Run ``src`` on the first ``limit`` samples of ``data`` (None: all) before any stage uses them.
 
-    ``source``: the source that ``src`` was exported from, which runs beside ``src``. The gate of an export only knows
-    random numbers, and a model with branches may take other branches on real values. ``cache``: keeps the result.
+    ``source`` is the model that ``src`` was exported from, and runs beside ``src``. The gate of an export only uses
+    random inputs, and real values may take other branches of a model. ``cache`` stores the result.
 
-    Returns the largest difference between the two.
+    Returns the largest difference between ``src`` and ``source``.
 
     Raises ``BadData`` with the first sample that fails and the input that is out of range, ``GateFailed`` with the
-    first samples on which an output of floats is further than ``tolerance`` from the source.
+    first samples on which a float output differs from the source by more than ``tolerance``.
     """
     of = source.digest if source is not None else ""
     key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}\nnan")
@@ -125,9 +126,8 @@ def check_samples(
 
 
 def nan_samples(outputs: Mapping[str, np.ndarray]) -> int:
-    """Returns how many samples (axis 0) have NaN in an output of floats.
-
-    Infinities don't count: they may be intended, as the scores of masked places.
+    """Returns the number of samples (axis 0) with NaN in a float output. Infinities don't count, because the scores of
+    masked positions may be infinite.
     """
     import numpy as np
 
@@ -138,7 +138,7 @@ def nan_samples(outputs: Mapping[str, np.ndarray]) -> int:
 
 
 def nan_words(nan: int, samples: int, data: Path | None) -> str:
-    """Returns the warning for a source that gives NaN for ``nan`` of ``samples`` samples; empty if ``nan`` is 0."""
+    """Returns the warning for a source that outputs NaN for ``nan`` of ``samples`` samples, or "" if ``nan`` is 0."""
     if not nan:
         return ""
     return (
@@ -172,9 +172,9 @@ def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
 def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[TensorSpec]) -> AccelError:
     """Returns the error to raise for ``error``, which a model raised on ``feeds`` from ``data``.
 
-    If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. Data is
-    only refused for such a number after it has failed, because the range that was found in a graph is a guess: a
-    negative number may count from the end.
+    If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. Data with
+    such a number is refused only after a failed run, because a range derived from a graph is a guess (a negative index
+    may count from the end).
     """
     for spec in specs:
         value = feeds.get(spec.name)
@@ -189,7 +189,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
         if isinstance(error, ChildCrashed):
             if str(wrong) not in str(error):
                 continue  # the process may have died for another reason
-            why = ""  # the library's text names places in its own graph
+            why = ""  # the library's text names nodes of its own graph
         return BadData(
             f"{_file_with(data, spec.name, wrong)}: {spec.name!r} holds {wrong}, outside {low}..{high}, and the model "
             f"fails on it{why}; correct it or leave it out"
@@ -200,7 +200,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
 
 
 def _file_with(data: Path, name: str, number: int) -> Path:
-    """Returns the first file of ``data`` whose array ``name`` holds ``number``; ``data`` if none does."""
+    """Returns the first file of ``data`` whose array ``name`` holds ``number``, or ``data`` itself if no file does."""
     for file in data_files(data):
         with open_npz(file) as archive:
             if (archive[name] == number).any():
@@ -217,7 +217,7 @@ def _bad_sample(
 ) -> BadData:
     """Returns the error for the first sample of a batch that fails.
 
-    Names the whole batch if the model can't run single samples or none of them fails alone.
+    The error names the whole batch if the model can't run single samples or no sample fails alone.
     """
     count = _count(session.artifact, feeds)
     where = f"samples {before} to {before + count - 1}" if count > 1 else f"sample {before}"
@@ -240,5 +240,5 @@ def _bad_sample(
 
 
 def _reason(error: AccelError) -> str:
-    """Returns the reason in an error's text, without the model and shapes before it and the advice after it."""
+    """Returns the reason in an error's text, without the leading model and shapes and the trailing advice."""
     return str(error).partition(": ")[2].partition("; check")[0].partition("; correct --")[0]

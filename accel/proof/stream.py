@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# The most bytes that one byte of deflated data can stand for.
+# The largest compression ratio of deflate.
 _MOST_DEFLATED = 1032
 
 # The first bytes of a .npy file.
@@ -30,9 +30,8 @@ _NPY = b"\x93NUMPY"
 
 @dataclass(frozen=True)
 class SampleStream:
-    """The batches of ``Dataset.batches``, with only one of them in memory.
-
-    An array in Fortran order is read whole, because its samples don't lie one after the other.
+    """The batches of ``Dataset.batches``, with only one batch in memory. An array in Fortran order is read whole,
+    because its samples are not contiguous.
     """
 
     path: Path
@@ -46,8 +45,7 @@ class SampleStream:
         return sum(self._count(file) for file in data_files(self.path))
 
     def batches(self, size: int, limit: int | None = None, skip: int = 0) -> Iterator[dict[str, np.ndarray]]:
-        """Yields feeds of at most ``size`` samples (or the model's own fixed batch), ``limit`` samples in all.
-
+        """Yields feeds of at most ``size`` samples (or the model's fixed batch), at most ``limit`` samples in all.
         Leaves out the first ``skip`` batches. Raises ``BadData`` for samples that don't fit the signature or hold NaN.
         """
         number = 0
@@ -61,7 +59,8 @@ class SampleStream:
                     number += 1
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns the feeds of ``Dataset.shaped``. Reads only as many samples as a feed takes if the file has them."""
+        """Returns the feeds of ``Dataset.shaped``. Reads only as many samples as a feed takes if the file has
+        enough."""
         import numpy as np
 
         files = data_files(self.path)
@@ -122,7 +121,7 @@ class _Opened:
         for name, member in self._members.items():
             if not member.shape:
                 spec = self._signature.input(name)
-                raise BadData(f"{self._file}: {name!r} has shape [], the model takes {spec}; save it like that")
+                raise BadData(f"{self._file}: {name!r} has shape [], the model takes {spec}; save it in that shape")
             if len(member) != len(self):
                 raise BadData(f"{self._file}: {name!r} has {len(member)} samples, {first!r} has {len(self)}")
         if not len(self):
@@ -161,7 +160,8 @@ class _Opened:
 
 
 class _Member:
-    """One array of an .npz file, read from front to back. ``size``: the most bytes that it can have."""
+    """One array of an .npz file, read from front to back. ``size`` is the largest possible number of bytes of the
+    array."""
 
     def __init__(self, stream: IO[bytes], size: int) -> None:
         from numpy.lib import format as npy

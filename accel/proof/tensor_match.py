@@ -1,4 +1,4 @@
-"""Matching the tensors of two ONNX graphs, one of which was made from the other."""
+"""Matches the tensors of two ONNX graphs, one of which was made from the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.sources.onnx.file import NAME_SCOPES
 if TYPE_CHECKING:
     import onnx
 
-# Nodes that pass their input on under another dtype or name. Casting and quantizing insert them everywhere.
+# Nodes that return their input under another dtype or name, which casting and quantizing insert everywhere.
 TRANSPARENT = frozenset({"Cast", "CastLike", "Identity", "QuantizeLinear", "DequantizeLinear"})
 
 
@@ -46,7 +46,7 @@ class Graph:
         return [name for name in (*node.input, *_captured(node)) if name]
 
     def root(self, name: str) -> str:
-        """Returns the tensor that ``name`` is a rounded copy of, above casts and QDQ; else ``name``."""
+        """Returns the tensor that ``name`` is a rounded copy of through casts and QDQ, else ``name``."""
         while name in self.producer and self.nodes[self.producer[name]].op_type in TRANSPARENT:
             name = self.nodes[self.producer[name]].input[0]
         return name
@@ -63,8 +63,8 @@ class Graph:
 class Match:
     """The matched tensors.
 
-    ``tensors``: the candidate's name for each name of the reference, in the reference's topological order.
-    ``by_structure``: the tensors that have another name in the candidate. ``unmatched``: computed tensors of the
+    ``tensors`` holds the candidate's name for each name of the reference, in the reference's topological order.
+    ``by_structure`` lists the tensors with another name in the candidate. ``unmatched`` lists computed tensors of the
     reference without a counterpart.
     """
 
@@ -76,8 +76,8 @@ class Match:
 def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str], frozenset[str]]) -> Match:
     """Match tensors by name and operator, then by structure, then by name alone.
 
-    By structure means the same operator with the same attributes on matched inputs. A fusion changes the operator but
-    keeps the name. ``known``: the tensors of each side that a run can return.
+    Tensors match by structure if the same operator with the same attributes computes them from matched inputs. A fusion
+    changes the operator but keeps the name. ``known`` holds the tensors of each model that a run can return.
     """
     here = [n for n in _computed(reference) if n in known[0]]
     there = [n for n in _computed(candidate) if n in known[1]]
@@ -99,7 +99,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # both models have as many tensors: match the tensors in order
+        if len(others) == len(names):  # equally many tensors are matched in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)
@@ -112,9 +112,9 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
 
 
 def module_path(node: onnx.NodeProto) -> str:
-    """Returns the torch module that a node comes from (``encoder.layer.0.attention``); empty if it isn't recorded.
+    """Returns the torch module that a node comes from (``encoder.layer.0.attention``), or "" if none is recorded.
 
-    The older exporter records the module in the node's name: ``/encoder/layer.0/MatMul``.
+    The older exporter records the module in the node's name, such as ``/encoder/layer.0/MatMul``.
     """
     text = next((p.value for p in node.metadata_props if p.key == NAME_SCOPES), "")
     if text:
@@ -122,7 +122,7 @@ def module_path(node: onnx.NodeProto) -> str:
             scopes = [str(s) for s in ast.literal_eval(text)]
         except (ValueError, SyntaxError):
             scopes = []
-        scopes = [s for s in scopes[:-1] if s]  # the last one is the operator itself
+        scopes = [s for s in scopes[:-1] if s]  # the last entry is the operator itself
         path = scopes[-1] if scopes else ""
         # accel exports models inside a wrapper whose only child is called `module`.
         return path.removeprefix("module").removeprefix(".") if scopes and scopes[0] == "module" else path
@@ -142,7 +142,7 @@ def _transparent(graph: Graph, name: str) -> bool:
 def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
     """Returns for each tensor a digest of how it is computed from the anchors.
 
-    Only the shapes of constants count, so that tensors match although a constant's value differs.
+    Uses only the shapes of constants, so that tensors match although a constant's value differs.
     """
     found: dict[str, str] = {name: f"input {name}" for name in graph.inputs}
     found |= {name: f"constant {list(shape)}" for name, shape in graph.constants.items()}
@@ -163,7 +163,7 @@ def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
 def _attributes(node: onnx.NodeProto) -> list[str]:
     """Returns the attributes that identify a node, such as axes and strides.
 
-    Leaves out floats, which may be the error.
+    Leaves out floats, which may be the cause of a difference.
     """
     return sorted(f"{a.name}={a.i or list(a.ints) or a.s!r}" for a in node.attribute if a.type in (2, 3, 7))
 

@@ -28,11 +28,11 @@ GRAPH_LEVELS = ("none", "basic", "extended", "all")
 class SessionOptions:
     """The options for loading a model. A runtime ignores an option that it doesn't have.
 
-    ``threads``: the number of threads in all; 0 leaves it to the runtime. ``precision``: the precision in which the
-    runtime computes float32 (``fp32``, or ``bf16`` if the machine has it). ``streams``: how many runs may be under way
-    at once; they share the threads. ``graph_level``: the graph optimizations of ONNX Runtime, one of ``GRAPH_LEVELS``.
-    ``spinning``: idle threads of ONNX Runtime wait busily, which is faster for one model alone and slower for others on
-    the machine. ``cuda_graph``: launch an engine's kernels as one CUDA graph.
+    ``threads`` is the total number of threads, and 0 leaves the number to the runtime. ``precision`` is the precision
+    in which the runtime computes float32 (``fp32``, or ``bf16`` if the machine has it). ``streams`` is the number of
+    concurrent runs, which share the threads. ``graph_level`` selects the graph optimizations of ONNX Runtime, one of
+    ``GRAPH_LEVELS``. ``spinning`` makes idle threads of ONNX Runtime busy-wait, which speeds up the model and slows
+    down other work on the machine. ``cuda_graph`` launches an engine's kernels as one CUDA graph.
     """
 
     threads: int = 0
@@ -61,7 +61,7 @@ class SessionOptions:
 
 @runtime_checkable
 class Session(Protocol):
-    """A loaded model. Native PyTorch is a session too, so one loop verifies or times all runtimes."""
+    """A loaded model. PyTorch's eager mode is a session too, so one loop verifies or times all runtimes."""
 
     @property
     def signature(self) -> Signature: ...
@@ -82,9 +82,9 @@ class Session(Protocol):
 
 
 class BaseSession(ABC):
-    """The part that all sessions share: the check of the feeds, the context manager, example inputs."""
+    """The base class of all sessions, with the check of the feeds, the context manager and example inputs."""
 
-    # True if several threads may call ``run`` at once, and this makes the runs faster.
+    # Set if concurrent calls of ``run`` from several threads are allowed and raise the throughput.
     concurrent: ClassVar[bool] = False
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -94,7 +94,7 @@ class BaseSession(ABC):
 
     @property
     def streams(self) -> int:
-        """Returns how many runs may be under way at once."""
+        """Returns the number of concurrent runs."""
         return self.options.streams if self.concurrent else 1
 
     @property
@@ -107,7 +107,7 @@ class BaseSession(ABC):
         return self._run(feeds)
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
-        """Returns the outputs of each request, in their order. Runs ``streams`` requests at once."""
+        """Returns the outputs of each request, in their order. Runs ``streams`` requests concurrently."""
         if self.streams == 1:
             return [self.run(feeds) for feeds in requests]
         if self._pool is None:
@@ -116,14 +116,14 @@ class BaseSession(ABC):
 
     @abstractmethod
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Returns the outputs for feeds that were checked."""
+        """Returns the outputs for checked feeds."""
 
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Returns random inputs that the model accepts. ``batch=2`` sets a dynamic dim."""
         return self.signature.example_inputs(seed=seed, **sizes)
 
     def close(self) -> None:
-        """Free the model. The session can't run afterwards."""
+        """Free the model. A closed session can't run."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -139,7 +139,7 @@ class BaseSession(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A runtime. ``session``: the import string of a ``BaseSession``. ``module``: the module that the session
+    """A runtime. ``session`` is the import string of a ``BaseSession``. ``module`` is the module that the session
     imports."""
 
     name: str
@@ -174,7 +174,7 @@ class Runtime:
         return getattr(importlib.import_module(module), name)(artifact, options)  # type: ignore[no-any-return]
 
 
-# A row a runtime. The rows of ``accel.tables.kinds`` say which kinds each runtime opens.
+# ``accel.tables.kinds`` has the kinds that each runtime opens.
 RUNTIMES = {
     runtime.name: runtime
     for runtime in (
@@ -241,11 +241,12 @@ def get_runtime(name: str) -> Runtime:
 
 
 def default_runtime(artifact: Artifact) -> Runtime:
-    """Returns the runtime that the manifest names, else the first runnable one for the kind, else the first one."""
+    """Returns the runtime that the manifest names, else the kind's first runnable runtime, else the kind's first
+    runtime."""
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:
         return get_runtime(chosen)
-    if toolkit := artifact.properties.get("toolkit"):  # an engine runs on the toolkit that built it
+    if toolkit := artifact.properties.get("toolkit"):  # an engine only runs on the toolkit that built it
         return get_runtime(toolkit)
     kind = KINDS.get(artifact.kind)
     fitting = [RUNTIMES[name] for name in kind.runtimes] if kind is not None else []
@@ -255,7 +256,8 @@ def default_runtime(artifact: Artifact) -> Runtime:
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
-    """Returns the session options that ``accel optimize`` found fastest; empty if it didn't make the artifact."""
+    """Returns the session options that ``accel optimize`` found fastest, or no options if it didn't make the
+    artifact."""
     found: Mapping[str, Any] = (artifact.manifest.session if artifact.manifest else {}).get("options", {})
     return found
 
@@ -263,7 +265,7 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
 def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns copies of a run's outputs, for callers that keep them longer than the session.
 
-    An output of ONNX Runtime lies in its session's memory. While the output lives, so does all of that memory: the
+    An output of ONNX Runtime is in its session's memory. Holding the output keeps all of that memory, which fits the
     results of all layers at the largest shape.
     """
     return {name: value.copy() for name, value in outputs.items()}
@@ -272,15 +274,17 @@ def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def open_session(
     artifact: Artifact, runtime: str | None = None, options: Mapping[str, Any] | SessionOptions | None = None
 ) -> BaseSession:
-    """Load ``artifact`` with ``runtime`` (None: ``default_runtime``). Missing options come from its manifest."""
+    """Load ``artifact`` with ``runtime``, by default ``default_runtime``. Missing options come from the artifact's
+    manifest."""
     found = get_runtime(runtime) if runtime else default_runtime(artifact)
     if not isinstance(options, SessionOptions):
         given = dict(options or {})
         options = SessionOptions.of({**recorded_options(artifact), **given})
-        # Runtimes start a thread for each core of the machine. In a container with fewer cores, this makes runs slower.
+        # Runtimes start a thread for each core of the machine. Too many threads slow down runs in a container with
+        # fewer cores.
         limit = cpu_limit()
         if limit and not given.get("threads") and not 0 < options.threads <= limit:
             options = replace(options, threads=limit)
     if found.needs_gpu and not has_nvidia_gpu():
-        raise UnsupportedHere(f"{artifact.path} needs an NVIDIA GPU and this machine has none; run it where one is")
+        raise UnsupportedHere(f"{artifact.path} needs an NVIDIA GPU and this machine has none; use a machine with one")
     return found.open(artifact, options)

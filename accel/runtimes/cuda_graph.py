@@ -1,4 +1,4 @@
-"""CUDA graphs: one launch for all kernels of an engine instead of a launch for each."""
+"""CUDA graphs, which launch all kernels of an engine at once instead of one by one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class CudaGraph:
     """The work that ``enqueue`` puts on ``stream``, captured at the second run with the same ``key``.
 
-    The key has to hold everything that the kernels depend on except the contents of their buffers: profile, shapes,
-    addresses. The first run of a key isn't captured, because TensorRT prepares itself for new shapes then
+    The key has to identify everything that the kernels depend on (profile, shapes, addresses) except the contents of
+    their buffers. The first run of a key isn't captured, because TensorRT does additional work at new shapes
     (TensorRT's developer guide, "CUDA graphs").
     """
 
@@ -33,7 +33,7 @@ class CudaGraph:
             self._cuda.begin_capture(self._stream)
             try:
                 enqueued = enqueue()
-            finally:  # ends the capture, because a capturing stream runs nothing
+            finally:  # always ends the capture, during which the stream runs nothing
                 graph = self._cuda.end_capture(self._stream)
             if not enqueued:
                 self._cuda.destroy_graph(graph)

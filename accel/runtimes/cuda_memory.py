@@ -57,7 +57,8 @@ class Cuda(Protocol):
 
 
 class CudaRuntime:
-    """The CUDA runtime on the current device. Raises ``UnsupportedHere`` without a GPU or with too old a driver."""
+    """The CUDA runtime on the current device. Raises ``UnsupportedHere`` if there is no GPU or the driver is too
+    old."""
 
     def __init__(self, extra: str = "tensorrt-rtx") -> None:
         try:
@@ -66,14 +67,16 @@ class CudaRuntime:
             raise MissingExtra("cuda-bindings", extra) from error
         self._cuda: Any = runtime
         self._kinds: Any = runtime.cudaMemcpyKind
-        # The calls take the objects of the bindings, not the integers.
+        # The bindings' calls take objects instead of integers.
         self._streams: dict[int, Any] = {}
         self._events: dict[int, Any] = {}
         self._graphs: dict[int, Any] = {}
         status, count = runtime.cudaGetDeviceCount()
         if status != runtime.cudaError_t.cudaSuccess or not count:
             reason = self._text(status) if status != runtime.cudaError_t.cudaSuccess else "no device"
-            raise UnsupportedHere(f"no NVIDIA GPU can be used here ({reason}); run it where nvidia-smi shows one")
+            raise UnsupportedHere(
+                f"no NVIDIA GPU can be used here ({reason}); use a machine where nvidia-smi shows a GPU"
+            )
 
     def capability(self) -> str:
         """Returns the compute capability of the current device, such as ``8.6``."""
@@ -129,7 +132,7 @@ class CudaRuntime:
         self._call(self._cuda.cudaEventRecord(self._events[event], self._streams[stream]))
 
     def elapsed_ms(self, start: int, end: int) -> float:
-        """Returns the milliseconds between two recorded events. The second event must have happened."""
+        """Returns the milliseconds between two recorded events. The second event must have completed."""
         (ms,) = self._call(self._cuda.cudaEventElapsedTime(self._events[start], self._events[end]))
         return float(ms)
 
@@ -141,7 +144,7 @@ class CudaRuntime:
         self._call(self._cuda.cudaStreamBeginCapture(self._streams[stream], mode))
 
     def end_capture(self, stream: int) -> int:
-        """Returns the work put on ``stream`` since ``begin_capture`` as a graph that can be launched."""
+        """Returns the work enqueued on ``stream`` since ``begin_capture`` as a graph that can be launched."""
         (graph,) = self._call(self._cuda.cudaStreamEndCapture(self._streams[stream]))
         (ready,) = self._call(self._cuda.cudaGraphInstantiate(graph, 0))
         self._call(self._cuda.cudaGraphDestroy(graph))
@@ -179,7 +182,7 @@ def device_capability() -> str:
 class DeviceMemory:
     """A device buffer and a pinned host buffer for each tensor, by name.
 
-    Buffers grow and never shrink. A session that has seen its largest shape allocates nothing more.
+    Buffers grow and never shrink, so a session stops allocating after its largest shape.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -205,7 +208,7 @@ class DeviceMemory:
         if has and size <= has:
             return address
         if has:
-            del kept[name]  # before free(): memory is never freed twice if a later line fails
+            del kept[name]  # removed first, so that an error can't cause a double free
             free(address)
         room = max(1, -(-size // GRAIN)) * GRAIN
         address = int(allocate(room))
@@ -223,7 +226,7 @@ class DeviceMemory:
         return sum(size for _, size in self._device.values())
 
     def close(self) -> None:
-        """Free all buffers. A second call does nothing."""
+        """Free all buffers. A second call has no effect."""
         for kept, free in ((self._device, self._cuda.free), (self._host, self._cuda.free_host)):
             while kept:
                 _, (address, _) = kept.popitem()

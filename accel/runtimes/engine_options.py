@@ -1,4 +1,4 @@
-"""The options of an engine's build on the command line: ``--engine builder-level=5 --engine workspace=2GB``."""
+"""The options of an engine's build on the command line, such as ``--engine builder-level=5 --engine workspace=2GB``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from accel.key_values import read_key_values, yes_or_no
+from accel.spelling import option
 
-# The other GPUs that a TensorRT engine runs on: Ampere and later, or those of the builder's compute capability.
+# The GPUs that a TensorRT engine is compatible with, Ampere and later or those of the builder's compute capability.
 HARDWARE = ("ampere-plus", "same-capability")
 
 _SIZE = re.compile(r"^(\d+)\s*(|B|KB|MB|GB|KiB|MiB|GiB)$")
@@ -18,7 +19,10 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, 
 def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
     """Returns fields of ``EngineFromOnnxConfig`` from ``KEY=VALUE`` texts. Raises ``BadInputSpec`` for a bad text."""
     known = {key: (read, example) for key, (_, read, example) in _OPTIONS.items()}
-    return {_OPTIONS[key][0]: value for key, value in read_key_values("--engine", texts, known).items()}
+    return {
+        _OPTIONS[key][0]: value
+        for key, value in read_key_values(option("engine").removesuffix("="), texts, known).items()
+    }
 
 
 def engine_option_words(options: dict[str, Any]) -> list[str]:

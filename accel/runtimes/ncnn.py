@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class NcnnSession(BaseSession):
-    """A net in float32. ncnn has no batch dim, so the samples of a batch run one after the other.
+    """A net in float32. Without a batch dim in ncnn, the samples of a batch run one after the other.
 
-    ncnn calls the inputs and outputs ``in0``, ``out0``, ... in the order of the signature.
+    Inside ncnn, the inputs and outputs are called ``in0``, ``out0``, ... in the order of the signature.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -37,14 +37,14 @@ class NcnnSession(BaseSession):
 
 
 class Net:
-    """The files of a net, loaded."""
+    """A loaded net."""
 
     def __init__(self, path: Path, signature: Signature, threads: int = 0) -> None:
         import ncnn
 
         self.signature = signature
         self.net: Any = ncnn.Net()
-        # The net is judged and shipped in float32. By default ncnn computes in 16 bits if the CPU can.
+        # The net is judged and shipped in float32. By default ncnn computes in 16 bits on CPUs that support it.
         for name in (
             "use_fp16_packed",
             "use_fp16_storage",
@@ -76,7 +76,7 @@ class Net:
 
         found = {}
         with self._fed(feeds) as extractor:
-            extractor.set_light_mode(False)  # keeps the intermediate blobs
+            extractor.set_light_mode(False)  # keep the intermediate blobs
             for name in names:
                 code, mat = extractor.extract(name)
                 if code == 0:
@@ -85,11 +85,11 @@ class Net:
 
     @contextmanager
     def _fed(self, feeds: Feeds) -> Iterator[Any]:
-        """Yields an extractor that holds one sample."""
+        """Yields an extractor with the inputs of one sample."""
         import ncnn
         import numpy as np
 
-        # A Mat may point into the array, so both have to live as long as the extractor.
+        # A Mat may point into its array, so the Mat and the array have to live as long as the extractor.
         held = []
         with self.net.create_extractor() as extractor:
             for index, spec in enumerate(self.signature.inputs):

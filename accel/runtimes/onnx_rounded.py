@@ -1,7 +1,7 @@
-"""Running 16-bit ONNX models on the CPU with the rounding of their own dtypes after every node.
+"""Runs 16-bit ONNX models on the CPU with the rounding of their own dtypes after every node.
 
-ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them: ``sqrt(x * x)`` at x = 300 gives 300,
-but infinity on the hardware that the model is for. The provider can't run bfloat16 at all. This session rewrites the
+ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them, so that ``sqrt(x * x)`` at x = 300
+gives 300, but infinity on hardware with float16. The CPU provider can't run bfloat16 at all. This session rewrites the
 model into a float32 twin that casts each float16 or bfloat16 tensor to its dtype and back, and runs the twin without
 graph optimizations. Inside a node (the sums of a MatMul) values stay float32, as on tensor cores. A model without
 16-bit floats runs unchanged.
@@ -28,7 +28,7 @@ from .base import BaseSession, SessionOptions
 
 LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
-# Nodes that only move values. The inputs of such a node are rounded already, so the outputs need no rounding.
+# Nodes that only move values, whose outputs need no rounding because the inputs are rounded already.
 MOVES = frozenset(
     {
         "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
@@ -37,7 +37,7 @@ MOVES = frozenset(
     }
 )  # fmt: skip
 
-# Dtypes that numpy has without ml_dtypes. Constants of these dtypes are passed to ONNX Runtime as arrays.
+# NumPy's own dtypes, without ml_dtypes. Constants of these dtypes are passed to ONNX Runtime as arrays.
 _NATIVE = frozenset(
     {
         TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32,
@@ -49,7 +49,7 @@ _NATIVE = frozenset(
 # Integer attributes that name a dtype.
 _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "precision", "softmax_precision"})
 
-# Constants with more elements are passed as arrays, because a protobuf message is limited to 2 GB and copies cost time.
+# Constants with more elements are passed as arrays, because a protobuf message is limited to 2 GB and copying is slow.
 _INLINE_ELEMENTS = 1024
 
 _GIVEN = "given"
@@ -61,8 +61,7 @@ _LARGE_BYTES = 1 << 30
 class RoundedModel:
     """A model in memory that runs with real rounding. ``model`` itself is not changed.
 
-    ``tensors``: the names of all tensors that nodes of the top-level graph produce, in order, after functions are
-    inlined.
+    ``tensors`` names all tensors that nodes of the top-level graph compute, in order, after functions are inlined.
     """
 
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
@@ -83,7 +82,8 @@ class RoundedModel:
         return dict(zip(wanted, self._session(wanted).run(list(wanted), plain), strict=True))
 
     def _session(self, wanted: tuple[str, ...]) -> Any:
-        """Returns a session with the outputs ``wanted``. Keeps the session of the model's outputs and one more."""
+        """Returns a session with the outputs ``wanted``. Caches the session of the model's outputs and one more
+        session."""
         extra = tuple(name for name in wanted if name not in self.outputs)
         if extra not in self._sessions:
             self._sessions = {key: value for key, value in self._sessions.items() if not key}
@@ -106,8 +106,8 @@ class RoundedModel:
             body = self.twin.SerializeToString()
         finally:
             del self.twin.graph.output[own:]
-        # The session shares the arrays. The session checks that the arrays' external file exists but never reads the
-        # file, so a sparse file is enough. As external initializers, the arrays would be copied.
+        # ONNX Runtime uses the arrays without a copy. ONNX Runtime checks that the file of external tensors exists but
+        # never reads the file, so a sparse file is enough.
         with TemporaryDirectory() as folder:
             twin, given = Path(folder, "twin.onnx"), Path(folder, _GIVEN)
             twin.write_bytes(body)
@@ -132,7 +132,8 @@ class RoundedSession(BaseSession):
         return self._typed(self._model.run(feeds))
 
     def run_all(self, feeds: Feeds, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Returns ``names``, by default all tensors that nodes of the top-level graph produce, in their own dtypes."""
+        """Returns the tensors ``names`` in their own dtypes, by default all tensors that nodes of the top-level graph
+        compute."""
         self.signature.check_feeds(feeds)
         return self._typed(self._model.run(feeds, self.tensors if names is None else names))
 
@@ -177,7 +178,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tensor_types(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns ``model`` without its weights; ``value_info`` holds the inferred dtype and shape of every tensor."""
+    """Returns ``model`` without its weights, with the inferred dtype and shape of every tensor in ``value_info``."""
     light = without_weights(model)
     found: onnx.ModelProto = onnx.shape_inference.infer_shapes(light, data_prop=True)
     return found
@@ -230,7 +231,7 @@ def _elements(tensor: TensorProto) -> int:
 
 
 def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, int]]:
-    """Returns the float32 twin, its larger constants as values of ONNX Runtime, and the dtypes ``model`` declares."""
+    """Returns the float32 twin, its larger constants as ONNX Runtime values, and the dtypes that ``model`` declares."""
     typed = tensor_types(model)
     types = elem_types(typed.graph)
     twin = onnx.ModelProto()
@@ -253,7 +254,7 @@ def _twin(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, Any], dict
 
 
 def _rewrite(graph: onnx.GraphProto, outer: Mapping[str, int]) -> None:
-    """Turn ``graph`` into its float32 twin, in place. ``outer``: the dtypes of the enclosing graph's tensors."""
+    """Turn ``graph`` into its float32 twin, in place. ``outer`` holds the dtypes of the enclosing graph's tensors."""
     types = {**outer, **elem_types(graph)}
     for tensor in graph.initializer:
         _widen(tensor)

@@ -34,19 +34,19 @@ _LEVELS = {
 }
 # The messages of operators whose index is out of range.
 _OUT_OF_BOUNDS = re.compile("out of data bounds|out of bounds|within bounds")
-# Dtypes that numpy has only through ml_dtypes. ONNX Runtime gets tensors of these dtypes as bits.
+# Dtypes of ml_dtypes that NumPy itself lacks. ONNX Runtime gets tensors of these dtypes as integers of the same bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 _FAILURES = (native.Fail, native.InvalidArgument, native.RuntimeException, native.EPFail, native.NotImplemented)
 
 
 class OnnxRuntimeSession(BaseSession):
-    """The CPU execution provider: ``options.threads`` threads inside an operator, one operator at a time.
+    """The CPU execution provider, with ``options.threads`` threads inside an operator and one operator at a time.
 
-    Several threads may call ``run``. ``options.streams`` runs at once use no more threads in all.
+    Several threads may call ``run``. Concurrent runs (``options.streams``) share these threads.
 
-    Raises ``InvalidModel`` if ONNX Runtime can't load the file, ``UnsupportedHere`` if this build has no kernel for one
-    of its operators.
+    Raises ``InvalidModel`` if ONNX Runtime can't load the file, ``UnsupportedHere`` if this build has no kernel for an
+    operator.
     """
 
     provider: ClassVar[str] = "CPUExecutionProvider"
@@ -58,7 +58,7 @@ class OnnxRuntimeSession(BaseSession):
         self.outputs = [output.name for output in self.session.get_outputs()]
         dtypes = [_dtype(value.type) for value in (*self.session.get_inputs(), *self.session.get_outputs())]
         dtypes += [spec.dtype for spec in artifact.signature.inputs if spec.optional]
-        # A plain call costs the least, but can't pass bfloat16 and float8.
+        # A plain ``run`` is faster than IO binding, but can't pass bfloat16 and float8.
         self._plain = not set(dtypes) & set(_BY_BITS)
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
@@ -74,7 +74,7 @@ class OnnxRuntimeSession(BaseSession):
     def _outside(self, feeds: Feeds) -> str:
         """Returns a phrase for the first integer input that is out of the range of the input's constant table.
 
-        Returns "" if no input is out of range. The model has then computed the bad index, and the inputs may be right.
+        Returns "" if no input is out of range. In that case the model itself computed the bad index.
         """
         for name, (low, high) in self._rows.items():
             value = feeds[name]
@@ -86,7 +86,7 @@ class OnnxRuntimeSession(BaseSession):
 
     @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
-        """Returns the range of rows that each input can pick, read from the file after a run has failed."""
+        """Returns the index range of each input that selects rows of a table, read from the file after a failed run."""
         from accel.sources.onnx.file import describe
 
         return {spec.name: spec.values for spec in describe(self.artifact.path)[0].inputs if spec.values}
@@ -97,14 +97,14 @@ class OnnxRuntimeSession(BaseSession):
         return dict(zip(self.outputs, self.session.run(self.outputs, dict(feeds)), strict=True))
 
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
-        """Copy the inputs to ``device``, run there, and copy the outputs back: one copy each way."""
+        """Copy the inputs to ``device``, run there, and copy the outputs back, with one copy in each direction."""
         binding = self.session.io_binding()
         held = []  # not every version keeps references to bound values
         for name, value in feeds.items():
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])
         for name in self.outputs:
-            # Tensors that numpy can't hold are read by their address, which has to be in CPU memory.
+            # Tensors of dtypes without NumPy support are read by their address, which has to be in CPU memory.
             binding.bind_output(name, device if self._plain else "cpu")
         self.session.run_with_iobinding(binding)
         if self._plain:
@@ -122,7 +122,7 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
     """The CUDA execution provider, with IO binding. Operators without a CUDA kernel run on the CPU.
 
     Raises ``MissingExtra`` if the installed ONNX Runtime was built without CUDA, ``UnsupportedHere`` if CUDA can't
-    start on this machine. The whole model never runs on the CPU instead.
+    start on this machine. A session never falls back to the CPU for the whole model.
     """
 
     provider: ClassVar[str] = "CUDAExecutionProvider"
@@ -145,7 +145,7 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = _FATAL
-    # A calling thread computes, too: n threads are n - 1 in the pool and one caller, or fewer in the pool and several
+    # Calling threads compute too, so n threads are n - 1 pool threads and one caller, or fewer pool threads and several
     # callers.
     settings.intra_op_num_threads = max(1, options.threads - options.streams + 1) if options.threads else 0
     if not options.spinning:
@@ -175,8 +175,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:
-        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. Without
-        # optimizations, a valid file loads. For an invalid file, the first of the two errors gives the reason.
+        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. A valid file then
+        # loads without optimizations. If the second load fails too, the first error gives the reason.
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
@@ -187,8 +187,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
 def _register_operators(settings: Any, path: Path) -> None:
     """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if it is set.
 
-    Without a library, the function bodies in the file run instead. The names of convolutions contain their sizes, so
-    the library is told the names in this model.
+    Without a library, the function bodies in the file run instead. The library gets the names of this model's
+    convolutions, because the names contain sizes.
     """
     given = os.environ.get(OPERATORS)
     if not given:
@@ -210,7 +210,7 @@ def _register_operators(settings: Any, path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns ONNX Runtime's message in one line, without the kind of error and the path."""
+    """Returns ONNX Runtime's message in one line, without the error code and the path."""
     text = one_line(error, None)
     text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
     text = re.sub(
@@ -243,7 +243,7 @@ def _to_device(value: np.ndarray, device: str) -> Any:
 
 
 def _to_array(value: Any) -> np.ndarray:
-    """Returns an output on the CPU as a numpy array. bfloat16 and float8 are copied as bits."""
+    """Returns an output on the CPU as a NumPy array, with bfloat16 and float8 copied bit by bit."""
     import numpy as np
 
     dtype = _dtype(value.data_type())

@@ -30,10 +30,11 @@ from .base import BaseSession, SessionOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# The hint is always given, because by default OpenVINO computes float32 models in bfloat16 on CPUs that have it.
+# The precision hint is always set, because by default OpenVINO computes float32 models in bfloat16 on CPUs with
+# bfloat16.
 _HINTS = {"fp32": "f32", "bf16": "bf16"}
 _CAPABILITY = {"bf16": "BF16"}
-# Dtypes that OpenVINO's Python API takes as bits only.
+# Dtypes that OpenVINO's Python API only takes as integers of the same bits.
 _BY_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
 
 
@@ -46,12 +47,12 @@ class _Slot:
 
 
 class OpenVinoSession(BaseSession):
-    """A compiled model: for latency with one infer request, or for throughput with ``options.streams`` requests.
-
-    As many threads may call ``run`` at once. ``options.precision``: the precision in which float32 is computed.
+    """A compiled model with one infer request for latency, or ``options.streams`` requests for throughput. As many
+    threads as there are requests may call ``run`` concurrently. ``options.precision`` is the precision in which float32
+    is computed.
 
     Raises ``MissingExtra``, ``InvalidModel`` if the IR is missing, truncated or corrupt, ``UnsupportedHere`` if
-    bfloat16 is asked for and the CPU doesn't have it.
+    bfloat16 is requested and the CPU doesn't support it.
     """
 
     concurrent: ClassVar[bool] = True
@@ -85,16 +86,17 @@ class OpenVinoSession(BaseSession):
         except RuntimeError as error:
             raise InvalidModel(f"OpenVINO can't load {path} ({reason(error)}); convert the model again") from error
         free: SimpleQueue[_Slot] = SimpleQueue()
-        # One request more than streams: the next inputs are ready when a stream gets free.
+        # There is one request more than streams, so that the next inputs are ready when a stream becomes free.
         for _ in range(self.streams + (self.streams > 1)):
             free.put(_Slot(model.create_infer_request()))
-        # With one thread, infer() hides errors and keeps the outputs of the previous run. wait() raises them.
+        # With one thread, infer() hides errors and keeps the outputs of the previous run, while wait() raises the
+        # errors.
         self._waits = int(model.get_property("INFERENCE_NUM_THREADS")) < 2 * self.streams
         self._free = free
         self._model = model
 
     def _placed(self, ports: list[Any], names: list[str]) -> dict[str, int]:
-        """Returns the index of the port of each name. OpenVINO finds a port faster by index than by name."""
+        """Returns the port index of each name, because OpenVINO finds a port faster by index than by name."""
         index = {name: i for i, port in enumerate(ports) for name in port.get_names()}
         if missing := [name for name in names if name not in index]:
             has = ", ".join(sorted(index))
@@ -125,8 +127,8 @@ class OpenVinoSession(BaseSession):
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
         """Returns the outputs of each request, in their order. Uses asynchronous requests without callbacks.
 
-        OpenVINO's own queue of requests can deadlock: while the queue is destroyed, one of its threads may release a
-        Python object and wait for the interpreter, which waits for the thread.
+        OpenVINO's own request queue can deadlock on destruction, when its thread waits for the Python interpreter and
+        the interpreter waits for the thread.
         """
         if self.streams == 1:
             return super().run_many(requests)
@@ -141,7 +143,7 @@ class OpenVinoSession(BaseSession):
                 slot = None
                 while slot is None:
                     try:
-                        slot = free.get(block=not under_way)  # other callers may hold the other slots
+                        slot = free.get(block=not under_way)  # other callers may hold all slots
                     except Empty:
                         self._finish_one(requests, under_way, found, free)
                 under_way[number] = slot
@@ -167,13 +169,13 @@ class OpenVinoSession(BaseSession):
         found: list[dict[str, np.ndarray]],
         free: SimpleQueue[_Slot],
     ) -> None:
-        """Wait for the first request that is done and keep its outputs. Asks the oldest request first."""
+        """Wait until any request is done and store its outputs. Checks the oldest request first."""
         while True:
             for number, slot in under_way.items():
                 try:
                     if not slot.request.wait_for(1):
                         continue
-                    slot.request.wait()  # wait_for doesn't raise every error
+                    slot.request.wait()  # raises errors that wait_for hides
                 except RuntimeError as error:
                     raise self._failed(error, requests[number]) from error
                 found[number] = self._outputs_of(slot.request)
@@ -190,7 +192,7 @@ class OpenVinoSession(BaseSession):
                     self._load()
 
     def _failed(self, error: RuntimeError, feeds: Feeds) -> RunFailed:
-        # In bfloat16, after one failed run all later runs fail, too, until the model is loaded again.
+        # In bfloat16, all runs after a failed run fail too, until the model is loaded again.
         self._model = None
         sizes = shapes_of(feeds)
         return RunFailed(f"OpenVINO can't run {self.artifact.path} at {sizes}: {reason(error)}")
@@ -199,19 +201,20 @@ class OpenVinoSession(BaseSession):
         return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Returns the input as a tensor over the same memory, and the array that owns the memory."""
+        """Returns the input as a tensor that shares memory with an array, and the array."""
         if name in self._values:
             self._check_values(name, value)
         if value.dtype.kind in "OUS":
             return self._ov.Tensor(value.astype(np.str_)), value
-        # OpenVINO refuses read-only memory, such as the memory of a request that arrived.
+        # OpenVINO refuses read-only memory, such as the memory of a request over the network.
         value = np.require(value, requirements=("C", "W"))
         if name in self._by_bits:
             return self._ov.Tensor(value.view(self._by_bits[name]), list(value.shape), self._types[name]), value
         return self._ov.Tensor(value, shared_memory=True), value
 
     def _check_values(self, name: str, value: np.ndarray) -> None:
-        """Raises ``BadFeeds`` for an integer out of range. OpenVINO would silently read another row of the table."""
+        """Raises ``BadFeeds`` for an integer out of range, for which OpenVINO would silently read another row of the
+        table."""
         low, high = self._values[name]
         if value.size and not (low <= value.min() and value.max() <= high):
             raise BadFeeds(

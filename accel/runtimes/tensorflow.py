@@ -1,4 +1,4 @@
-"""TensorFlow and TFLite models, unconverted: the reference of their conversions and the baseline of benchmarks."""
+"""Runs unconverted TensorFlow and TFLite models, the reference of conversions and the baseline of benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     class Candidate(Protocol):
-        """The part of ``accel.timing.blocks.Candidate`` that is read here."""
+        """The fields of ``accel.timing.blocks.Candidate`` that this module reads."""
 
         @property
         def artifact(self) -> Artifact: ...
@@ -41,7 +41,8 @@ class TensorFlowSession(BaseSession):
 
 
 def open_here(candidate: Candidate) -> TensorFlowHereSession:
-    """Open a candidate in a benchmark's child process, which imports TensorFlow itself so that no pipe is timed."""
+    """Open a candidate in a benchmark's child process, which imports TensorFlow itself to keep the pipe out of the
+    timing."""
     import os
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -50,7 +51,7 @@ def open_here(candidate: Candidate) -> TensorFlowHereSession:
 
 
 class TensorFlowHereSession(TensorFlowSession):
-    """A model in this process, for a child process that does nothing else, such as a benchmark's."""
+    """A model in this process, for a dedicated child process such as a benchmark's."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)

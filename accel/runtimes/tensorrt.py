@@ -14,6 +14,7 @@ import numpy as np
 from accel.artifact import Artifact
 from accel.errors import AccelError, BadFeeds, InvalidModel, UnsupportedHere, one_line
 from accel.signature import DimRange, Feeds, Signature, numpy_dtype
+from accel.spelling import option
 
 from .base import BaseSession, SessionOptions
 from .cuda_graph import CudaGraph
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .cuda_memory import Cuda
 
 Shape = tuple[int, ...]
-# The smallest, the most usual and the largest shape of each input.
+# The min, opt and max shape of each input.
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 
 
@@ -37,10 +38,10 @@ class TensorRTSession(BaseSession):
     """One execution context on one stream of the current device.
 
     Inputs go through pinned memory to device buffers that only grow. A run uses the first optimization profile that
-    holds the shapes of its feeds.
+    holds the shapes of the feeds.
 
     Raises ``UnsupportedHere`` if the engine was built by another version or for another GPU, ``InvalidModel`` if the
-    file is not the one that its manifest describes. A run raises ``BadFeeds`` for shapes outside all profiles.
+    file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all profiles.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -55,7 +56,7 @@ class TensorRTSession(BaseSession):
         self._logger = make_logger(self._trt, self._log)
         self._runtime = self._trt.Runtime(self._logger)
         if artifact.properties.get("version_compatible"):
-            self._runtime.engine_host_code_allowed = True  # such an engine contains a small runtime of its own
+            self._runtime.engine_host_code_allowed = True  # a version-compatible engine contains a lean runtime
         self._engine = self._deserialized(artifact.path)
         self._context = self._engine.create_execution_context()
         if self._context is None:
@@ -83,7 +84,7 @@ class TensorRTSession(BaseSession):
     def phases(self, feeds: Feeds) -> dict[str, float]:
         """Returns the milliseconds of ``host_to_device``, ``compute`` and ``device_to_host`` in one run.
 
-        CUDA events measure the GPU. The CPU's work before, between and after these parts isn't included.
+        CUDA events measure only the GPU, without the CPU's work before, between and after these phases.
         """
         self.signature.check_feeds(feeds)
         events = [self._cuda.create_event() for _ in range(4)]
@@ -97,7 +98,8 @@ class TensorRTSession(BaseSession):
                 self._cuda.destroy_event(event)
 
     def _run_marked(self, feeds: Feeds, mark: Callable[[], None]) -> dict[str, np.ndarray]:
-        """Run once. Calls ``mark`` before the inputs, before the kernels, and before and after the outputs."""
+        """Run once. Calls ``mark`` before copying the inputs, before the kernels, and before and after copying the
+        outputs."""
         if self._context is None:
             raise EngineFailed(f"the session of {self.artifact.path} is closed; load it again")
         self._log.errors.clear()
@@ -111,11 +113,11 @@ class TensorRTSession(BaseSession):
         if not self._enqueue(known):
             raise EngineFailed(f"{self.artifact.path} failed on the GPU: {self._reason()}")
         mark()
-        self._cuda.wait(self._stream)  # output sizes that depend on the data are known only now
+        self._cuda.wait(self._stream)  # data-dependent output sizes are known only now
         return self._receive(known, mark)
 
     def _enqueue(self, known: Mapping[str, Shape]) -> bool:
-        """Put the kernels on the stream, as a CUDA graph if the options ask for one and all output sizes are known."""
+        """Enqueue the kernels, as a CUDA graph if the options request a graph and all output sizes are known."""
 
         def enqueue() -> bool:
             return bool(self._context.execute_async_v3(self._stream))
@@ -209,7 +211,7 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        self._context = self._engine = self._runtime = None  # in this order: each uses the next
+        self._context = self._engine = self._runtime = None  # in this order, because each uses the next
         self._allocators.clear()
         self._memory.close()
         self._cuda.destroy_stream(self._stream)
@@ -228,7 +230,7 @@ def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
             trt.IOutputAllocator.__init__(self)
             self.shapes: dict[str, Shape] = {}
 
-        # TensorRT passes the arguments by position, so unused ones may have other names.
+        # TensorRT passes the arguments by position, so unused arguments may have other names.
         def reallocate_output(self, tensor_name: str, _memory: int, size: int, _alignment: int) -> int:
             return device(tensor_name, size)
 
@@ -254,7 +256,8 @@ def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
 
 
 def choose_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int | None:
-    """Returns the index of the first profile that holds these shapes, or None; 0 for an engine without profiles."""
+    """Returns the index of the first profile that holds these shapes, or None. Returns 0 for an engine without
+    profiles."""
 
     def holds(profile: Profile) -> bool:
         return all(
@@ -281,7 +284,8 @@ def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str
     built = " or ".join(
         ", ".join(f"{name} {text(low)} to {text(high)}" for name, (low, _, high) in p.items()) for p in profiles
     )
-    return f"{asked} is off the engine's optimization profiles ({built}); pad or split it, or build with --profile"
+    fix = f"pad or split it, or build with {option('profiles')}"
+    return f"{asked} is off the engine's optimization profiles ({built}); {fix}"
 
 
 def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
@@ -333,8 +337,7 @@ def check_bytes(artifact: Artifact) -> None:
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
     """Load accel's plugin library if nodes of the engine run in it.
 
-    The library is found on this machine. The path of the library is never read from a manifest, which may come from
-    anyone.
+    The library is searched on this machine. Its path is never read from a manifest, because a manifest may be hostile.
 
     Raises ``UnsupportedHere`` if there is no library for this GPU, and the errors of ``load_plugin_library``.
     """

@@ -1,6 +1,5 @@
-"""The common interface of TensorRT and TensorRT-RTX for building and running engines.
-
-The features of a toolkit are probed on its module, because the two toolkits have separate version numbers.
+"""The common interface of TensorRT and TensorRT-RTX for building and running engines. Features are probed on a
+toolkit's module, because the two toolkits have unrelated version numbers.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import BadConfig, BadInputSpec, MissingExtra, UnknownName, UnsupportedHere, one_line
+from accel.spelling import option
 
 from .base import RUNTIMES, Runtime
 
 TOOLKITS = ("tensorrt-rtx", "tensorrt")
-PLUGIN_LIBRARY = "plugin library"  # in an engine's properties, the place of kernels outside the engine
+PLUGIN_LIBRARY = "plugin library"  # the key of an engine's properties for the path of kernels outside the engine
 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")
 
-# The meaning of the bits of EngineInvalidityDiagnostics, by the name of the member.
+# The meaning of each bit of EngineInvalidityDiagnostics, by member name.
 DIAGNOSTICS = {
     "VERSION_MISMATCH": "it was built by another version of the toolkit",
     "UNSUPPORTED_CC": "it was not built for the compute capability of this GPU",
@@ -33,25 +33,25 @@ DIAGNOSTICS = {
 
 
 def toolkit_runtime(toolkit: str) -> Runtime:
-    """Returns the runtime of this toolkit. Raises ``UnknownName`` for another name."""
+    """Returns the runtime of this toolkit. Raises ``UnknownName`` for an unknown toolkit."""
     if toolkit not in TOOLKITS:
         raise UnknownName(f"unknown toolkit {toolkit!r}; use one of {', '.join(TOOLKITS)}")
     return RUNTIMES[toolkit]
 
 
 def load_toolkit(toolkit: str) -> Any:
-    """Imports the toolkit's Python module. Raises ``MissingExtra`` if it or a library that it needs is missing."""
+    """Imports the toolkit's Python module. Raises ``MissingExtra`` if the module or a library it needs is missing."""
     runtime = toolkit_runtime(toolkit)
     try:
         return importlib.import_module(runtime.module)
-    except (ImportError, OSError) as error:  # OSError: the library that the bindings load is missing
+    except (ImportError, OSError) as error:  # OSError means that the bindings' native library is missing
         raise MissingExtra(toolkit, runtime.extra or toolkit) from error
 
 
 def field_dtype(trt: Any, dtype: Any) -> str:
     """Returns a TensorRT data type as a name from ``accel.signature.DTYPES``.
 
-    Raises ``UnsupportedHere`` for a data type without a name there.
+    Raises ``UnsupportedHere`` for a data type that ``DTYPES`` lacks.
     """
     names = {
         "FLOAT": "float32",
@@ -71,32 +71,33 @@ def field_dtype(trt: Any, dtype: Any) -> str:
 
 
 def check_capability(text: str) -> str:
-    """Returns ``text``. Raises ``BadInputSpec`` if it is not written like a compute capability."""
+    """Returns ``text``. Raises ``BadInputSpec`` if ``capability`` is not written like a compute capability."""
     if _CAPABILITY.match(text) is None:
         raise BadInputSpec(f"can't read the compute capability {text!r}; write major.minor, e.g. 8.6")
     return text
 
 
 def offered_capabilities(trt: Any) -> dict[str, Any]:
-    """Returns the compute capabilities that a build can name, as ``8.6``; empty if it builds only for this GPU."""
+    """Returns the compute capabilities that a build can target, such as ``8.6``, or none if the toolkit builds only for
+    this GPU."""
     members = getattr(getattr(trt, "ComputeCapability", None), "__members__", {})
     found = {f"{match[1]}.{match[2]}": member for name, member in members.items() if (match := _MEMBER.match(name))}
     return dict(sorted(found.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
 
 
 def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str, ...]) -> list[Any]:
-    """Returns the toolkit's members for the capabilities ``asked``, each once.
-
-    Raises ``UnsupportedHere``, which lists the capabilities, if one isn't offered.
+    """Returns the toolkit's enum members for the capabilities ``asked``, without duplicates. Raises ``UnsupportedHere``
+    with the offered capabilities if one isn't offered.
     """
     if asked and not offered:
         raise UnsupportedHere(
-            f"{toolkit} builds only for the GPU of the machine it runs on; leave out --compute-capability, or for an "
-            "RTX GPU build with --target tensorrt-rtx"
+            f"{toolkit} builds only for the GPU of the machine it runs on; leave out "
+            f"{option('compute_capabilities')}, or for an RTX GPU build with {option('target', 'tensorrt-rtx')}"
         )
     for text in asked:
         if check_capability(text) not in offered:
-            other = ", or for a data-center GPU build with --target tensorrt on a machine with that GPU"
+            build = option("target", "tensorrt")
+            other = f", or for a data-center GPU build with {build} on a machine with that GPU"
             raise UnsupportedHere(
                 f"{toolkit} can't build for compute capability {text}; it offers {', '.join(offered)}: "
                 f"name one of these{other if toolkit != 'tensorrt' else ''}"
@@ -122,8 +123,8 @@ class Log:
 
 
 def make_logger(trt: Any, log: Log) -> Any:
-    """Returns a logger that writes to ``log`` and prints nothing. The logger has to outlive the objects made with the
-    logger."""
+    """Returns a logger that writes to ``log`` and prints nothing. The logger has to outlive all objects created with
+    it."""
     severe = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR)
     warning = trt.ILogger.WARNING
 
@@ -138,9 +139,8 @@ def make_logger(trt: Any, log: Log) -> Any:
 
 
 def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
-    """Returns the problems that the toolkit finds in an engine's header; None if it finds none or can't check headers.
-
-    Without a GPU, the check can't finish and finds only a malformed header.
+    """Returns the problems that the toolkit finds in an engine's header, or None if it finds none or can't check
+    headers. Without a GPU, only a malformed header is found.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return None
@@ -155,7 +155,8 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
 def load_plugin_library(trt: Any, capability: str) -> Path | None:
     """Register accel's plugins for GPUs of this compute capability (``9.0``) with TensorRT, once per process.
 
-    Returns the path of their library, or None if none was built. Sessions, builds and checks of engines all call this.
+    Returns the path of the plugin library, or None if none was built. Sessions, builds and checks of engines all call
+    this function.
 
     Raises ``BadConfig`` if the environment variable names a library that TensorRT can't load, ``UnsupportedHere`` if
     TensorRT can't load the library that was built here.
@@ -170,7 +171,7 @@ def load_plugin_library(trt: Any, capability: str) -> Path | None:
     if registry.get_creator("FusedGemm", "1", "") is not None:
         return library
     reason = "it is no such file"
-    if library.is_file():  # TensorRT returns None for every failure
+    if library.is_file():  # TensorRT returns None on failure
         try:
             if registry.load_library(str(library)) is not None:
                 return library

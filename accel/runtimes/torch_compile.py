@@ -1,4 +1,4 @@
-"""PyTorch with its own compiler, ``torch.compile``: the second baseline of a benchmark."""
+"""PyTorch with ``torch.compile``, the second baseline of a benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .torch_eager import TorchSession
 if TYPE_CHECKING:
     import numpy as np
 
-# The modules that this process has compiled. torch keeps their code and doesn't compile them again.
+# The modules that this process has compiled. torch caches their compiled code.
 _compiled: WeakSet[torch.nn.Module] = WeakSet()
 
 
@@ -32,9 +32,9 @@ class TorchCompileSession(TorchSession):
     """A module behind ``torch.compile`` with its default settings, in eval mode on the CPU.
 
     The first run compiles for seconds to minutes. The first run at a new shape compiles again, until torch knows that
-    the dim varies. A model that can't be compiled never runs in eager mode instead: the session raises ``BuildFailed``
-    with torch's reason, or ``UnsupportedHere`` if there is no C++ compiler or nothing to compile. ``graph_breaks``
-    counts the places where the compiled code returns to Python.
+    the dim varies. A session never falls back to eager mode. Raises ``BuildFailed`` with torch's reason, or
+    ``UnsupportedHere`` if there is no C++ compiler or nothing to compile. ``graph_breaks`` counts the places where the
+    compiled code returns to Python.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -50,7 +50,7 @@ class TorchCompileSession(TorchSession):
             raise UnsupportedHere(
                 f"torch.compile can't compile the TorchScript in {artifact.path}; use the runtime torch"
             )
-        # None: torch assumes static dims until it sees a dim vary.
+        # None lets torch assume static dims until a dim varies.
         dynamic = None if artifact.signature.dims else False
         with _torch_warns_of_itself():
             compiled: Any = torch.compile(self._original, dynamic=dynamic)
@@ -67,7 +67,7 @@ class TorchCompileSession(TorchSession):
         return super()._run(feeds)
 
     def _compile(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Run for the first time at these shapes. Raises every error that torch would only log."""
+        """Run for the first time at these shapes. Raises errors that torch would only log."""
         from torch._dynamo import config
         from torch._dynamo.utils import counters
 
@@ -94,7 +94,7 @@ class TorchCompileSession(TorchSession):
 
 @contextmanager
 def _torch_warns_of_itself() -> Iterator[None]:
-    """Hides the deprecation warnings that torch's compiler causes about other parts of torch."""
+    """Hides the deprecation warnings that torch's compiler triggers inside torch."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         yield

@@ -1,4 +1,4 @@
-"""Native PyTorch in eager mode: the reference of every gate and the baseline of every benchmark."""
+"""PyTorch in eager mode, the reference of export gates and the baseline of benchmarks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TorchSession(BaseSession):
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         try:
             return self._run_bare(feeds)
-        except Exception as error:  # a model may raise anything
+        except Exception as error:  # a model may raise any type of error
             sizes = shapes_of(feeds)
             raise RunFailed(
                 f"{self.artifact.path} fails in PyTorch at {sizes}: {one_line(error, 200)}; check the inputs' values"

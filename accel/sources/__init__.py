@@ -1,5 +1,5 @@
-"""Models as users have them: ``Source`` (source.py), and a folder per framework: torch, tensorflow, onnx, checkpoints.
+"""The user's models: ``Source`` (source.py), a folder for each of torch, tensorflow and onnx, and checkpoints.
 
-In: a spec (a path, ``file.py:factory``, ``package.module:factory``, an artifact) with inputs, weights, dims and the
-options of TensorFlow. Out: an ``Artifact`` whose inputs and outputs are known from running the model.
+In: a spec (a path, ``file.py:factory``, ``package.module:factory``, an artifact) with inputs, weights, dims and
+TensorFlow options. Out: an ``Artifact`` with the model's inputs and outputs.
 """

@@ -1,4 +1,4 @@
-"""``declare``, by which a factory states the inputs of its model, and the forms in which inputs and dims are given."""
+"""The decorator ``declare`` for factories, and the accepted notations of inputs and dims."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.signature import DimRange, TensorSpec
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-# The forms of an input: "x:float32[batch,3]", a TensorSpec, or by name ("float32", ("batch", 3)).
+# The notations of an input: "x:float32[batch,3]", a TensorSpec, or by name ("float32", ("batch", 3)).
 Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
 Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 
@@ -53,9 +53,9 @@ def declare(
 ) -> Callable[[Factory], Factory]:
     """Decorates a factory (a function without arguments that returns an ``nn.Module``) with its signature.
 
-    ``inputs``: as in ``accel.Source``. ``outputs``: names of the tensors that ``forward`` returns, in order. ``dims``:
-    ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the step fit. ``weights``:
-    returns the files that the factory reads; accel records their sha256 when it opens the source.
+    ``inputs`` is declared as in ``accel.Source``. ``outputs`` names the tensors that ``forward`` returns, in order.
+    ``dims`` gives ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the step are
+    valid. ``weights`` is a function that returns the files that the factory reads, whose sha256 accel records.
     """
     declaration = Declaration(
         inputs=parse_inputs(inputs), outputs=tuple(outputs), dims=parse_dims(dims or {}), weights=weights
@@ -69,7 +69,7 @@ def declare(
 
 
 def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
-    """Returns inputs of any accepted form as specs. Raises ``BadInputSpec`` for any other form."""
+    """Returns inputs in any accepted notation as specs. Raises ``BadInputSpec`` for any other value."""
     if isinstance(inputs, str):
         inputs = [inputs]
     specs: list[TensorSpec] = []

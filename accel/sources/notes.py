@@ -1,4 +1,4 @@
-"""Notes and warnings about a source that was opened."""
+"""Notes and warnings about an opened source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel.spelling import option
 
 
 def renaming_note(artifact: Artifact) -> str | None:
-    """Returns a note if an input has another name than the parameter of ``forward`` that takes it, else None."""
+    """Returns a note if an input's name differs from its parameter of ``forward``, else None."""
     renamed: Mapping[str, str] = artifact.source.get("renamed") or {}
     for name, own in renamed.items():
         return f"forward calls its input {own!r}; the artifact calls it {name!r}, as {option('inputs')} does"
@@ -17,8 +17,7 @@ def renaming_note(artifact: Artifact) -> str | None:
 
 
 def training_note(artifact: Artifact) -> str | None:
-    """Returns a warning if layers run in training mode although accel opened the model in evaluation mode, else
-    None."""
+    """Returns a warning if layers run in training mode although accel set the model to evaluation mode, else None."""
     layers = artifact.source.get("in_training")
     if not layers:
         return None

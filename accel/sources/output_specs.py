@@ -1,4 +1,4 @@
-"""Finds which dims of a model's outputs follow which dims of its inputs, by running the model at several sizes."""
+"""Finds the input dims that determine each output dim, by running the model at several sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# Steps to try: nets that halve an image repeatedly, and windows, take multiples of these.
+# The steps to try, which nets with downsampling or windows commonly require.
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
 def probe_cases(signature: Signature) -> list[dict[str, int]]:
-    """Returns the usual sizes, then for each dynamic dim the usual sizes with another size of this dim."""
+    """Returns the usual sizes, and for each dynamic dim the usual sizes with only this dim changed."""
     cases = [dict(signature.sizes())]
     for dim, bounds in signature.dims.items():
         others = (bounds.opt + steps * bounds.step for steps in (1, 2, -1, -2))
@@ -33,11 +33,9 @@ def probe_cases(signature: Signature) -> list[dict[str, int]]:
 def far_runs(
     signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
-    """Returns further sizes and the outputs of ``run`` at these sizes: for each dynamic dim except the batch, a size
-    far from the usual size.
-
-    Strides and pooling give neighboring sizes the same output size, which far sizes tell apart. Leaves out sizes at
-    which ``run`` raises: the export reports these.
+    """Returns further sizes and the outputs of ``run`` at these sizes. Each dynamic dim except the batch gets a size
+    far from its usual size. Strides and pooling may give neighboring sizes, but not distant sizes, the same output
+    size. Leaves out sizes at which ``run`` raises, because the export reports the error.
     """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():
@@ -52,7 +50,7 @@ def far_runs(
 
 
 def same_output(one: np.ndarray, other: np.ndarray) -> bool:
-    """Tells whether two outputs are equal. Floats may differ by rounding, since threads add in any order."""
+    """Tells whether two outputs are equal. Floats may differ by rounding, because threads add in any order."""
     import numpy as np
 
     if one.shape != other.shape:
@@ -72,10 +70,8 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
-    """Returns the advice for a model whose ``run`` raises at a size of ``signature``: the ranges to pass, with the
-    smallest step at whose multiples the model runs. Only dims that need a step get one.
-
-    Returns "" if there is no such step.
+    """Returns advice for a model whose ``run`` raises at a size of ``signature``, or "" if no step helps. The advice is
+    to pass ranges with the smallest step at whose multiples the model runs, for the dims that need a step.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
@@ -84,7 +80,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     def runs_at(case: Mapping[str, int]) -> bool:
         try:
             run(signature.example_inputs(**case))
-        except Exception:  # the library may raise any type; the caller has reported the first error
+        except Exception:  # any type of error; the caller has reported the first
             return False
         return True
 
@@ -110,7 +106,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # the size was only too large or too small
+        if not any(stepped.dims[d].step == step for d in found):  # only the size was too large or too small
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"
@@ -124,7 +120,7 @@ def _tried(signature: Signature) -> list[dict[str, int]]:
 
 
 def _in_steps(bounds: DimRange, step: int) -> DimRange | None:
-    """Returns the range of the multiples of ``step`` in ``bounds``. Returns None if there are less than two."""
+    """Returns the range of the multiples of ``step`` in ``bounds``, or None if there are fewer than two multiples."""
     found = DimRange.within(bounds.min, bounds.opt, bounds.max, step)
     return found if found is not None and found.min < found.max else None
 
@@ -139,7 +135,7 @@ def output_specs(
     """Returns the specs of the outputs of ``runs``, which ran at the sizes ``cases``.
 
     A dim with the same size in all runs is fixed. A dim that always has the size of an input's dim gets the name of
-    that dim. Any other dim is called ``<output>_<axis>``. ``names``: new names by the model's own output names. Raises
+    that dim. Any other dim is called ``<output>_<axis>``. ``names`` maps the model's output names to new names. Raises
     ``BadSource`` if an output changes its rank.
     """
     specs = []

@@ -16,12 +16,12 @@ from accel.errors import BadSource, one_line
 
 _ACCEL = Path(__file__).resolve().parents[1]
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-SOURCE = "accel_source_"  # prefix of the names of modules that are loaded from a file
+SOURCE = "accel_source_"  # prefix of module names for modules loaded from a file
 
 
 def load_object(spec: str, role: str) -> tuple[ModuleType, Any]:
-    """Returns the module and the object that ``package.module:name`` or ``file.py:name`` names. ``role``: the kind of
-    object, for messages.
+    """Returns the module and the object that ``package.module:name`` or ``file.py:name`` names. ``role`` names the kind
+    of object in messages.
 
     Raises ``BadSource`` if the object does not exist or importing its module raises.
     """
@@ -46,7 +46,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.absolute().parent)
-    sys.path.insert(0, folder)  # so that the file can import its neighbours
+    sys.path.insert(0, folder)  # so that the file can import its neighbors
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -83,14 +83,14 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 
 def raised(what: str, error: Exception | SystemExit) -> BadSource:
-    """Returns the error for an exception in the user's own code, in one line with its place. The place is in the user's
-    file, even if a library that it calls raised. ``what``: the name for the raising code in the message.
+    """Returns the error for an exception in the user's own code, in one line with its location. The location is in the
+    user's file, even if a library that it calls raised. ``what`` names the raising code in the message.
     """
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if not _within(f.filename, _ACCEL)]
     frame = next((f for f in frames if Path(f.filename).is_file() and not _within(f.filename, *_INSTALLED)), None)
     frame = frame or next(iter(frames), None)
     place = f"{Path(frame.filename).name} line {frame.lineno}" if frame else ""
-    if isinstance(error, SyntaxError) and error.filename:  # the file did not run, so it has no frame
+    if isinstance(error, SyntaxError) and error.filename:  # a syntax error has no frame of the file
         place = f"{Path(error.filename).name} line {error.lineno}"
     there = f" ({place}); correct that line" if place else "; correct it"  # a wrong call has no frame
     return BadSource(f"{what} raised {type(error).__name__}: {one_line(error, 200)}{there}")

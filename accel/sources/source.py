@@ -1,4 +1,4 @@
-"""``Source``: a model as the user has it, with everything the user says about it."""
+"""``Source`` holds the user's model with everything that the user specifies about it."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class SourceOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Source:
-    """A model as the user has it.
+    """The user's model, in any format. ``spec`` names the model. A PyTorch model is ``package.module:factory``,
+    ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, or a folder of transformers'
+    ``save_pretrained`` or of ``accel train``. A TensorFlow model is a SavedModel, a Keras file, a frozen ``.pb``, a TF1
+    ``.meta``, a ``.tflite`` file or a factory. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
+    artifact.
 
-    ``spec``: names the model. PyTorch: ``package.module:factory``, ``file.py:factory``, an exported program (``.pt2``),
-    a TorchScript file, a folder of transformers' ``save_pretrained`` or of ``accel train``. TensorFlow: a SavedModel, a
-    Keras file, a frozen ``.pb``, a TF1 ``.meta``, a ``.tflite`` file, a factory. Also an ONNX file, an artifact, or the
-    folder of an artifact.
+    ``inputs`` declares the inputs if the spec doesn't, as ``{"x": ("float32", ("batch", 3, 32, 32))}`` or
+    ``["x:float32[batch,3,32,32]"]``, where a named dim is dynamic. For an ONNX file, ``inputs`` gives the range of an
+    integer input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint
+    for the module of a factory. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
 
-    ``inputs``: the inputs, if the spec doesn't declare them: ``{"x": ("float32", ("batch", 3, 32, 32))}`` or
-    ``["x:float32[batch,3,32,32]"]``; a named dim is dynamic. For an ONNX file: the range of an integer input, or the
-    size of a dim that the file leaves open. ``weights``: a state dict or a training checkpoint for the module of a
-    factory. ``dims``: the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
-
-    ``graph_inputs``, ``graph_outputs``: tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature``: the name
-    of a SavedModel's signature. ``strip_training_ops``: remove dropout that training left in a TensorFlow graph.
+    ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
+    the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
+    graph.
 
     >>> accel.Source("net.py:make", inputs=["x:float32[batch,3]"]).open().signature  # doctest: +SKIP
     """
@@ -119,7 +119,7 @@ class Source:
 
     @property
     def native(self) -> bool:
-        """Tells whether the model is in its framework's own form, not an artifact or an ONNX file."""
+        """Tells whether the model is in its framework's own format, not an artifact or an ONNX file."""
         if isinstance(self.spec, Artifact):
             return False
         path = self.path
@@ -128,7 +128,7 @@ class Source:
 
     @property
     def form(self) -> str | None:
-        """Returns the form of a TensorFlow model (see ``TensorFlowSpec``), None for any other model."""
+        """Returns the file format of a TensorFlow model (see ``TensorFlowSpec``), or None for any other model."""
         from .tensorflow.source import form_of
 
         return form_of(self.text) if self.native else None
@@ -136,7 +136,8 @@ class Source:
     def open(self, *, like: Callable[[], Signature] | None = None) -> Artifact:
         """Finds, reads and describes the model.
 
-        ``like``: returns the signature of another form of the model; called if nothing else declares the inputs.
+        ``like`` returns the signature of another version of the model, and is called if the inputs aren't declared
+        otherwise.
 
         Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or understood. Raises ``UsageError``
         for an option that this model does not have.
@@ -184,10 +185,9 @@ class Source:
 
 
 def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
-    """Returns several models as sources that share ``options``.
-
-    Each model gets the options that it can have. An artifact or an ONNX file gets none, and a TensorFlow model gets the
-    options of its form. Raises ``UsageError`` if a TensorFlow option is for none of the models.
+    """Returns several models as sources that share ``options``. An artifact or an ONNX file gets no options, and a
+    TensorFlow model gets the options of its file format. Raises ``UsageError`` if a TensorFlow option applies to none
+    of the models.
     """
     from .tensorflow.source import OPTIONS
 
@@ -207,7 +207,8 @@ _BASIC = ("inputs", "weights", "dims")
 
 
 def check_name(path: Path) -> None:
-    """Raises ``BadSource`` if the path is not valid UTF-8: no runtime can open it and no manifest can record it."""
+    """Raises ``BadSource`` if the path is not valid UTF-8, because no runtime can open and no manifest can record such
+    a path."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,5 @@
-"""The tables that every part reads: kinds of models, stages, targets, limits. To add a thing is to add a row.
+"""The tables of kinds of models, stages, targets, precisions and limits. Adding a kind, a stage or a target starts with
+a row.
 
-In: a name (a kind, a stage, a target). Out: its row, a frozen dataclass whose import strings are loaded at first use.
+In: the name of a row. Out: the row, a frozen dataclass whose import strings are loaded at first use.
 """

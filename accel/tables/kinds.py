@@ -1,4 +1,4 @@
-"""The kinds of models on disk, a row each: how their files are named, and what reads, runs and exports them."""
+"""The kinds of models on disk, a row each, with file names, readers, runtimes and export formats."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 class Kind:
     """A row of the table.
 
-    ``main_file``: the name of the model's main file in a folder that accel writes. ``companions``: the suffixes of the
-    files that runtimes look for beside the main file, under its stem. ``runtimes``: the names of the runtimes that open
-    the kind, in the order they are tried. ``reader``: an import string, loaded at first use; the function reads the
-    signature and the properties back from a file (``accel.converters.graph.read_back``). None if no file of the kind
-    can be read without its hardware. ``export_as``: the word that ``accel export --to`` takes; None if the kind can't
-    be exported. ``framework``: a file of this kind is a source in its framework's own form, unless it has a manifest.
+    ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
+    of the files that runtimes look for beside the main file, under its stem. ``runtimes`` lists the names of the
+    runtimes that open the kind, in the order they are tried. ``reader`` is an import string, loaded at first use; the
+    function reads the signature and the properties back from a file (``accel.converters.graph.read_back``). ``reader``
+    is None for a kind that can't be read without its hardware. ``export_as`` is the value of ``accel export --to``, or
+    None if the kind can't be exported. ``framework`` is True if a file of this kind without a manifest is a source in
+    its framework's own format.
     """
 
     name: str
@@ -28,20 +29,20 @@ class Kind:
 
     @property
     def suffix(self) -> str:
-        """Returns the last suffix of the main file, by which a file is recognized: ``.param`` for an ncnn net."""
+        """Returns the last suffix of the main file, which identifies a file, such as ``.param`` for an ncnn net."""
         return Path(self.main_file).suffix
 
     @property
     def ending(self) -> str:
-        """Returns all suffixes of the main file: ``.ncnn.param`` for an ncnn net."""
+        """Returns all suffixes of the main file, such as ``.ncnn.param`` for an ncnn net."""
         return "".join(Path(self.main_file).suffixes)
 
     def companions_of(self, main: Path) -> tuple[str, ...]:
-        """Returns the names of the files beside ``main`` that belong to it."""
+        """Returns the names of the companion files beside ``main``."""
         return tuple(main.with_suffix(suffix).name for suffix in self.companions)
 
 
-# In the order in which a folder is searched for a main file.
+# The kinds in the order in which a folder is searched for a main file.
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -99,7 +100,7 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(path: Path) -> str | None:
-    """Returns the kind that the suffix of ``path`` names; None if it is a framework's own file or no model at all."""
+    """Returns the kind that the suffix of ``path`` names, or None for a framework's own file or any other file."""
     return next((k.name for k in KINDS.values() if k.suffix == path.suffix and not k.framework), None)
 
 
@@ -109,7 +110,7 @@ def framework_suffixes() -> tuple[str, ...]:
 
 
 def artifact_suffixes() -> tuple[str, ...]:
-    """Returns the suffixes that name a kind by themselves."""
+    """Returns the suffixes that identify a kind."""
     return tuple(kind.suffix for kind in KINDS.values() if not kind.framework)
 
 
@@ -119,5 +120,5 @@ def main_files() -> tuple[str, ...]:
 
 
 def export_formats() -> dict[str, Kind]:
-    """Returns the kinds that ``accel export --to`` makes, by the word it takes."""
+    """Returns the kinds that ``accel export --to`` makes, by the value of the option."""
     return {kind.export_as: kind for kind in KINDS.values() if kind.export_as is not None}

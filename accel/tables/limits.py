@@ -1,7 +1,7 @@
-"""The relative errors that rewriting a model may cost, one limit per row.
+"""The largest relative errors that rewriting a model may cause, one limit per row.
 
 A limit is compared with rel_l2 = ||candidate - reference||₂ / ||reference||₂ of an output, unless its row says
-otherwise. Gates, judges and searches read their numbers here, so that one step has one limit everywhere.
+otherwise. Gates, judges and searches read their limits here, so that each step has the same limit everywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A row of the table: in the step ``step`` a model of the form ``form`` may be off by ``value``."""
+    """The largest error ``value`` of a model in the precision or format ``form`` in the step ``step``."""
 
     step: str
     form: str
@@ -21,7 +21,7 @@ class Limit:
 
 
 TABLE: tuple[Limit, ...] = (
-    # export: the ONNX form of a source, any rewriting of an ONNX graph that keeps its precision, and other formats.
+    # export: limits for sources converted to ONNX, ONNX graphs rewritten in the same precision, and other formats.
     Limit(step="export", form="fp32", value=1e-4, reason="float32 sums move by a few units in the last place"),
     Limit(step="export", form="fp16", value=2e-2, reason="10 bits of mantissa, and runtimes round at different nodes"),
     Limit(step="export", form="bf16", value=1e-1, reason="7 bits of mantissa, and runtimes round at different nodes"),
@@ -31,7 +31,7 @@ TABLE: tuple[Limit, ...] = (
         value=5e-2,
         reason="TFLite's int8 kernels round activations, with dynamic scales even if only the weights are int8",
     ),
-    # optimize: a stage on the way to a target. The user's own budget is judged afterwards.
+    # optimize: limits for the stages of a candidate. The judge applies the user's own budget afterwards.
     Limit(step="optimize", form="simplify", value=1e-4, reason="the graph is rewritten, the precision stays"),
     Limit(step="optimize", form="fp32", value=1e-3, reason="a runtime fuses and reorders float32 sums"),
     Limit(step="optimize", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
@@ -50,7 +50,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(step="optimize", form="fp8", value=1.0, reason="as int8: the judge decides"),
     Limit(step="optimize", form="int4", value=1.0, reason="as int8: the judge decides"),
-    # verify: two forms of one model on real data.
+    # verify: limits for two versions of one model on real data.
     Limit(step="verify", form="fp32", value=1e-3, reason="two runtimes order their float32 sums differently"),
     Limit(step="verify", form="fp16", value=2e-2, reason="10 bits of mantissa at every node"),
     Limit(step="verify", form="bf16", value=1e-1, reason="7 bits of mantissa at every node"),
@@ -66,7 +66,7 @@ TABLE: tuple[Limit, ...] = (
         value=4e-1,
         reason="15 steps a block of 32 weights: a twelfth of a product's norm, added up over some 20 products",
     ),
-    # bisect: limits of a tensor inside the graph. A form that has none here takes the limit of verify.
+    # bisect: limits of a tensor inside the graph. A precision without a limit here has the limit of verify.
     Limit(step="bisect", form="fp32", value=1e-4, reason="both graphs run node by node without fusions"),
     Limit(
         step="bisect",
@@ -74,7 +74,7 @@ TABLE: tuple[Limit, ...] = (
         value=1e-1,
         reason="a runtime computes the graph it was made from; a larger error is a fault of the runtime",
     ),
-    # cast: the overflow search looks for the cause of any output of the 16-bit graph that is further off.
+    # cast: the overflow search investigates every output of the 16-bit graph with a larger error.
     Limit(step="cast", form="fp16", value=1e-2, reason="half of what the gate allows: the search has to leave room"),
     Limit(step="cast", form="bf16", value=8e-2, reason="below what the gate allows: the search has to leave room"),
     Limit(step="cast", form="quantized", value=1e-1, reason="an int8 model answers a tiny change with a whole step"),
@@ -90,7 +90,7 @@ TABLE: tuple[Limit, ...] = (
 
 
 def limits_of(step: str) -> Mapping[str, float]:
-    """Returns the limits of ``step`` by form."""
+    """Returns the limits of ``step`` by precision or format."""
     return {row.form: row.value for row in TABLE if row.step == step}
 
 

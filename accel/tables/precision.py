@@ -1,4 +1,4 @@
-"""The precisions a model can have, a row each: bytes of a weight, requirements, and the order of trying them."""
+"""The precisions of models, a row each, with bytes per weight, requirements and the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class Precision:
     """A row of the table.
 
-    ``weight_bytes``: bytes of a weight; None if the layers differ. ``quantized``: weights are integers or 8-bit floats
-    with scales. ``needs_data``: activations are quantized, too, and their ranges are calibrated on samples.
-    ``min_opset``: the first ONNX opset that can write the precision with standard operators.
-    ``min_capability``: the first CUDA compute capability that computes in the precision; (0, 0) for any.
-    ``rank``: place in the order of precisions that are likely the fastest on this machine; 0 is the likeliest.
-    ``rank_unmeasured``: place in the same order for a GPU that is not here, by the usual speeds of GPUs.
+    ``weight_bytes`` is the bytes per weight, or None if layers differ. ``quantized`` is True if weights are integers or
+    8-bit floats with scales. ``needs_data`` is True if activations are quantized with ranges calibrated on samples.
+    ``min_opset`` is the first ONNX opset that can write the precision with standard operators. ``min_capability`` is
+    the first CUDA compute capability that computes in the precision, or (0, 0) for any. ``rank`` orders the precisions
+    by how likely they are the fastest on this machine, the likeliest first. ``rank_unmeasured`` orders the precisions
+    by the usual speeds of GPUs, for a GPU that is not in this machine.
     """
 
     name: str

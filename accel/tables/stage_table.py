@@ -1,4 +1,4 @@
-"""The stages, a row each: the kinds they take and give, and where their code is. ``accel.stage`` runs them."""
+"""The stages, a row each, with their input and output kinds and their code. ``accel.stage`` runs stages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from accel.errors import UnknownName
 class Stage:
     """A row of the table. ``function`` and ``config`` are import strings, loaded at first use.
 
-    ``takes``/``gives``: kinds of artifacts. ``packages``: distributions whose versions are part of the cache key.
-    ``may_change``: the parts of the contract that the stage may change: ``dtypes``, ``opset``, ``ir``, ``shapes``, or
-    the whole ``interface``, whose inputs and outputs only the stage's own gate checks.
-    ``version``: increased when the stage's own code changes its result.
-    ``proves``: the function takes a fourth argument, the ``Proof`` of the run, and checks its own files with it.
+    ``takes`` and ``gives`` are kinds of artifacts. ``packages`` lists distributions whose versions are part of the
+    cache key. ``may_change`` lists the parts of the contract that the stage may change: ``dtypes``, ``opset``, ``ir``,
+    ``shapes``, or the whole ``interface``, whose inputs and outputs only the stage's own gate checks. ``version`` is
+    increased when a code change changes the stage's result. ``proves`` is True if the function checks its own files
+    with a fourth argument, the ``Proof`` of the run.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Stage:
     proves: bool = False
 
 
-# In the order in which stages can follow one another.
+# The stages in the order in which they can follow one another.
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="onnx_from_torch",
@@ -183,7 +183,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 def get_stage(name: str) -> Stage:
-    """Returns the stage called ``name``. Raises ``UnknownName``, which lists the stages, if there is none."""
+    """Returns the stage called ``name``. Raises ``UnknownName``, which lists the stages, for an unknown name."""
     for stage in STAGES:
         if stage.name == name:
             return stage
@@ -191,13 +191,12 @@ def get_stage(name: str) -> Stage:
 
 
 def route(start: str, end: str) -> tuple[Stage, ...]:
-    """Returns the fewest stages that lead from the kind ``start`` to the kind ``end``.
-
-    Raises ``UnknownName`` if no stages lead there.
+    """Returns the shortest chain of stages from the kind ``start`` to the kind ``end``. Raises ``UnknownName`` if there
+    is no such chain.
     """
     routes: dict[str, tuple[Stage, ...]] = {start: ()}
     kinds = [start]
-    for kind in kinds:  # the list grows while the loop walks it: a breadth-first search
+    for kind in kinds:  # breadth-first search, in which the list grows during the loop
         for stage in STAGES:
             if kind in stage.takes and stage.gives not in routes:
                 routes[stage.gives] = (*routes[kind], stage)

@@ -1,4 +1,4 @@
-"""The targets a model can run on, a row each: runtime, precisions, QDQ form, opset and IR limits."""
+"""The targets a model can run on, a row each, with runtime, precisions, QDQ scheme, opset and IR limits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from accel.errors import UnknownName
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A row of the table: ``runtime`` runs the model there, ``kind`` is the kind of file shipped to it.
+    """A target, whose ``runtime`` runs the model. ``kind`` is the kind of the deployed file.
 
-    ``precisions``: the precisions ``accel optimize`` tries by default, rows of ``accel.tables.precision``.
-    ``qdq``: the form of int8 that the target runs fast, a key of ``converters.quantize.stage.FORMS``.
-    ``extra``: the pip extra that brings the toolkit; None if the base install has it.
+    ``precisions`` lists the precisions that ``accel optimize`` tries by default, rows of ``accel.tables.precision``.
+    ``qdq`` is the int8 scheme that the target runs fast, a key of ``converters.quantize.stage.FORMS``.
+    ``extra`` is the pip extra that installs the toolkit, or None if the base install includes it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Target:
 
     @classmethod
     def get(cls, name: str) -> Target:
-        """Returns the target called ``name``. Raises ``UnknownName``, which lists the targets, if there is none."""
+        """Returns the target called ``name``. Raises ``UnknownName``, which lists the targets, for an unknown name."""
         if name not in TARGETS:
             raise UnknownName(f"unknown target {name!r}; use auto or one of {', '.join(TARGETS)}")
         return TARGETS[name]

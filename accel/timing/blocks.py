@@ -1,4 +1,4 @@
-"""The code in the process of a candidate: its session, its feeds, and the clock around each run."""
+"""The code in a candidate's process, which holds the session and the feeds and times each run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# Passes are steady once the last few take at least this share of the time of the few before them.
+# Times are steady once the last few are at least this fraction of the few before.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21
@@ -33,13 +33,11 @@ _PHASE_RUNS = 21
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to time, with the way it runs.
-
-    ``runtime`` and ``options`` (fields of ``SessionOptions``): as in ``open_session``; the manifest supplies missing
-    ones. ``opener``: the import string of a function that makes the session from the candidate, for models that accel
-    has no runtime for. The artifact then only supplies the signature. ``streams``: how many runs are under way at once;
-    0 takes the number from the options. If a session can't run several at once, each stream gets a session with its
-    share of the threads.
+    """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
+    the same as in ``open_session``, and default to the manifest's. ``opener`` is the import string of a function that
+    makes the session from the candidate, for models without a runtime in accel. With such an ``opener``, the artifact
+    may only supply the signature. ``streams`` is the number of concurrent runs, and 0 takes the number from the
+    options. If a session doesn't support concurrent runs, each stream gets a session with its share of the threads.
     """
 
     name: str
@@ -52,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An opened candidate. ``load_ms``: the time to open the first session, without importing its library."""
+    """An opened candidate. ``load_ms`` is the time to open the first session, without importing its library."""
 
     runtime: str
     signature: Signature
@@ -63,8 +61,8 @@ class Opened:
 class FirstRun:
     """The first run on each feed.
 
-    ``outputs``: the outputs of each feed by name. ``ms``: the time of the very first run. ``sizes``: the dynamic dims
-    of each feed. ``batch``: the number of samples in a feed.
+    ``outputs`` holds the outputs of each feed by name. ``ms`` is the time of the very first run. ``sizes`` holds the
+    dynamic dims of each feed. ``batch`` is the number of samples in a feed.
     """
 
     outputs: list[dict[str, np.ndarray]]
@@ -77,9 +75,9 @@ class FirstRun:
 class Block:
     """The measurements of a block.
 
-    ``times``: int64[runs], the nanoseconds of each run. ``seconds``: from the start of the first run to the end of the
-    last, which is less than the sum if there are several streams. ``joules``: the energy of the machine during the
-    block; None if it has no counter.
+    ``times`` is int64[runs], the nanoseconds of each run. ``seconds`` is the time from the start of the first run to
+    the end of the last, less than the sum of the runs if streams overlap. ``joules`` is the energy of the machine
+    during the block, or None if the machine has no counter.
     """
 
     times: np.ndarray
@@ -88,21 +86,21 @@ class Block:
 
     @property
     def ms_a_run(self) -> float:
-        """Returns the milliseconds of the block for each run: the inverse of the throughput."""
+        """Returns the milliseconds of the block divided by its runs, the inverse of the throughput."""
         return self.seconds * 1e3 / len(self.times)
 
 
 def open_candidate(candidate: Candidate) -> Session:
-    """Open the session of a candidate. ``BlockRunner.open`` has imported its library before."""
+    """Open the session of a candidate, whose library ``BlockRunner.open`` has imported before."""
     return open_session(candidate.artifact, candidate.runtime, candidate.options)
 
 
 class BlockRunner:
-    """A loaded candidate in its child process. The parent calls the methods over the pipe."""
+    """A loaded candidate in its child process. The parent calls its methods over a pipe."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._sessions: list[Session] = []  # one for each stream; the same session if it can run several at once
+        self._sessions: list[Session] = []  # one per stream, or one shared by concurrent streams
         self._feeds: list[dict[str, np.ndarray]] = []
         self._streams: int = candidate.streams or candidate.options.get("streams", 1)
         self._pool = ThreadPoolExecutor(max_workers=self._streams)
@@ -117,7 +115,7 @@ class BlockRunner:
             runtime = found.name
             if not found.installed:
                 raise MissingExtra(found.module, found.extra or "all-cpu")
-            # Imported before the clock starts: importing torch takes seconds, whatever the model.
+            # Libraries are imported before the clock starts, because importing torch takes seconds for any model.
             module, _, name = found.session.partition(":")
             concurrent = getattr(importlib.import_module(module), name).concurrent
         if self._streams > 1 and not concurrent:
@@ -131,14 +129,15 @@ class BlockRunner:
         return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Keep ``feeds`` in this session's dtypes and run each once. Raises ``BadFeeds`` if the inputs differ."""
+        """Cast ``feeds`` to this session's dtypes, store them and run each once. Raises ``BadFeeds`` if the inputs
+        differ."""
         from accel.proof.gates import cast_feeds
 
         session = self._opened
         wanted, given = {spec.name for spec in session.signature.inputs}, set(feeds[0])
         if wanted != given:
             raise BadFeeds(
-                f"its inputs are {', '.join(sorted(wanted))}, those of the baseline {', '.join(sorted(given))}; "
+                f"the inputs are {', '.join(sorted(wanted))}, but the baseline's are {', '.join(sorted(given))}; "
                 "give both the same names"
             )
         self._feeds = [cast_feeds(session, one) for one in feeds]
@@ -146,7 +145,7 @@ class BlockRunner:
         start = time.perf_counter_ns()
         first = session.run(self._feeds[0])
         ms = (time.perf_counter_ns() - start) / 1e6
-        # Copied, because a runtime may return its own buffers and reuse them in the next run.
+        # Outputs are copied, because a runtime may return its own buffers and reuse them in the next run.
         outputs = [{name: value.copy() for name, value in first.items()}]
         for one in self._feeds[1:]:
             outputs.append({name: value.copy() for name, value in session.run(one).items()})
@@ -180,7 +179,7 @@ class BlockRunner:
         return Block(times=np.array(times, dtype=np.int64), seconds=seconds, joules=joules)
 
     def phases(self) -> dict[str, float] | None:
-        """Returns the median milliseconds of the parts of a run on a GPU; None if the session can't tell them apart."""
+        """Returns the median milliseconds of each phase of a run on a GPU, or None if the session can't time phases."""
         measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._opened, "phases", None)
         if measure is None:
             return None
@@ -204,7 +203,7 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Returns the number of samples in ``feeds``: the first dim that all inputs share, else 1."""
+    """Returns the number of samples in ``feeds``, which is the first dim if all inputs share it, else 1."""
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 
@@ -222,7 +221,7 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """Yields ``feeds`` ``passes`` times, but begins no pass after the clock has reached ``ends`` (nanoseconds).
+    """Yields ``feeds`` up to ``passes`` times, beginning no pass after the time ``ends`` (nanoseconds).
 
     Yields at least one pass. Passes are whole, so that each set of inputs runs equally often.
     """
@@ -238,7 +237,7 @@ class Shared:
 
     def __init__(self, items: Iterable[Feeds]) -> None:
         self._items = iter(items)
-        self._lock = Lock()  # two threads can't call a generator at once
+        self._lock = Lock()  # threads can't call a generator concurrently
 
     def __iter__(self) -> Iterator[Feeds]:
         return self
@@ -258,7 +257,7 @@ def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
 def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] | None = None) -> list[int]:
     """Call ``run`` until it gets no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each call.
 
-    A process that was just resumed has cold caches and sleeping threads. A process that was just started also compiles.
+    A resumed process has cold caches and sleeping threads. A new process may also have to compile.
     """
     clock = clock or time.perf_counter_ns
     times: list[int] = []

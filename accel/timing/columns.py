@@ -1,4 +1,4 @@
-"""The columns of every table of measurements: ``accel bench`` (terminal, Markdown, HTML) and ``accel optimize``.
+"""The columns of the tables of ``accel bench`` (terminal, Markdown, HTML) and ``accel optimize``.
 
 A row is the JSON form of ``accel.timing.report.Row``. Rows of ``accel optimize`` also have ``drop``, ``metric`` and
 ``megabytes``. A value that a row doesn't have is None or missing.
@@ -14,16 +14,16 @@ from accel.runtimes.base import SessionOptions
 
 BenchRow = Mapping[str, Any]
 
-# The characters of a cell's border and padding.
+# The width of a cell's border and padding in characters.
 _AROUND = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column. ``text``: returns a row's cell, "" if it is empty. ``whole``: cells are never broken into lines.
+    """A column. ``text`` returns a row's cell, which may be "". ``whole`` keeps cells and title on one line.
 
-    ``readable``: longer cells are broken into lines of at least this many characters. ``spare``: a narrow terminal
-    leaves out the column with the largest number first, and never a column with 0.
+    ``readable`` is the smallest width to which longer cells are wrapped. ``spare`` orders the columns that a narrow
+    terminal leaves out, the largest number first, and 0 keeps a column always.
     """
 
     title: str
@@ -34,14 +34,15 @@ class Column:
     spare: int = 0
 
     def least_width(self, rows: Sequence[BenchRow]) -> int:
-        """Returns the least characters that keep numbers whole and sentences readable."""
+        """Returns the smallest width in characters that keeps numbers whole and sentences readable."""
         titles = [self.title] if self.whole else self.title.split()
         wide = max(len(self.text(row)) for row in rows)
         return max(*map(len, titles), 0, min(wide, self.readable) if self.readable else wide)
 
 
 def number(value: float | None) -> str:
-    """Returns a number with two decimals, three below 1, one from 100 and none from 1000 on; "" for None."""
+    """Formats a number with three decimals below 1, two below 100, one below 1000 and none above. Returns "" for
+    None."""
     if value is None:
         return ""
     digits = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 1 else 3
@@ -49,7 +50,7 @@ def number(value: float | None) -> str:
 
 
 def session_of(row: BenchRow) -> str:
-    """Returns the threads and the options that aren't the default: ``2 threads, no spinning``."""
+    """Returns the threads and the options that aren't the default, such as ``2 threads, no spinning``."""
     usual = {option.name: option.default for option in fields(SessionOptions)} | {"threads": None}
     given = (row.get("options") or {}).items()
     return ", ".join(_in_words(name, value) for name, value in given if value != usual.get(name))
@@ -127,7 +128,8 @@ def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -
 
 
 def fitting(rows: Sequence[BenchRow], columns: Sequence[Column], width: int) -> list[Column]:
-    """Returns the columns that fit into ``width`` characters, without the most dispensable ones."""
+    """Returns the columns that fit into ``width`` characters, leaving out the columns with the largest ``spare``
+    first."""
     kept = list(columns)
     while sum(column.least_width(rows) + _AROUND for column in kept) + 1 > width:
         least = max(kept, key=lambda column: column.spare)

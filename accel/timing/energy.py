@@ -10,16 +10,17 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True)
 class Zone:
-    """A CPU package's counter of microjoules, which starts again at 0 after ``wraps``."""
+    """A CPU package's counter of microjoules, which restarts at 0 after ``wraps``."""
 
     counter: Path
     wraps: int
 
 
 class EnergyCounter:
-    """The energy of all CPU packages, without memory and GPUs, and including the work of other processes.
+    """The energy of all CPU packages, which excludes memory and GPUs and includes the work of other processes.
 
-    (Intel's and AMD's Running Average Power Limit as Linux shows it: Documentation/power/powercap/powercap.rst.)
+    Linux reads the counters of Intel's and AMD's Running Average Power Limit
+    (Documentation/power/powercap/powercap.rst).
     """
 
     def __init__(self, zones: tuple[Zone, ...]) -> None:
@@ -27,9 +28,9 @@ class EnergyCounter:
 
     @classmethod
     def find(cls, root: Path = POWERCAP) -> EnergyCounter | None:
-        """Returns the counter of this machine; None if there is none or this user may not read it."""
+        """Returns the counter of this machine, or None if there is no counter or this user may not read it."""
         zones = []
-        # intel-rapl:0 is a package. intel-rapl:0:0 is a part of it and already counted there.
+        # intel-rapl:0 is a package, which includes its subzone intel-rapl:0:0.
         for folder in sorted(root.glob("intel-rapl:*")):
             if folder.name.count(":") > 1:
                 continue
@@ -42,7 +43,7 @@ class EnergyCounter:
         return cls(tuple(zones)) if zones else None
 
     def read(self) -> tuple[int, ...]:
-        """Returns the present microjoules of each package."""
+        """Returns the current microjoules of each package."""
         return tuple(int(zone.counter.read_text()) for zone in self._zones)
 
     def joules(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:

@@ -1,4 +1,4 @@
-"""The description of the machine and the library versions that belongs to every figure."""
+"""Describes the machine and the library versions for reports."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PACKAGES = (
     "numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "openvino", "torch",
     "tensorrt-cu13", "tensorrt-rtx-cu13-bindings",
 )  # fmt: skip
-# The instructions that decide how fast low precision is on a CPU.
+# The instruction sets that determine the speed of low precision on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 
 
 def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
     """Returns CPU, GPUs, memory, energy counter, versions and threads for a report, without the machine's name.
 
-    ``date``: include the time and the load average.
+    ``date`` includes the time and the load average.
     """
     model, features = _cpu()
     body: dict[str, Any] = {
@@ -45,7 +45,7 @@ def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
 
 
 def peak_rss_mb(pid: int) -> float | None:
-    """Returns the peak resident memory of a running process in MiB; None if the system doesn't say.
+    """Returns the peak resident memory of a running process in MiB, or None if unknown.
 
     Reads VmHWM, because a child inherits ``ru_maxrss`` from its parent.
     """
@@ -71,7 +71,7 @@ def _gpus() -> list[str]:
 
 
 def _field(path: Path, name: str) -> str | None:
-    """Returns the value of the first ``name: value`` line in a file of the kernel; None if there is none."""
+    """Returns the value of the first ``name: value`` line in a kernel file, or None if there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writing a benchmark's report as JSON, Markdown or one HTML page that opens offline."""
+"""Writes a benchmark's report as JSON, Markdown or one HTML page that opens offline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Body = Mapping[str, Any]
 def check_ending(path: Path) -> None:
     """Raises ``UsageError`` if the suffix of ``path`` is not in ``ENDINGS``."""
     if path.suffix not in ENDINGS:
-        raise UsageError(f"{path} says no form of report; let -o end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+        raise UsageError(f"the suffix of {path} names no report format; use {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
 
 
 def write(path: Path, body: Body) -> None:
@@ -45,7 +45,7 @@ def points_of(body: Body) -> Sequence[Body]:
 
 
 def markdown(points: Sequence[Body]) -> str:
-    """Returns the Markdown page: the machine, and a table for each shape."""
+    """Returns the Markdown page with the machine and a table for each shape."""
     lines = ["# accel bench", "", *(f"{line}  " for line in machine_lines(points[0]))]
     for point in points:
         lines += ["", f"## {shape_of(point)}", "", *table_lines(point), "", noise_of(point)]
@@ -118,9 +118,8 @@ WIDTH = 520  # the length of the plot's axis in SVG units
 
 
 def bars(point: Body) -> list[dict[str, Any]]:
-    """Returns the places of each candidate's speedup and interval on a logarithmic axis from 0 to ``WIDTH``.
-
-    ``one``: the place of the baseline.
+    """Returns the positions of each candidate's speedup and interval on a logarithmic axis from 0 to ``WIDTH``. ``one``
+    is the position of the baseline.
     """
     timed = [row for row in point["results"] if row["ci95"]]
     ends = [math.log(value) for row in timed for value in (1.0, *row["ci95"]) if value > 0]

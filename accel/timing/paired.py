@@ -1,4 +1,4 @@
-"""The paired schedule: every candidate in its own process, and all processes paused except the one being timed.
+"""The paired schedule, in which every candidate has its own process and all processes except the timed one are paused.
 
 Thread pools of inference runtimes keep spinning after a run. Candidates that take turns in one process, or in processes
 that keep running, slow one another down unequally, by up to a factor of two. Therefore each block runs while all other
@@ -37,8 +37,8 @@ __all__ = ["BenchReport", "Candidate", "measure"]
 # A process counts as hung after this many times the planned time of its block.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
-# A block ends after this many times its planned time. If a block ended
-# after its planned time, a block that begins with a slow run would have too few runs for a robust median.
+# A block ends after this many times its planned time, so that a block that begins with a slow run still has enough runs
+# for a robust median.
 _OVERRUN = 2.0
 
 
@@ -74,8 +74,8 @@ class Lane:
     def time_block(self, block_seconds: float) -> None:
         """Time a block of runs and add the block to the rounds.
 
-        The fastest block so far determines the number of passes. If the machine or the session has become slower since,
-        the block ends early, at the same multiple of its planned time for every candidate.
+        The fastest block so far determines the number of passes. If the machine or the session has become slower, the
+        block ends early, at the same multiple of its planned time for every candidate.
         """
         runs = self.feeds * self.candidate.streams  # runs in a pass
         passes = passes_for(block_seconds, self.pass_seconds, runs)
@@ -90,7 +90,7 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # Other work may have slowed the calibration. With the calibration's estimate, the blocks would stay too short.
+        # Other work may have slowed down the calibration, whose estimate would make the blocks too short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
@@ -99,9 +99,8 @@ class Lane:
         return [block.times for block in self.rounds]
 
     def values(self) -> np.ndarray:
-        """Returns float64[rounds] in ms, where smaller is better: the median run of each round.
-
-        If throughputs are compared, returns the time of each round divided by its number of runs.
+        """Returns float64[rounds] in ms, where smaller is better. A value is the median run of a round, or for
+        throughput the time of the round divided by its number of runs.
         """
         import numpy as np
 
@@ -110,7 +109,7 @@ class Lane:
         return np.array([block.ms_a_run for block in self.rounds])
 
     def fail(self, error: BaseException) -> None:
-        """Take the candidate out of the run, for this reason. Kills its process, which frees the memory."""
+        """Record ``error`` as the reason and drop the candidate. Kills its process, which frees the memory."""
         self.error = str(error)
         self.child.kill()
 
@@ -138,21 +137,21 @@ def measure(
 ) -> BenchReport:
     """Time ``candidates`` beside ``baseline`` (its index or name), on the same feeds.
 
-    ``feeds``: the baseline's inputs, or several sets of them. Every block runs each set equally often, cast to the
+    ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set equally often, cast to the
     candidate's dtypes. Before the timing, the outputs are compared with the baseline's. A candidate that fails, or that
     has other outputs, other shapes or a NaN, gets a row with ``error`` and is not timed.
 
     In each of ``rounds`` rounds (at least 5) every candidate warms up and runs a block of about ``block_seconds``, with
-    at least three runs. A block that takes twice its planned time ends early. The baseline runs in two processes: the
-    others are compared with both together, and the difference of the two is the noise floor. There are up to four times
-    as many rounds while an interval is wider than ``target_width`` (in ln) and ``budget_seconds`` have not passed since
-    the first round. ``limit_seconds``: the time for everything, loading included. After the first 5 rounds, no round
-    begins that would end later.
+    at least three runs. A block that takes twice its planned time ends early. The baseline runs in two processes, whose
+    difference gives the noise floor. Candidates are compared with both processes together. Up to four times as many
+    rounds run while an interval is wider than ``target_width`` (in ln) and ``budget_seconds`` have not passed since the
+    first round. ``limit_seconds`` is the time for everything, loading included. After the first 5 rounds, no round
+    begins that would exceed ``limit_seconds``.
 
-    ``threads`` and ``streams`` (runs under way at once) apply to candidates whose options don't say. If neither is
-    given, a candidate uses its recorded numbers, else all cores that this process may use and one stream. If only one
-    is given, the other gets this default for all candidates. If any candidate has several streams, throughputs are
-    compared.
+    ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither is given,
+    a candidate uses its recorded numbers, else all cores that this process may use and one stream. If only one of the
+    two is given, the other is all cores or one stream for all candidates. If any candidate has several streams,
+    throughputs are compared.
 
     Raises the errors of loading and running the baseline. Raises ``UsageError`` for equal names or too few rounds.
     """
@@ -167,9 +166,8 @@ def measure(
     lanes: list[Lane] = []
     with ExitStack() as stack:
         chosen = ready[index]
-        # The baseline is loaded first, because outputs are compared with it, and again last, as its twin. The process
-        # loaded last tends to be 1% or 2% faster. The twin of the baseline evens out the advantage of the last process,
-        # and shows this advantage in the noise floor.
+        # The baseline is loaded first, as the reference of outputs, and again last, as its twin. The process loaded
+        # last tends to be 1% or 2% faster. The twin evens out this advantage and includes it in the noise floor.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -202,14 +200,15 @@ def _resolved(candidate: Candidate, threads: int | None, streams: int | None) ->
     """Returns the candidate with all options of its session and its number of streams."""
     options: dict[str, Any] = {"threads": available_cores(), "streams": 1, **recorded_options(candidate.artifact)}
     if threads or streams:
-        # Recorded streams and threads belong together, so giving one of them replaces both.
+        # Recorded streams and threads belong together, so a given number replaces both.
         options |= {"threads": threads or available_cores(), "streams": streams or 1}
     options |= candidate.options
     return replace(candidate, options=options, streams=candidate.streams or options["streams"])
 
 
 def _variables(candidate: Candidate) -> dict[str, str]:
-    """Returns environment variables: the threads of OpenMP, and no pool of compilers, which can't be paused."""
+    """Returns environment variables that set OpenMP's threads and disable torch's compiler pool, which can't be
+    paused."""
     share = (candidate.options["threads"] or available_cores()) // candidate.streams
     return {"OMP_NUM_THREADS": str(max(1, share)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -234,7 +233,7 @@ def _check(
     if not block_seconds > 0:
         raise UsageError(f"a block can't take {block_seconds:g} s; use 0.1 to 1")
     if not budget_seconds >= 0:
-        raise UsageError(f"a budget of {budget_seconds:g} s can't be; use 0 or more")
+        raise UsageError(f"a budget can't be {budget_seconds:g} s; use 0 or more")
     if isinstance(baseline, str):
         if baseline not in names:
             raise UnknownName(f"no candidate is called {baseline!r}; the baseline is one of {', '.join(names)}")
@@ -243,7 +242,7 @@ def _check(
 
 
 def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_seconds: float) -> None:
-    """Load a candidate and compare its outputs. If it can't be timed, take it out with its error."""
+    """Load a candidate and compare its outputs. Drops a candidate that can't be timed, with its error."""
     try:
         first = lane.start(feeds)
         lane.found |= _differences(reference, first)
@@ -255,10 +254,10 @@ def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_second
 
 
 def _differences(reference: FirstRun, first: FirstRun) -> dict[str, float]:
-    """Returns the worst of each number over outputs and feeds. Raises ``BadFeeds`` if they aren't comparable."""
+    """Returns the largest differences over outputs and feeds. Raises ``BadFeeds`` if the outputs aren't comparable."""
     wanted, has = set(reference.outputs[0]), set(first.outputs[0])
     if wanted != has:
-        raise BadFeeds(f"its outputs are {', '.join(sorted(has))}, those of the baseline {', '.join(sorted(wanted))}")
+        raise BadFeeds(f"the outputs are {', '.join(sorted(has))}, but the baseline's are {', '.join(sorted(wanted))}")
     found = worst([compare(a, b) for a, b in zip(reference.outputs, first.outputs, strict=True)])
     for difference in found.values():
         if difference.problem:
@@ -281,7 +280,7 @@ def _run_rounds(
 ) -> list[tuple[str, ...]]:
     """Fill ``lane.rounds``. Returns the order of the candidates in each round.
 
-    ``ends``: the time of the monotonic clock when the last round has to be over.
+    ``ends`` is the monotonic time at which the last round has to be over.
     """
     shuffle = random.Random(seed).shuffle
     order: list[tuple[str, ...]] = []
@@ -333,7 +332,7 @@ def _report(
         if lane.error is not None:
             rows.append(Row(name=lane.name, error=lane.error, **lane.found))
             continue
-        # The row of the baseline counts both of its processes.
+        # The row of the baseline includes both processes.
         medians = both.medians if lane is base else lane.values()
         blocks = [*base.rounds, *twin.rounds] if lane is base else lane.rounds
         summary = summarize([block.times for block in blocks])

@@ -1,4 +1,4 @@
-"""The report of a benchmark: rows, as JSON and as a table."""
+"""The report of a benchmark, as rows, JSON and a table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel.spelling import option
+
 from . import page
 from .columns import fitting, with_values
 from .statistics import NOISY_FLOOR, Ratio, Verdict
 
-# A smaller cosine means that the candidate has other weights. Even a badly quantized model is closer to its source.
+# A smaller cosine means that the candidate has other weights, because even a badly quantized model is closer to its
+# source.
 _ANOTHER_MODEL = 0.5
 
 if TYPE_CHECKING:
@@ -23,16 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The results of one candidate. Times are in ms for a run, over all iterations; None if it was not timed.
+    """The results of one candidate. Times are in ms per run, over all iterations, or None if the candidate was not
+    timed.
 
-    ``error``: why the candidate was not timed. ``speedup``: the median over the rounds of the baseline's median divided
-    by the candidate's; ``ci95``: its 95% interval. ``max_abs_diff``, ``max_rel_diff`` (||difference||₂ / ||reference||₂
-    of the worst output) and ``cosine`` (of the worst sample) compare the candidate's outputs with the baseline's.
-    ``load_ms``: the time to open the session. ``first_run_ms``: the time of the first run. ``peak_rss_mb``: the peak
-    memory of its process in MiB, including the library. ``samples_per_second``: the samples of all runs divided by the
-    time of all blocks. ``joules_per_run``: the energy of the CPU packages; None if the machine has no readable counter.
-    ``phases_ms``: on a GPU, the time of ``host_to_device``, ``compute`` and ``device_to_host``, by CUDA events.
-    ``options``: the options of its session, including the threads and streams (runs under way at once).
+    ``error`` is the reason if the candidate was not timed. ``speedup`` is the median over the rounds of the baseline's
+    median divided by the candidate's, and ``ci95`` is its 95% interval. ``max_abs_diff``, ``max_rel_diff``
+    (||difference||₂ / ||reference||₂ of the worst output) and ``cosine`` (of the worst sample) compare the candidate's
+    outputs with the baseline's. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first
+    run. ``peak_rss_mb`` is the peak memory of its process in MiB, including the library. ``samples_per_second`` is the
+    samples of all runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU packages, or None
+    if the machine has no readable counter. ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and
+    ``device_to_host`` on a GPU, by CUDA events. ``options`` holds the options of the session, including threads and
+    streams (concurrent runs).
     """
 
     name: str
@@ -64,10 +69,10 @@ class Row:
 class BenchReport:
     """The results of a benchmark, a row for each candidate in the given order.
 
-    ``noise_floor``: the smallest effect that counts, as a fraction. ``twin``: the baseline against itself, which gives
-    the noise floor. ``order``: the candidates in the order of their timing, a tuple for each round. ``streams``: the
-    most runs of a candidate under way at once; above 1, every ``speedup`` compares throughputs. ``samples``: the
-    nanoseconds of every run by candidate, an array for each round; not part of the JSON.
+    ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` compares the baseline with itself, which
+    gives the noise floor. ``order`` lists the candidates in the order of their timing, a tuple for each round.
+    ``streams`` is the largest number of concurrent runs, and above 1 every ``speedup`` compares throughputs.
+    ``samples`` holds the nanoseconds of every run by candidate, an array for each round, and is not part of the JSON.
     """
 
     rows: tuple[Row, ...]
@@ -84,17 +89,17 @@ class BenchReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Returns a sentence for each reason to trust the figures less."""
+        """Returns a warning for each reason to trust the figures less."""
         found = [
             f"{row.name} gives other outputs than {self.baseline} (cosine {row.cosine:.2f}): are they the same model, "
-            "with the same --weights?"
+            f"with the same {option('weights')}?"
             for row in self.rows
             if row.cosine is not None and row.cosine < _ANOTHER_MODEL
         ]
         if self.noise_floor >= NOISY_FLOOR:
             found.append(
                 f"the machine is noisy: differences under {self.noise_floor:.1%} can't be seen; end what else is "
-                "running, or give more --rounds and --budget-seconds"
+                f"running, or give more {option('rounds')} and {option('budget_seconds')}"
             )
         return tuple(found)
 
@@ -144,7 +149,7 @@ class Sweep:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        # Six digits are more than a clock's precision, and a committed file stays readable.
+        # Six digits exceed a clock's precision and keep a committed file readable.
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
@@ -180,7 +185,7 @@ def table(report: BenchReport, width: int | None = None) -> Table:
     )
     for column in shown:
         justify: Literal["left", "right"] = "right" if column.right else "left"
-        # Columns of words share the width that the numbers leave.
+        # Columns of text share the width that the numeric columns leave.
         least = None if width is None or column.readable else column.least_width(rows)
         made.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold", width=least)
     for row in rows:

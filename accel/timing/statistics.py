@@ -1,4 +1,4 @@
-"""The statistics of the times: percentiles, the paired speedup with its interval, the noise floor, the verdict."""
+"""Computes percentiles, the paired speedup with its interval, the noise floor and the verdict."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Verdict = Literal["faster", "slower", "no measurable difference", "baseline"]
 
 # With fewer rounds, even the whole range of the medians is no 95% interval.
 MIN_ROUNDS = 5
-# Two processes of one model differ by up to 2% for as long as they live: their memory lies elsewhere, and the process
-# loaded last tends to be faster. No number of rounds in the same processes averages this difference out. The one pair
-# of processes that is compared here may happen not to show it.
+# Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
+# process loaded last tends to be faster. More rounds in the same processes don't average out this difference, which the
+# compared pair of processes may not show.
 MIN_FLOOR = 0.02
-# From this noise floor on, effects that people look for (a quantized model that is 10% faster) can go unseen.
+# Above this noise floor, relevant effects (a quantized model that is 10% faster) may not be detected.
 NOISY_FLOOR = 0.05
 _RESAMPLES = 10_000
 
@@ -37,7 +37,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The speedup over the baseline: the median over the rounds, and its 95% interval."""
+    """The speedup over the baseline, as the median over the rounds with its 95% interval."""
 
     value: float
     low: float
@@ -45,12 +45,12 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """Returns ln(high / low). 0.05 means an interval of about ±2.5%."""
+        """Returns ln(high / low), where 0.05 means an interval of about ±2.5%."""
         return log(self.high / self.low)
 
 
 def summarize(rounds: Sequence[np.ndarray]) -> Summary:
-    """Returns the summary of ``rounds``: the nanoseconds of each run, an array for each round."""
+    """Returns the summary of ``rounds``, which holds an array with the nanoseconds of each run for each round."""
     import numpy as np
 
     times = np.concatenate(list(rounds)) / 1e6
@@ -65,19 +65,20 @@ def summarize(rounds: Sequence[np.ndarray]) -> Summary:
 
 
 def round_medians(rounds: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns float64[rounds]: the median of each round in ms."""
+    """Returns float64[rounds], the median of each round in ms."""
     import numpy as np
 
     return np.array([np.median(r) for r in rounds], dtype=np.float64) / 1e6
 
 
 def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ratio:
-    """Returns the paired speedup of ``candidate`` over ``reference``, both float64[rounds]: medians of the same rounds.
+    """Returns the paired speedup of ``candidate`` over ``reference``, which are float64[rounds] with the medians of the
+    same rounds.
 
-    The blocks of one round lie close in time, so a slow spell of the machine affects both and not their ratio. The
-    interval is the bootstrap percentile interval of the median ratio, rounds resampled as pairs (Efron and
-    Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; rounds as the unit of repetition: Kalibera and Jones,
-    Rigorous Benchmarking in Reasonable Time, ISMM 2013), with the percentiles expanded for few rounds (see
+    The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
+    The interval is the bootstrap percentile interval of the median ratio, rounds resampled as pairs (Efron and
+    Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; with rounds as the unit of repetition as in Kalibera and
+    Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013), with the percentiles expanded for few rounds (see
     ``tail_probability``).
     """
     import numpy as np
@@ -92,11 +93,11 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 
 
 def tail_probability(rounds: int, confidence: float = 0.95) -> float:
-    """Returns the bootstrap percentile that bounds the interval: Φ(-√(n/(n-1)) · t(n-1)).
+    """Returns the bootstrap percentile that bounds the interval, Φ(-√(n/(n-1)) · t(n-1)).
 
-    The plain percentiles (2.5% and 97.5%) are too narrow for small n: with 7 rounds they hold the true median in 88 of
-    100 cases. This is the expanded percentile interval of Hesterberg, What Teachers Should Know About the Bootstrap,
-    The American Statistician 69(4), 2015.
+    The plain percentiles (2.5% and 97.5%) are too narrow for small n, and with 7 rounds contain the true median in 88
+    of 100 cases. Hesterberg derives this expanded percentile interval (What Teachers Should Know About the Bootstrap,
+    The American Statistician 69(4), 2015).
     """
     if rounds < 2:
         return 0.0
@@ -124,8 +125,8 @@ def student_quantile(probability: float, freedom: int) -> float:
 class Baseline:
     """The baseline that candidates are compared with.
 
-    ``medians``: float64[rounds] in ms. ``itself``: one of its processes against the other. ``floor``: the smallest
-    effect that counts, as a fraction (0.02: 2%).
+    ``medians`` is float64[rounds] in ms. ``itself`` is the speedup of one baseline process over the other. ``floor`` is
+    the smallest significant effect, as a fraction (0.02 is 2%).
     """
 
     medians: np.ndarray
@@ -136,9 +137,9 @@ class Baseline:
 def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baseline:
     """Returns the baseline from the medians of its two processes, both float64[rounds].
 
-    The baseline's median in a round is the geometric mean of both processes, because the luck of a single process would
-    affect every ratio. The floor is the end of the A/A interval that is farther from 1, and at least ``MIN_FLOOR``.
-    Effects inside that interval appear even between equal processes.
+    The baseline's median in a round is the geometric mean of both processes, because the random offset of a single
+    process would affect every ratio. The floor is the end of the A/A interval that is farther from 1, and at least
+    ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical processes.
     """
     import numpy as np
 
@@ -157,8 +158,7 @@ def judge(ratio: Ratio, floor: float) -> Verdict:
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:
-    """Tells whether the interval is narrow: at most ``target`` (in ln) or a quarter of the effect.
-
-    The verdict doesn't count. Rounds that stopped at the first verdict would give false ones.
+    """Tells whether the interval is at most ``target`` (in ln) or a quarter of the effect. The verdict is no criterion,
+    because stopping at the first verdict would give false verdicts.
     """
     return ratio.width <= max(target, 0.25 * abs(log(ratio.value)))

@@ -1,4 +1,5 @@
-"""The judge: how much worse a candidate is than its source, by the user's metric or by the distance of outputs."""
+"""The judge, which computes how much worse a candidate is than its source, by the user's metric or the distance of
+outputs."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from accel.proof.runs import check_samples, nan_samples, nan_words
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import SessionOptions, detached, open_session
 from accel.sources.python_object import load_object, raised
+from accel.spelling import options
 from accel.stage import path_sha256
 
 from .label_metric import LabelMetric
@@ -32,7 +34,7 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# Part of the key of a judgement without a metric. A drop that is computed otherwise needs another word.
+# The version of the drop without a metric, for the cache key. Changing the computation requires a new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -43,9 +45,10 @@ MOST_BATCHES = 16
 class Judgement:
     """The judgement of one candidate.
 
-    ``drop``: with a metric, (reference - candidate) / |reference|, where higher metrics are better. Without a metric,
-    the ``discordance`` of the worst output. ``max_abs_diff``: the largest difference of any output value.
-    ``judged_on``: the batches and the runtime. ``problem``: why the outputs can't be compared; empty if they can.
+    With a metric, ``drop`` is (reference - candidate) / |reference|, where higher metrics are better. Without a metric,
+    ``drop`` is the ``discordance`` of the worst output. ``max_abs_diff`` is the largest difference of any output value.
+    ``judged_on`` names the batches and the runtime. ``problem`` is the reason if the outputs can't be compared, else
+    empty.
     """
 
     drop: float
@@ -56,17 +59,18 @@ class Judgement:
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the judgement as ``optimize.json`` and the cache have it."""
+        """Returns the judgement in the format of ``optimize.json`` and the cache."""
         return finite_json(asdict(self))  # type: ignore[no-any-return]
 
 
 class Judge:
     """Judges candidates against one source, whose outputs are computed once.
 
-    ``metric``: ``f(outputs, data) -> float``, higher is better. The metric gets all outputs by name, over all samples
-    (axis 0), and every array of the data, inputs and labels alike. ``data``: None to compare outputs on random inputs.
-    ``skip``: the number of samples at the start of the data that calibrated the candidates. Without a metric, only the
-    samples after the calibration samples judge. ``saw_all``: all samples calibrated, so the same samples judge.
+    ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. The metric gets all outputs by name,
+    over all samples (axis 0), and every array of the data, inputs and labels alike. If ``data`` is None, outputs are
+    compared on random inputs. ``skip`` is the number of samples at the start of the data that calibrated the
+    candidates. Without a metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if
+    all samples were calibration samples, so that the judge has to use the same ones.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:
@@ -75,7 +79,7 @@ class Judge:
         self.metric_name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
         self.metric: Metric | None = load_object(metric, "metric")[1] if isinstance(metric, str) else metric
         if self.metric is not None and data is None:
-            raise UsageError("a metric needs data to be computed on; pass --data or --eval-data")
+            raise UsageError(f"a metric needs data; pass {options('data', 'eval_data')}")
         if self.metric is not None and not callable(self.metric):
             raise UsageError(f"{self.metric_name} is not a function; a metric is called with (outputs, data)")
         self._stream = SampleStream(data, source.signature) if data else None
@@ -86,7 +90,7 @@ class Judge:
         self._reference_metric: float | None = None
 
     def key(self, candidate: Artifact, options: Mapping[str, Any]) -> str:
-        """Returns a hash of everything that a judgement depends on."""
+        """Returns a hash over everything that a judgement depends on."""
         code = _DROP
         if self.metric is not None:
             code = repr(self.metric) if isinstance(self.metric, LabelMetric) else metric_digest(self.metric)
@@ -97,7 +101,7 @@ class Judge:
         )
 
     def judge(self, candidate: Artifact, options: Mapping[str, Any]) -> Judgement:
-        """Runs ``candidate``, which has to run on this machine, on the data and judges it."""
+        """Runs ``candidate`` on the data and judges its outputs. Requires that this machine can run ``candidate``."""
         reference = self._reference_outputs()
         runtime = gate_runtime(candidate)
         outputs = []
@@ -140,7 +144,7 @@ class Judge:
         return Judgement(drop=drop, metric=value, reference_metric=wanted, max_abs_diff=largest, judged_on=judged_on)
 
     def nan_note(self) -> str:
-        """Returns a warning if the source itself gives NaN on the samples that judge, else an empty text."""
+        """Returns a warning if the source itself outputs NaN on the samples for judging, else an empty text."""
         reference = self._reference_outputs()
         count = sum(max((len(v) for v in o.values() if v.ndim), default=1) for o in reference)
         return nan_words(sum(map(nan_samples, reference)), count, self.data)
@@ -171,7 +175,7 @@ class Judge:
         joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
         try:
             found: Any = self.metric(joined, self._arrays())
-        except UsageError:  # the message of the metric says what to change
+        except UsageError:  # raised by the metric, with its own advice
             raise
         except (Exception, SystemExit) as error:
             raise raised(f"the metric {self.metric_name}", error) from error
@@ -209,10 +213,9 @@ class Judge:
         return self._reference
 
     def _part_of_the_data(self, skip: int) -> tuple[int, int, int]:
-        """Returns the size of a batch, how many batches to leave out from the front, and how many to judge on.
-
-        Calibration reads ``skip`` samples from the front. The judge leaves these samples out if there are others. A
-        metric gets all samples, because it may depend on their number and order.
+        """Returns the batch size, the number of batches to skip at the front, and the number of batches to judge on.
+        Calibration reads the first ``skip`` samples, which the judge leaves out if there are others. A metric gets all
+        samples, because a metric may depend on their number and order.
         """
         if self._stream is None:
             return BATCH, 0, len(self.source.signature.cases())
@@ -228,7 +231,7 @@ class Judge:
         return BATCH, 0, min(self._stream.batch_count(BATCH), MOST_BATCHES)
 
     def _feeds(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the inputs to judge on, batch by batch: only outputs stay in memory."""
+        """Yields the inputs to judge on, batch by batch, so that only outputs stay in memory."""
         signature = self.source.signature
         if self._stream is None:
             for index, sizes in enumerate(signature.cases()):

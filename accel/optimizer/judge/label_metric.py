@@ -1,4 +1,4 @@
-"""Metrics that need only labels: ``accel optimize --labels`` judges by them."""
+"""Metrics that compare outputs with labels, for ``accel optimize --labels``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from accel.artifact import file_sha256
 from accel.errors import BadData, UnknownName, UsageError
 from accel.proof.data import open_npz
 from accel.signature import shapes_of
+from accel.spelling import option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,10 +24,11 @@ KINDS = ("top1", "top5", "spearman", "iou")
 class LabelMetric:
     """A metric ``f(outputs, data) -> float`` of the only output whose shape fits the labels; higher is better.
 
-    ``kind``: ``top1``, ``top5``, ``topK``: the share of samples whose label is among the K largest values of the output
-    [samples, classes]. ``spearman``: rank correlation of the output, one number a sample, with the labels. ``iou``:
-    mean over the classes of intersection over union, for an output [samples, classes, ...] or [samples, ..., classes]
-    and labels with a class number for each place. ``where``: the file of the labels and the array in it.
+    ``kind`` names the metric. ``topK`` (``top1``, ``top5``) is the share of samples whose label is among the K largest
+    values of the output [samples, classes]. ``spearman`` is the rank correlation of the labels with an output of one
+    number per sample. ``iou`` is the mean intersection over union of the classes, for an output [samples, classes, ...]
+    or [samples, ..., classes] and labels with a class number for each pixel. ``where`` names the labels' file and
+    array.
 
     A cached judgement depends on the repr, which includes the sha256 of the labels.
     """
@@ -58,9 +60,10 @@ class LabelMetric:
         return float((best == labels[:, None]).any(axis=1).mean())
 
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the only output with the right shape, its classes on axis 1, and the labels in a shape that fits.
+        """Returns the only output with a fitting shape, its classes moved to axis 1, and the labels in a matching
+        shape.
 
-        Raises ``BadData`` if a label is no class of the output, ``UsageError`` if none or several outputs fit.
+        Raises ``BadData`` if a label is no class of the output, ``UsageError`` unless exactly one output fits.
         """
         labels = self.labels
         if self.kind == "spearman":
@@ -70,7 +73,7 @@ class LabelMetric:
             places = ", ".join(map(str, labels.shape[1:]))
             wanted = f"[samples, classes, {places}] or [samples, {places}, classes]"
             fitting = self._segmentations(outputs, labels)
-            if not fitting and labels.ndim > 2 and labels.shape[-1] == 1:  # masks as images with one channel
+            if not fitting and labels.ndim > 2 and labels.shape[-1] == 1:  # masks with a channel axis
                 labels = labels[..., 0]
                 fitting = self._segmentations(outputs, labels)
         else:
@@ -78,7 +81,7 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label must not choose between several outputs: a wrong label would choose an output of
+            # The largest label is no criterion for choosing an output, because a wrong label would select an output of
             # features.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
@@ -92,7 +95,7 @@ class LabelMetric:
 
     @staticmethod
     def _segmentations(outputs: Mapping[str, np.ndarray], labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the outputs that have classes for each place of ``labels``, transposed to [samples, classes, ...]."""
+        """Returns the outputs that have classes for each pixel of ``labels``, transposed to [samples, classes, ...]."""
         import numpy as np
 
         places = labels.shape[1:]
@@ -102,26 +105,25 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # An output whose shape allows both has its classes first. If some output allows only classes first, outputs
-        # [samples, ..., n] are features of each place.
+        # If classes may be on axis 1 or last, axis 1 is taken. If an output can only have classes on axis 1, outputs
+        # [samples, ..., n] are taken for features of each pixel.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
     def _way_out(self, outputs: Mapping[str, np.ndarray], fitting: int) -> str:
         if fitting:
-            return "pass --metric with a function that reads the right output"
+            return f"pass {option('metric')} with a function that reads the right output"
         if hint := _one_hot(self.labels):
             return hint
         classes = any(v.ndim == 2 and v.shape[1] > 1 for v in outputs.values())
         if self.kind == "spearman" and classes and (hint := _whole(self.labels)):
             return f"if they are classes, {hint}"
-        return "give other labels, or pass --metric"
+        return f"give other labels, or pass {option('metric')}"
 
     def _check_classes(self, output: str, classes: int, labels: np.ndarray) -> None:
         import numpy as np
 
-        # In a segmentation, a place with a negative label doesn't count. A sample with a single label has to name a
-        # class.
+        # Segmentation ignores pixels with negative labels. In other metrics each label has to be a class.
         wrong = (labels >= classes) | ((labels < 0) & (self.kind != "iou"))
         if not wrong.any():
             return
@@ -158,19 +160,19 @@ def _whole(labels: np.ndarray) -> str:
 def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
     """Returns the metric for the labels in ``path``.
 
-    The file is an .npz with one array, or with one called ``label`` or ``labels``. The array has one number a sample,
-    [samples] or [samples, 1]. For ``iou`` it has a class number for each place, and negative numbers don't count.
-    ``kind``: None for top1 if the labels are integers, spearman if they are floats, iou if there are several numbers
-    per sample.
+    The file is an .npz with one array, or with an array called ``label`` or ``labels``. The array has one number per
+    sample, [samples] or [samples, 1]. For ``iou`` the array has a class number for each pixel, and negative numbers are
+    ignored. A ``kind`` of None stands for top1 if the labels are integers, spearman if they are floats, and iou if
+    there are several numbers per sample.
 
-    Raises ``BadData`` if the file can't be read or has no such labels, ``UnknownName`` for an unknown kind.
+    Raises ``BadData`` if the file can't be read or has no labels of that kind, ``UnknownName`` for an unknown kind.
     """
     import numpy as np
 
     if kind is not None and kind not in KINDS and not re.fullmatch(r"top[1-9]\d{0,5}", kind):
         raise UnknownName(f"unknown label metric {kind!r}; use one of {', '.join(KINDS)} or another top<K>")
     if not path.is_file():
-        raise BadData(f"{path} does not exist; check --labels")
+        raise BadData(f"{path} does not exist; check {option('labels')}")
     with open_npz(path) as archive:
         names = list(archive.files)
         chosen = names if len(names) == 1 else [n for n in names if n in ("label", "labels")]
@@ -178,7 +180,7 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
             raise BadData(f"{path} has the arrays {', '.join(names) or 'none'}; call the one with labels 'label'")
         labels = archive[chosen[0]]
     where = f"{path}: {chosen[0]!r}"
-    if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # one number a sample, as Keras' datasets have it
+    if kind != "iou" and labels.ndim == 2 and labels.shape[1] == 1:  # one number per sample, as in Keras' datasets
         labels = labels[:, 0]
     kind = kind or ("iou" if labels.ndim > 1 else "spearman" if labels.dtype.kind == "f" else "top1")
     right = labels.ndim > 1 if kind == "iou" else labels.ndim == 1
@@ -199,9 +201,8 @@ def read_labels(path: Path, kind: str | None = None) -> LabelMetric:
 
 def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:
     """Returns the mean of |found ∩ labels| / |found ∪ labels| (the Jaccard index) over the classes that occur.
-
-    ``found`` and ``labels`` are class numbers of the same shape. Places with a negative label don't count. Returns 0 if
-    no place counts.
+    ``found`` and ``labels`` are class numbers of the same shape. Ignores pixels with a negative label, and returns 0 if
+    no pixel is left.
     """
     import numpy as np
 
@@ -214,7 +215,8 @@ def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns Spearman's rho: Pearson's r of the ranks, where equal values share their mean rank. 0 for constants."""
+    """Returns Spearman's rho: Returns Pearson's r of the ranks, where equal values share their mean rank. Returns 0 for
+    constants."""
     import numpy as np
 
     def ranks(values: np.ndarray) -> np.ndarray:

@@ -14,11 +14,9 @@ from accel.artifact import file_sha256, text_sha256
 
 
 def metric_digest(metric: Callable[..., Any]) -> str:
-    """Returns a sha256 over everything that ``metric`` is computed by.
-
-    That is the code of the function, its file, the files imported from the same folder, and the arrays and numbers of
-    its module, such as labels that are loaded on import. For closures and other objects this isn't known: their digest
-    is different every time, so that no cached judgement is used.
+    """Returns a sha256 over the code and data of ``metric``. The digest covers the function, its file, the files
+    imported from the same folder, and the arrays and numbers of its module, such as labels that are loaded on import.
+    The digest of closures and other objects is different every time, so that no cached judgement is used.
     """
     if not isinstance(metric, FunctionType) or metric.__closure__:
         return text_sha256(uuid.uuid4().hex)
@@ -34,7 +32,7 @@ def metric_digest(metric: Callable[..., Any]) -> str:
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """Returns ``file`` and the files of the imported modules in its folder."""
+    """Returns ``file`` and the files of imported modules in the same folder."""
     found = [file]
     for module in list(sys.modules.values()):
         where = getattr(module, "__file__", None)
@@ -46,7 +44,7 @@ def _neighbours(file: Path) -> list[Path]:
 
 
 def _plain(value: object) -> str:
-    """Returns a text for a number or an array, and an empty text for anything else."""
+    """Returns a text that identifies a number or an array, and an empty text for any other value."""
     import numpy as np
 
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:

@@ -1,5 +1,5 @@
-"""The measurement of candidates: the workload they are timed on, the timing beside the source, and notes about noise.
+"""The measurement of candidates: the timed workload, the timing beside the source, and notes about noise.
 
-In: candidates that the judge let pass, and the user's batch, lengths and objective. Out: each candidate's `measured`
+In: candidates that passed the judge, and the user's batch, lengths and objective. Out: each candidate's `measured`
 figures, per request.
 """

@@ -1,10 +1,11 @@
-"""The noise of a measurement: which candidates may be faster although no difference could be measured."""
+"""Finds the candidates that may be faster although noise hid the difference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel.spelling import option
 from accel.timing.statistics import MIN_FLOOR, Verdict
 
 from ..candidate import CandidateResult
@@ -15,19 +16,21 @@ NO_VERDICT: Verdict = "no measurable difference"
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    That is so if there is no measurable difference and the measured speedup is more than the least that can ever count.
+    Requires the verdict of no measurable difference and a measured speedup above the smallest noise floor.
     """
     return bool(measured.get("verdict") == NO_VERDICT and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
 
 
 def outcome_is_open(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Tells whether noise decided which of the measured ``rows`` is taken: a row that seems faster may be faster."""
+    """Tells whether noise decided which of the measured ``rows`` is chosen, because a row only seems faster than the
+    best."""
     best = max((row.get("speedup") or 0.0 for row in rows if row.get("verdict") == "faster"), default=0.0)
     return any(seems_faster(row) and row["speedup"] > best for row in rows)
 
 
 def why_not_faster(measured: Mapping[str, Any]) -> str:
-    """Returns the verdict on a row that isn't faster than the source, with the figures if noise may have hidden it."""
+    """Returns the verdict on a row that isn't faster than the source, with the figures if noise may have hidden a
+    speedup."""
     if not seems_faster(measured):
         return str(measured["verdict"])
     interval = measured.get("ci95")
@@ -39,7 +42,8 @@ def why_not_faster(measured: Mapping[str, Any]) -> str:
 
 
 def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, environment: Mapping[str, Any]) -> list[str]:
-    """Returns notes about noise: which ``rows`` it may have hidden, what to do, and the date of cached figures."""
+    """Returns notes about the ``rows`` whose speedup noise may have hidden, with advice, and the date of cached
+    figures."""
     notes = []
     taken = (chosen.measured or {}).get("median_ms")
     hidden = [
@@ -51,8 +55,9 @@ def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, enviro
     if hidden:
         notes.append(
             f"noise decided ({floor}): {', '.join(hidden)} may be faster than the chosen candidate; measure again on "
-            "a quiet machine, with more --rounds, or with --no-cache"
+            f"a quiet machine, with more {option('rounds')}, or with {option('use_cache', False)}"
         )
     if environment.get("cached"):
-        notes.append(f"figures from the cache, measured {environment.get('date')}, {floor}; --no-cache measures anew")
+        anew = f"{option('use_cache', False)} measures again"
+        notes.append(f"figures from the cache, measured {environment.get('date')}, {floor}; {anew}")
     return notes

@@ -18,7 +18,7 @@ from .workload import Workload
 if TYPE_CHECKING:
     from accel.timing.paired import BenchReport
 
-# The percentiles of all runs that are recorded, for the drawing of distributions.
+# The recorded percentiles over all runs, for drawing the distributions.
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 
 
@@ -26,8 +26,8 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 class Effort:
     """The length of a measurement: at least ``rounds`` rounds of blocks of ``block_seconds`` each.
 
-    ``seconds``: the time for further rounds while an interval is wide. ``limit``: seconds that everything may take,
-    loading included; the measurement then has fewer rounds. None for no limit.
+    ``seconds`` is the time for further rounds while an interval is wide. ``limit`` is the most seconds for the whole
+    measurement, loading included, and reduces the rounds if needed. A ``limit`` of None means no limit.
     """
 
     rounds: int
@@ -46,13 +46,13 @@ def measured(
 ) -> Mapping[str, Any]:
     """Times the source and the candidates beside each other, and returns the environment of the measurement.
 
-    The figures of an identical run come from the cache. If noise decided between the candidates in that run, they are
-    measured again and the new figures are kept.
+    The figures of an identical run come from the cache. If noise decided between the candidates of that run, measures
+    the candidates again and caches the new figures.
 
-    Each row gets ``measured``: the row of ``accel bench``, with times in ms and energy in J a request, the
+    Each row gets ``measured``: the row of ``accel bench``, with times in ms and energy in J per request, the
     ``samples_per_second``, the ``percentiles_ms`` at ``PERCENTILES`` and the ``noise_floor``. If a pass has several
-    requests, the percentiles are those of passes, because single requests are not timed. A candidate that fails is
-    rejected with its reason. The environment has the machine, the ``sizes``, the ``noise_floor`` and ``cached``.
+    requests, the percentiles are those of whole passes, because single requests are not timed. A candidate that fails
+    is rejected with its reason. The environment holds the machine, the ``sizes``, the ``noise_floor`` and ``cached``.
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure
@@ -122,7 +122,7 @@ def _percentiles(report: BenchReport) -> dict[str, list[float]]:
 def _a_request(
     row: Mapping[str, Any], percentiles: Sequence[float] | None, runtime: str, workload: Workload
 ) -> dict[str, Any]:
-    """Returns a row of the measurement, in which a run is a pass, converted to figures per request."""
+    """Converts a measured row from figures per pass to figures per request."""
     count = workload.requests
     body = dict(row) | {"runtime": runtime}
     for name in ("median_ms", "mean_ms", "joules_per_run"):
@@ -131,7 +131,7 @@ def _a_request(
     body["round_medians_ms"] = [ms / count for ms in row["round_medians_ms"]]
     body["percentiles_ms"] = None if percentiles is None else [ms / count for ms in percentiles]
     if count > 1:
-        # Passes have these figures, requests don't: a mean over requests says nothing about the tail.
+        # Tail latencies and load times of passes can't be converted to requests.
         body |= {"p90_ms": None, "p99_ms": None, "load_ms": None, "first_run_ms": None}
     median = body["median_ms"]
     body["samples_per_second"] = workload.batch * 1000 / median if median else None

@@ -1,4 +1,4 @@
-"""The workload that candidates are timed on: a batch, a mix of lengths, requests one by one or many at once."""
+"""The timed workload: a batch, a mix of lengths, and sequential or concurrent requests."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from accel.proof.gates import cast_feeds
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import BaseSession, open_session
 from accel.signature import Feeds, Signature, shapes_of
+from accel.spelling import is_command_line, option
 from accel.timing.blocks import Candidate
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 
-# More lengths than this are replaced by this many of their quantiles, because a runtime prepares each shape anew.
+# The most lengths to measure, because a runtime prepares each shape anew. More lengths are replaced by quantiles.
 _MOST_LENGTHS = 8
 _READ_AT_ONCE = 64
-# Requests in one timed pass, for each core: enough that it hardly matters if streams end at different times.
+# Requests in one timed pass per core, enough to hide that streams end at different times.
 _REQUESTS_A_CORE = 4
 
 
@@ -31,8 +32,8 @@ _REQUESTS_A_CORE = 4
 class Workload:
     """The requests of one timed pass.
 
-    ``mix``: the inputs of each different request, one set per length. ``repeats``: how often a pass runs the mix.
-    ``batch``: samples per request. ``note``: the workload in words.
+    ``mix`` holds the inputs of each distinct request, one set per length. ``repeats`` is the number of times a pass
+    runs the mix. ``batch`` is the number of samples per request. ``note`` describes the workload.
     """
 
     objective: Objective
@@ -47,7 +48,7 @@ class Workload:
         return len(self.mix) * self.repeats
 
     def candidate(self, candidate: Candidate) -> Candidate:
-        """Returns ``candidate`` as it is timed: pass by pass if a pass has several requests, else run by run."""
+        """Returns ``candidate`` for timing, as a ``PassCandidate`` if a pass has several requests."""
         if self.requests == 1:
             return candidate
         return PassCandidate(
@@ -65,7 +66,7 @@ class PassCandidate(Candidate):
     """A candidate whose run is a whole pass of a workload."""
 
     opener: str = "accel.optimizer.measure.workload:PassSession"
-    streams: int = 1  # passes at once: the streams of the session are inside a pass
+    streams: int = 1  # concurrent passes; the session's streams run inside a pass
     mix: tuple[Feeds, ...] = ()
     repeats: int = 1
 
@@ -84,13 +85,14 @@ class PassSession:
         return self._session.signature
 
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:  # noqa: ARG002 - the requests are known beforehand
-        """Returns the outputs of each different request, with the request's number in the name."""
+        """Returns the outputs of each distinct request, with the request's number in the output name."""
         outputs = self._session.run_many(self._requests)[: self._distinct]
         return {f"{name} of request {n}": value for n, found in enumerate(outputs) for name, value in found.items()}
 
     @property
     def phases(self) -> Callable[[Feeds], dict[str, float]] | None:
-        """Returns the function that times the phases of a whole pass in ms; None if the session can't time phases."""
+        """Returns the function that times the phases of a whole pass in ms, or None if the session can't time
+        phases."""
         measure: Callable[[Feeds], dict[str, float]] | None = getattr(self._session, "phases", None)
         if measure is None:
             return None
@@ -117,10 +119,11 @@ def workload(
     lengths: str | Sequence[int] | None,
     cores: int,
 ) -> Workload:
-    """Returns the workload for the user's options. Without options it is one sample of the data, or random inputs of
-    the dims' usual sizes. ``lengths``: see ``read_lengths``. ``cores``: the threads of the session.
+    """Returns the workload for the user's options. The default workload is one sample of the data, or random inputs of
+    the dims' usual sizes. ``lengths`` is described in ``read_lengths``. ``cores`` is the number of threads of the
+    session.
 
-    Raises ``UsageError`` if two options contradict each other, ``BadInputSpec`` if the model doesn't take the sizes.
+    Raises ``UsageError`` if two options contradict each other, ``BadInputSpec`` for sizes outside the model's ranges.
     """
     if objective not in OBJECTIVES:
         raise UsageError(f"unknown objective {objective!r}; use one of {', '.join(OBJECTIVES)}")
@@ -129,7 +132,7 @@ def workload(
         wanted |= _batch(signature, batch, wanted)
     dim, found = read_lengths(lengths, signature, data) if lengths is not None else ("", [])
     if dim in wanted:
-        raise UsageError(f"the size of {dim!r} is given twice; leave it out of --sizes")
+        raise UsageError(f"the size of {dim!r} is given twice; leave it out of {option('sizes')}")
     for size in found:
         signature.known({dim: size})
     mix = tuple(_feeds(signature, data, {**wanted, dim: size}) for size in _few(found)) if found else ()
@@ -152,11 +155,12 @@ def _known(objective: str) -> Objective:
 
 
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
-    """Returns the dim that the lengths belong to, and the lengths, each as often as it occurs.
+    """Returns the name of the length dim, and the lengths, each repeated as often as it occurs.
 
-    ``given``: lengths, or one of the texts ``8,16,128``, the path of a file of whole numbers, or ``data`` for the
-    lengths of the samples (with a mask: the number of ones in each row). ``DIM=`` before the text names the dim if the
-    model has several. Raises ``BadInputSpec`` if the dim isn't clear, ``BadData`` if the file holds anything else.
+    ``given`` is a list of lengths or a text such as ``8,16,128``, the path of a file of whole numbers, or ``data`` for
+    the lengths of the samples (the number of ones in each row of a mask). ``DIM=`` before the text names the dim if the
+    model has several. Raises ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds anything but whole
+    numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")
@@ -167,7 +171,7 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
         dim = others[0]
     else:
         has = f"the dims {', '.join(others)}" if others else "no dim but the batch"
-        raise BadInputSpec(f"the model has {has}; name the dim of the lengths: --lengths NAME=8,16,128")
+        raise BadInputSpec(f"the model has {has}; name the dim of the lengths: {_lengths_option('NAME=8,16,128')}")
     if text == "data":
         return dim, _lengths_of(dim, signature, data)
     compact = text.replace(" ", "")
@@ -176,7 +180,7 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     else:
         path = Path(text)
         if not path.is_file():
-            raise BadData(f"{text} is not a file; give --lengths 8,16,128, a file of whole numbers, or data")
+            raise BadData(f"{text} is not a file; give {_lengths_option('8,16,128')}, a file of whole numbers, or data")
         try:
             numbers = path.read_text(encoding="utf-8").replace(",", " ").split()
         except (UnicodeDecodeError, OSError):
@@ -189,9 +193,14 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     return dim, found
 
 
+def _lengths_option(text: str) -> str:
+    """Returns the option for lengths, which is ``--lengths`` for accel optimize and ``--length`` for accel bench."""
+    return f"--lengths {text}" if is_command_line() else option("lengths", text)
+
+
 def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> list[int]:
     if data is None:
-        raise UsageError("--lengths data takes the lengths of the samples; pass --data")
+        raise UsageError(f"{_lengths_option('data')} takes the lengths of the samples; pass {option('data')}")
     spec, axis = next((s, s.shape.index(dim)) for s in signature.inputs if dim in s.shape)
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape[1:] == (dim,)]
     found: list[int] = []
@@ -205,7 +214,7 @@ def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> li
 
 
 def _few(lengths: Sequence[int]) -> list[int]:
-    """Returns at most ``_MOST_LENGTHS`` lengths: the middles of equal shares of the sorted lengths."""
+    """Returns at most ``_MOST_LENGTHS`` lengths, evenly spaced quantiles of the sorted lengths."""
     ordered = sorted(lengths)
     if len(ordered) <= _MOST_LENGTHS:
         return ordered
@@ -222,7 +231,8 @@ def _batch(signature: Signature, batch: int, sizes: Mapping[str, int]) -> dict[s
             raise BadInputSpec(f"the model's batch is fixed; export it with a dynamic dim to run batches of {batch}")
         return {}
     if sizes.get(dim, batch) != batch:
-        raise UsageError(f"--batch {batch} and --sizes {dim}={sizes[dim]} contradict each other; leave one out")
+        both = f"{option('batch', batch)} and {option('sizes', {dim: sizes[dim]})}"
+        raise UsageError(f"{both} contradict each other; leave one out")
     return {dim: batch}
 
 
@@ -231,8 +241,8 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
         known = signature.dims[dim]
         if not known.min <= size <= known.max:
             raise BadInputSpec(
-                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass --dim "
-                f"{dim}={known.to_hold(size)}"
+                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass "
+                f"{option('dims', {dim: known.to_hold(size)})}"
             )
 
 

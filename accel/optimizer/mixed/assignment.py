@@ -1,7 +1,7 @@
-"""The order in which layers are raised from int8: the step that gains the most for its cost comes first.
+"""Orders the steps that raise layers from int8 by gain per cost, the largest first.
 
-Every assignment that is tried is a head of one list. The errors of different layers are unrelated, so their squares add
-up. The list is therefore sorted by how much squared error a step takes away for each unit of time it costs. This is
+Every tried assignment is a prefix of one list of steps. The errors of different layers are unrelated, so their squares
+add up. The list is therefore sorted by the squared error that a step removes per unit of time. Sorting in this way is
 the greedy solution (Dantzig 1957) of the knapsack problem of finding the fastest assignment.
 """
 
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from accel.converters.quantize.sensitivity import Sensitivity
 from accel.tables.precision import PRECISIONS
 
-# Time of a multiply-add relative to int8, on hardware that has all formats: half the bits, half the time.
+# The time of a multiply-add relative to int8, assumed proportional to the number of bits.
 COSTS = {
     name: (PRECISIONS[name].weight_bytes or 0.0) / (PRECISIONS["int8"].weight_bytes or 1.0)
     for name in ("int8", "fp16", "bf16", "fp32")
 }
 
-_LARGEST_ERROR = 1e15  # stands for infinity: the difference of two infinities is NaN
+_LARGEST_ERROR = 1e15  # replaces infinity, because the difference of two infinities is NaN
 
 
 @dataclass(frozen=True)
 class Upgrade:
     """A step that lets the layer ``node`` compute in ``precision``.
 
-    ``worth``: squared error that the step takes away, for each unit of cost.
+    ``worth`` is the squared error that the step removes per unit of cost.
     """
 
     node: str
@@ -34,15 +34,15 @@ class Upgrade:
     worth: float
 
 
-# (node, precision) of each layer that isn't int8, in the order of the layers: the most sensitive first.
+# The (node, precision) of each layer that isn't int8, the most sensitive layer first.
 Assignment = tuple[tuple[str, str], ...]
 
 
 def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[Upgrade]:
-    """Returns every step from all int8 to all float, the step with the most worth first.
+    """Returns every step from all int8 to all float, the step with the largest ``worth`` first.
 
-    A layer goes to ``base``. If ``beyond`` is set, single layers can be in float32: a layer then goes from ``base`` to
-    float32, or to float32 at once if that is worth more.
+    A step raises a layer to ``base``. With ``beyond``, a further step raises the layer to float32, or a single step
+    raises it to float32 at once if that is worth more.
     """
     found: list[Upgrade] = []
     for layer in layers:
@@ -57,18 +57,18 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
             found.append(Upgrade(layer.node, "fp32", in_int8 / (to_base + further)))
         else:
             found += [Upgrade(layer.node, base, first), Upgrade(layer.node, "fp32", second)]
-    return sorted(found, key=lambda step: -step.worth)  # stable: the two steps of a layer stay in their order
+    return sorted(found, key=lambda step: -step.worth)  # a stable sort keeps a layer's two steps in order
 
 
 def assigned(steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
-    """Returns the assignment after ``steps``, if every layer is int8 before."""
+    """Returns the assignment after applying ``steps`` to a model with all layers in int8."""
     return assigned_after({}, steps, layers)
 
 
 def assigned_after(before: Mapping[str, str], steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
     """Returns the assignment after ``steps``.
 
-    ``before``: the precision of each layer that is not int8 before these steps, by node.
+    ``before`` maps each layer that is not int8 before ``steps`` to its precision.
     """
     chosen = {**before, **{step.node: step.precision for step in steps}}
     return tuple((layer.node, chosen[layer.node]) for layer in layers if layer.node in chosen)

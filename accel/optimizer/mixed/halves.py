@@ -1,4 +1,4 @@
-"""The data in two halves: the search judges on the first, and the second confirms its result."""
+"""Splits the data into a half for the search and a held-out half that confirms its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_METRIC_BY_HALF = (
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """A judge, and the name of the samples it judges on: ``search``, ``held out``, or ``all``."""
+    """A judge, and the name of its samples, which is ``search``, ``held out`` or ``all``."""
 
     name: str
     judge: Judge
@@ -34,8 +34,8 @@ class Half:
 def halves(judge: Judge, stack: ExitStack) -> tuple[Half, Half | None, str]:
     """Returns two judges, one for each half of the data, and an empty text.
 
-    Returns ``judge`` itself, None and the reason if the data can't be split. The halves are files that go with
-    ``stack``.
+    Returns ``judge`` itself, None and the reason if the data can't be split. The halves are files that are deleted when
+    ``stack`` closes.
     """
     whole = Half(name="all", judge=judge)
     if judge.data is None:
@@ -64,9 +64,9 @@ def halves(judge: Judge, stack: ExitStack) -> tuple[Half, Half | None, str]:
 
 
 def _write_batches(stream: SampleStream, first: Path, second: Path) -> bool:
-    """Writes batches from the front of the data to ``first`` and from the middle to ``second``, a .npz file each.
+    """Writes batches from the front of the data to ``first`` and from the middle to ``second``, each as an .npz file.
 
-    Each folder gets as many batches as a judge reads. Returns False if there is only one batch.
+    Each folder gets at most as many batches as a judge reads. Returns False if there is only one batch.
     """
     import numpy as np
 
@@ -80,7 +80,7 @@ def _write_batches(stream: SampleStream, first: Path, second: Path) -> bool:
 
 
 def _metric_by_half(metric: Metric, dataset: Dataset, half: int) -> tuple[Metric, Metric] | None:
-    """Returns the metric for each half; None if it is unknown which values of its arrays belong to which sample."""
+    """Returns the metric for each half, or None if the arrays that the metric uses can't be split by sample."""
     if isinstance(metric, LabelMetric):
         first, second = (replace(metric, labels=part) for part in (metric.labels[:half], metric.labels[half:]))
         return first, second
@@ -90,7 +90,8 @@ def _metric_by_half(metric: Metric, dataset: Dataset, half: int) -> tuple[Metric
 
 
 def _write(dataset: Dataset, folder: Path, start: int, stop: int) -> None:
-    """Writes the samples from ``start`` to ``stop`` as .npz files in the order of the dataset's parts."""
+    """Writes the samples from ``start`` to ``stop`` as .npz files, one per file of the dataset and in the same
+    order."""
     import numpy as np
 
     first = dataset.signature.inputs[0].name

@@ -1,7 +1,7 @@
-"""The search for the layers that stay float so that the rest can be int8.
+"""Searches for the layers that stay float so that the others can be int8.
 
-Each layer's error is measured alone and weighed by what the layer costs. The search keeps the drop within the budget
-and confirms its result on samples it has not seen.
+Each layer's error is measured separately and weighed against the layer's cost. The search keeps the drop within the
+budget and confirms its result on held-out samples.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from accel.converters.quantize.stage import QuantizeConfig
 from accel.errors import GateFailed, NothingPassed
 from accel.progress import report
 from accel.proof.gates import OutputGate, gate_runtime
+from accel.spelling import option
 from accel.stage import config_json, run_stage, versions
 
 from ..budget import OutOfTime
@@ -30,7 +31,7 @@ from .assignment import Assignment, Upgrade, assigned, assigned_after, cost, upg
 from .halves import Half, halves
 from .trajectory import Trajectory, Try
 
-# At most this many of the layers that the search left float are tried in int8 again, one by one.
+# The most float layers that are tried in int8 again, one by one.
 _SECOND_LOOKS = 8
 
 
@@ -42,11 +43,11 @@ def assign(
     cache: StageCache,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> tuple[Recipe, Trajectory]:
-    """Returns ``recipe``, an int8 recipe, with the layers to keep in float, and how they were found.
+    """Returns the int8 recipe ``recipe`` with the layers to keep in float, and the record of the search.
 
-    The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest head of that list that is
-    within the budget ``max_drop``. Then the costliest of its layers are tried in int8 again, one by one. The held-out
-    half of the data has to confirm the rest; until it does, the next steps of the list are taken as well.
+    The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest prefix of that list that
+    is within the budget ``max_drop``. The costliest layers of the prefix are then tried in int8 again, one by one.
+    Further steps of the list are taken until the held-out half of the data confirms the result.
 
     Raises ``NothingPassed`` if not even float for every layer is within the budget, ``OutOfTime`` if ``out_of_time()``
     is true before an assignment is found.
@@ -59,7 +60,7 @@ def assign(
 
 
 class _Search:
-    """One search. Assignments that were built or judged before are not built or judged again."""
+    """One search. Each assignment is built only once, and judged only once on each half."""
 
     def __init__(
         self, recipe: Recipe, src: Artifact, max_drop: float, cache: StageCache, out_of_time: Callable[[], bool]
@@ -73,7 +74,7 @@ class _Search:
         self._data: Path | None = self._quantization.data
         self._made: dict[Assignment, Artifact | None] = {}
         self._known: dict[tuple[str, Assignment], bool] = {}
-        # Only a cast can leave single layers in a wider format than the base.
+        # Only a cast can keep single layers in a wider precision than the base.
         self._beyond = any(isinstance(config, CastConfig) for _, config, _ in recipe.stages)
         self.trajectory = Trajectory(base=base_precision(recipe))
 
@@ -86,7 +87,7 @@ class _Search:
     def with_assignment(self, chosen: Assignment) -> Recipe:
         """Returns the recipe with the layers in ``chosen`` kept in float."""
         steps = list(self._recipe.stages)
-        if len(chosen) == len(self.trajectory.layers):  # no layer is left to quantize
+        if len(chosen) == len(self.trajectory.layers):  # every layer stays float
             del steps[self._at]
             return replace(self._recipe, stages=tuple(steps))
         patterns = (*self._quantization.keep, *(glob.escape(node) for node, _ in chosen))
@@ -98,7 +99,7 @@ class _Search:
         return replace(self._recipe, stages=tuple(steps))
 
     def run(self, search: Half, held_out: Half | None) -> Assignment:
-        """Returns the cheapest assignment found, and writes it into the trajectory."""
+        """Returns the cheapest assignment found, and records it in the trajectory."""
         found = self.trajectory
         found.layers = self._ranked()
         steps = upgrades(found.layers, found.base, beyond=self._beyond)
@@ -108,7 +109,7 @@ class _Search:
             have = dict(chosen)
             more = [step for step in steps if have.get(step.node) not in (step.precision, "fp32")]
             if not more:
-                raise NothingPassed("the model is not within the budget even without int8; raise --max-drop")
+                raise NothingPassed(f"the model is not within the budget even without int8; raise {option('max_drop')}")
             chosen = assigned_after(have, more[: max(1, len(chosen) // 4)], found.layers)
         found.kept = tuple(node for node, _ in chosen)
         found.in_fp32 = self._in_fp32(chosen)
@@ -118,7 +119,7 @@ class _Search:
     def _in_fp32(self, chosen: Assignment) -> tuple[str, ...]:
         """Returns the layers that the cast has to leave in float32 although the base is a 16-bit format.
 
-        Returns none if every layer is float: the cast then finds by itself which nodes need float32.
+        Returns no layers if every layer is float, because the cast then finds the nodes that need float32.
         """
         if len(chosen) == len(self.trajectory.layers):
             return ()
@@ -143,7 +144,7 @@ class _Search:
         return [Sensitivity(**row) for row in rows]
 
     def _shortest(self, half: Half, steps: list[Upgrade]) -> Assignment:
-        """Returns the assignment after the fewest first steps of ``steps`` that meet the budget, or after all steps."""
+        """Returns the assignment after the shortest prefix of ``steps`` that meets the budget, or after all steps."""
         layers = self.trajectory.layers
         if self._within(half, ()):
             return ()
@@ -156,7 +157,7 @@ class _Search:
         return assigned(steps[:high], layers)
 
     def _thinned(self, half: Half, chosen: Assignment) -> Assignment:
-        """Returns ``chosen`` without the layers that can be int8 after all; the costliest are tried first."""
+        """Returns ``chosen`` without the layers that can be int8 after all. Tries the costliest layers first."""
         layers = {layer.node: layer for layer in self.trajectory.layers}
         by_cost = sorted(chosen, key=lambda one: -cost(layers[one[0]], one[1]))
         for one in by_cost[:_SECOND_LOOKS]:
@@ -169,7 +170,7 @@ class _Search:
 
     def _check_time(self) -> None:
         if self._out_of_time():
-            raise OutOfTime("the layers that stay float were not found in time; give --budget-seconds more")
+            raise OutOfTime(f"the layers that stay float were not found in time; give more {option('budget_seconds')}")
 
     def _within(self, half: Half, chosen: Assignment) -> bool:
         """Tells whether the assignment is within the budget on this half of the data."""
@@ -188,7 +189,7 @@ class _Search:
         return within
 
     def _judged(self, judge: Judge, chosen: Assignment) -> Judgement | None:
-        """Returns the judgement of the assignment; None if the gate of one of its stages fails."""
+        """Returns the judgement of the assignment, or None if the gate of a stage fails."""
         if chosen not in self._made:
             try:
                 self._made[chosen] = self._through(self._src, self.with_assignment(chosen).stages)
@@ -201,7 +202,7 @@ class _Search:
         return judge.judge(artifact, options)
 
     def _through(self, src: Artifact, steps: Sequence[Step]) -> Artifact:
-        """Runs the stages. Returns the last of their results that this machine can run."""
+        """Runs the stages. Returns the last artifact that this machine can run."""
         artifact = runnable = src
         for stage, config, limit in steps:
             if stage == "engine_from_onnx":
@@ -214,6 +215,6 @@ class _Search:
 
 
 def base_precision(recipe: Recipe) -> str:
-    """Returns the precision of the layers that aren't int8: the cast's, else the session's."""
+    """Returns the precision of the layers that aren't int8, set by the cast or else by the session."""
     cast = next((config for _, config, _ in recipe.stages if isinstance(config, CastConfig)), None)
     return cast.precision if cast is not None else str(recipe.options.get("precision", "fp32"))

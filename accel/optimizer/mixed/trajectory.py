@@ -1,4 +1,4 @@
-"""The record of a search for mixed precision: each assignment that was tried, and the one that was taken."""
+"""The record of a search for mixed precision, with each tried assignment and the chosen one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accel.converters.quantize.sensitivity import Sensitivity
 class Try:
     """One assignment that was built and judged.
 
-    ``kept``: the layers that aren't int8. ``in_fp32``: those of ``kept`` that compute in float32 although the base is
-    a 16-bit format. ``drop``: as in ``Judgement``. ``within``: the drop is within the budget.
-    ``judged_on``: ``search`` (the first half of the data), ``held out`` (the second half) or ``all`` (the metric can't
-    be computed on a half).
+    ``kept`` lists the layers that aren't int8. ``in_fp32`` lists the layers of ``kept`` in float32 if the base is a
+    16-bit precision. ``drop`` means the same as in ``Judgement``. ``within`` is True if the drop is within the budget.
+    ``judged_on`` is ``search`` (the first half of the data), ``held out`` (the second half) or ``all`` (the data could
+    not be split).
     """
 
     kept: tuple[str, ...]
@@ -31,9 +31,9 @@ class Try:
 class Trajectory:
     """The record of the search that found an assignment.
 
-    ``base``: the precision of the layers in ``kept``, except for those ``in_fp32``. ``layers``: the error of each layer
-    in int8 alone, the most sensitive first. ``confirmed``: the held-out half of the data confirms the assignment.
-    ``not_confirmed``: why there was no held-out half.
+    ``base`` is the precision of the layers in ``kept``, except for those in ``in_fp32``. ``layers`` holds the error of
+    quantizing each layer alone, the most sensitive first. ``confirmed`` is True if the held-out half of the data
+    confirmed the assignment. ``not_confirmed`` is the reason if there was no held-out half.
     """
 
     base: str
@@ -45,10 +45,10 @@ class Trajectory:
     not_confirmed: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record as the manifest and ``optimize.json`` have it."""
+        """Returns the record in the format of the manifest and ``optimize.json``."""
         found: dict[str, Any] = finite_json(asdict(self))
         return found
 
     def precision_of(self, node: str) -> str:
-        """Returns the precision that the layer ``node`` computes in."""
+        """Returns the precision of the layer ``node``."""
         return "fp32" if node in self.in_fp32 else self.base if node in self.kept else "int8"

@@ -1,4 +1,4 @@
-"""The recipes to try for a request: a list of candidates, and the precisions that can't be had, with the reasons."""
+"""Lists the recipes to try for a request, and the precisions that are impossible, with the reasons."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from accel.artifact import Artifact
 from accel.converters.quantize.stage import FORMS, FP8_CALIBRATIONS
 from accel.errors import MissingExtra, UnknownName, UnsupportedHere, UsageError
 from accel.runtimes.base import get_runtime
+from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 from accel.tables.target import TARGETS, Target
 
@@ -15,7 +16,7 @@ from . import openvino, ort_cpu, ort_cuda, tensorrt
 from .recipe import NotTried, Recipe, RecipeRequest, as_search
 from .steps import has_large_products, is_16_bit, precision_of
 
-# By target, the function that makes its recipes for a precision.
+# The function that makes the recipes for a precision, by target.
 _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe]]] = {
     "ort-cpu": ort_cpu.recipes,
     "openvino": openvino.recipes,
@@ -26,7 +27,7 @@ _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe
 
 
 def likelihood(recipe: Recipe) -> tuple[int, int]:
-    """Returns a key that sorts candidates by how likely they are the fastest, the likeliest first."""
+    """Returns a key that sorts the candidates that are likely the fastest first."""
     row = PRECISIONS[recipe.precision]
     return (row.rank, int(recipe.target.name == "ort-cpu")) if recipe.runnable else (row.rank_unmeasured, 0)
 
@@ -45,7 +46,8 @@ def targets_for(name: str) -> tuple[Target, ...]:
 
 
 def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the precisions called ``names``, or None for all if none is named. Raises ``UnknownName``."""
+    """Returns the precisions called ``names``, or None (all precisions) if ``names`` is empty. Raises
+    ``UnknownName``."""
     for name in names or ():
         if name not in PRECISIONS:
             raise UnknownName(f"unknown precision {name!r}; use one of {', '.join(PRECISIONS)}")
@@ -55,13 +57,13 @@ def precisions_for(names: Sequence[str] | None) -> tuple[str, ...] | None:
 def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[NotTried]]:
     """Returns the recipes for ``src`` (an ONNX artifact), and the precisions that can't be made, with the reason.
 
-    Raises ``UnsupportedHere`` if the only target lacks a precision that the user asks for, if ``src`` can only be fp8
-    and the target has no fp8, or if the user asks for kernels and no candidate can have them. Raises ``UsageError`` if
-    the request has options for a stage that no recipe contains.
+    Raises ``UnsupportedHere`` if the only target lacks a precision that the user requests, if ``src`` is fp8 and the
+    target has no fp8, or if the user requests kernels and no candidate supports them. Raises ``UsageError`` if the
+    request has options for a stage that no recipe contains.
     """
     made: list[Recipe] = []
     left_out: list[NotTried] = []
-    is_fp8 = precision_of(src) == "fp8"  # nothing else can be made of an fp8 source
+    is_fp8 = precision_of(src) == "fp8"  # an fp8 source allows only fp8
     alone = len(request.targets) == 1
     for target in request.targets:
         for precision in request.precisions or _usual(src, target, request):
@@ -80,16 +82,15 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
         if options and made and not any(name == stage for recipe in made for name, _, _ in recipe.stages):
             raise UsageError(
-                f"--{stage} is given and no candidate has a stage {stage}; leave it out or name a --precision"
+                f"{option(stage)} is given and no candidate has a stage {stage}; "
+                f"leave it out or name a {option('precision')}"
             )
     return made, left_out
 
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
-    """Returns the start of a search for the layers that keep ``recipe``, an int8 candidate, from being right.
-
-    Returns None if its layers can't be searched, or if the user names precisions: the search is then a separate
-    candidate, or unwanted.
+    """Returns the mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a search is
+    impossible, or if the user names precisions, because ``mixed`` is then a separate candidate or unwanted.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None
@@ -114,7 +115,7 @@ def _made(src: Artifact, target: Target, precision: str, request: RecipeRequest)
 
 
 def _lacking(target: Target, precision: str) -> str | None:
-    """Returns a sentence that ``target`` lacks ``precision``; None if it has it."""
+    """Returns a message if ``target`` lacks ``precision``, else None."""
     if precision == "int4":
         has = target.kind == "engine" or not target.needs_gpu
     else:
@@ -123,7 +124,7 @@ def _lacking(target: Target, precision: str) -> str | None:
 
 
 def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> str | None:
-    """Returns why ``target`` can't have ``precision`` of ``src``; None if it can."""
+    """Returns the reason if ``src`` can't be made in ``precision`` for ``target``, else None."""
     own = precision_of(src)
     if own != precision and own in PRECISIONS and PRECISIONS[own].quantized:
         return f"the source is {own} already"
@@ -136,22 +137,25 @@ def _impossible(src: Artifact, target: Target, precision: str, request: RecipeRe
     if target.kind == "openvino" and (reason := openvino.obstacle(precision, request)):
         return reason
     if request.kernels and PRECISIONS[precision].quantized:
-        return "quantized products have scales between them that --kernels doesn't fuse; leave it out"
+        return (
+            f"quantized products have scales between them, which accel can't fuse; leave out {option('kernels', True)}"
+        )
     return None
 
 
 def _calibration_impossible(own: str, target: Target, precision: str, request: RecipeRequest) -> str | None:
-    """Returns why ``precision`` can't be calibrated for ``target``; None if it can, or if nothing is calibrated."""
+    """Returns the reason if ``precision`` requires calibration that is impossible for ``target``, else None."""
     if not PRECISIONS[precision].needs_data:
         return None
-    dynamic = precision == "int8" and target.name == "ort-cpu"  # quantizes activations without samples
+    dynamic = precision == "int8" and target.name == "ort-cpu"  # dynamic quantization needs no samples
     if request.data is None and precision != "mixed" and own != precision and not dynamic:
-        return f"{precision} needs data to calibrate on; pass --data"
+        return f"{precision} needs data to calibrate on; pass {option('data')}"
     known = FP8_CALIBRATIONS if precision == "fp8" else FORMS[target.qdq].calibrations
     calibration = request.quantize.get("calibration", known[0])
     if own == "fp32" and calibration not in known:
         name = f"{target.name} {precision}"
-        return f"{name} is calibrated with {' or '.join(known)}, not {calibration}; leave --quantize calibration out"
+        given = option("quantize", [f"calibration={calibration}"])
+        return f"{name} is calibrated with {' or '.join(known)}, not {calibration}; leave out {given}"
     if precision == "mixed" and request.data is None:
-        return "finding the layers that need more than int8 needs data; pass --data"
+        return f"finding the layers that need more than int8 needs data; pass {option('data')}"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel.artifact import Artifact
+from accel.spelling import option
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.target import Target
 
@@ -11,16 +12,16 @@ from .steps import cpu_has_bf16, prepared, quantized, weights_only
 
 
 def obstacle(precision: str, request: RecipeRequest) -> str | None:
-    """Returns why the target can't have ``precision`` here; None if it can."""
+    """Returns the reason if ``precision`` is impossible for OpenVINO here, else None."""
     if precision == "bf16" and not cpu_has_bf16():
         return "this CPU has no bf16 instructions"
     if request.kernels:
-        return "OpenVINO doesn't take accel's fused operators; leave --kernels out"
+        return f"OpenVINO doesn't take accel's fused operators; leave out {option('kernels', True)}"
     return None
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the recipe for ``precision``; for int8 on a CPU with bf16 also one whose other layers run in bf16."""
+    """Returns the recipe for ``precision``. On a CPU with bf16, adds an int8 recipe whose float layers run in bf16."""
     reduced = quantized(src, target, precision, request) or weights_only(src, target, precision, request)
     steps = [*prepared(src, target), *reduced, _to_openvino(precision)]
     options = {"threads": request.threads}
@@ -34,6 +35,6 @@ def recipes(src: Artifact, target: Target, precision: str, request: RecipeReques
 def _to_openvino(precision: str) -> Step:
     from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 
-    # OpenVINO runs an int8 graph in other kernels than ONNX Runtime, with other rounding.
+    # OpenVINO's int8 kernels round differently from ONNX Runtime's.
     limit = STAGE_LIMITS[precision if precision in ("int8", "int4") else "fp32"]
     return Step("openvino_from_onnx", OpenVinoFromOnnxConfig(), limit)

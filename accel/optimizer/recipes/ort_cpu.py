@@ -1,4 +1,4 @@
-"""Recipes for the target ort-cpu: ONNX Runtime on any CPU."""
+"""Recipes for the target ort-cpu, which is ONNX Runtime on any CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .steps import fused, has_large_products, prepared, quantized, weights_only,
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the recipes for ``precision``: for int8 up to three, as each of them is the fastest for some models."""
+    """Returns the recipes for ``precision``. There are up to three for int8, because each is the fastest for some
+    models."""
     head = prepared(src, target)
     found = [
         recipe(target, precision, [*head, *steps], {"threads": request.threads}, variant)

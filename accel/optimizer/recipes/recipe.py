@@ -1,4 +1,4 @@
-"""A recipe: the chain of stages that makes one candidate, and the session the candidate runs in."""
+"""The recipe of a candidate: its chain of stages and its session options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.tables.target import Target
 
 
 class Step(NamedTuple):
-    """One stage of a recipe. ``limit``: the largest relative error that the gate after the stage lets pass."""
+    """One stage of a recipe. ``limit`` is the largest relative error that the stage's gate allows."""
 
     stage: str
     config: StageConfig
@@ -24,10 +24,10 @@ class Step(NamedTuple):
 class Recipe:
     """The recipe of one candidate.
 
-    ``options``: options of the session in which the candidate is judged and measured.
-    ``variant``: tells the recipes of one target and precision apart, with its separator: `` static``, ``+bf16``.
-    ``search``: ``stages`` quantize every layer, and ``mixed.search`` has to find the layers that stay float.
-    ``gate_advice``: by stage, what to do if the gate of the stage fails and no larger budget helps.
+    ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` distinguishes
+    recipes of one target and precision, and includes its separator (`` static``, ``+bf16``). ``search`` is True if
+    ``mixed.search`` has to find the layers that stay float, because ``stages`` quantize all layers. ``gate_advice``
+    maps a stage to advice for a failed gate that no larger budget helps.
     """
 
     name: str
@@ -53,7 +53,7 @@ def recipe(
     variant: str = "",
     gate_advice: Mapping[str, str] | None = None,
 ) -> Recipe:
-    """Returns a recipe whose name says target, precision and variant."""
+    """Returns a recipe, named by target, precision and variant."""
     return Recipe(
         name=f"{target.name} {precision}{variant}",
         target=target,
@@ -66,9 +66,8 @@ def recipe(
 
 
 def as_search(found: Recipe) -> Recipe | None:
-    """Returns ``found``, an int8 recipe, as the start of a search for the layers that stay float.
-
-    Returns None if the recipe calibrates nothing.
+    """Returns the int8 recipe ``found`` as the start of a mixed-precision search. Returns None if ``found`` has no
+    static quantization.
     """
     if not any(getattr(step.config, "mode", "") == "static" for step in found.stages if step.stage == "quantize"):
         return None
@@ -77,7 +76,7 @@ def as_search(found: Recipe) -> Recipe | None:
     return replace(found, name=name, precision="mixed", variant=variant, search=True)
 
 
-# The variant of an int8 recipe whose ranges are calibrated on samples.
+# The variant of an int8 recipe with calibrated activation ranges.
 STATIC = " static"
 
 
@@ -97,11 +96,10 @@ class NotTried:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRequest:
-    """The part of an ``OptimizeRequest`` that recipes are made from, with names resolved to targets.
-
-    ``precisions``: only these; None for all that the targets have. ``samples``: how many samples of ``data``
-    calibration may read. ``kernels``: only candidates whose products are fused into accel's operators. ``engine``,
-    ``quantize``, ``cast``: further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig`` and ``CastConfig``.
+    """The fields of an ``OptimizeRequest`` that recipes need, with names resolved to targets. ``precisions`` lists the
+    only precisions to try, and is None for all. ``samples`` is the number of calibration samples in ``data``.
+    ``kernels`` keeps only candidates whose products are fused into accel's operators. ``engine``, ``quantize`` and
+    ``cast`` set further fields of ``EngineFromOnnxConfig``, ``QuantizeConfig`` and ``CastConfig``.
     """
 
     targets: tuple[Target, ...]

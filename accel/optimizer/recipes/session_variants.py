@@ -1,4 +1,4 @@
-"""Other session options that are worth a try for a candidate: a few, not every combination."""
+"""The few alternative session options that are tried for a candidate."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from ..measure.workload import Objective
 
 
 def variants(row: CandidateResult, objective: Objective, *, cores: int, vary_threads: bool) -> list[CandidateResult]:
-    """Returns copies of ``row`` with other session options, the likeliest to be faster first.
-
-    Returns none if the runtime has no options to choose. For latency the options are fewer threads (a small model
-    spends more time on distributing work than on the work), graph optimizations that keep the layout (not every
-    convolution gains by another layout), and idle threads that sleep. For throughput the options are several streams,
-    which distribute work by request instead of by operator.
+    """Returns copies of ``row`` with other session options, likely faster ones first. Returns no copies if the runtime
+    has no options to vary. For latency the options are fewer threads (a small model spends most time on distributing
+    work), graph optimizations that keep the layout (a layout change slows some convolutions), and idle threads that
+    sleep. For throughput the options are several streams, which distribute work by request instead of by operator.
     """
     options = {"onnxruntime": _onnxruntime, "openvino": _openvino}.get(row.runtime)
     if options is None:

@@ -15,17 +15,17 @@ from accel.timing.environment import environment
 from ..stage_options import options_of_mode
 from .recipe import RecipeRequest, Step
 
-# Products with at least this many weights in all are read from memory at every run. Caches hold fewer weights.
+# The number of weights from which products no longer fit the caches and are read from memory at every run.
 _LARGE_WEIGHTS = 25_000_000
 
 
 def precision_of(src: Artifact) -> str:
-    """Returns the precision that ``src`` has already."""
+    """Returns the precision of ``src``."""
     return str(src.properties.get("precision", "fp32"))
 
 
 def has_large_products(src: Artifact) -> bool:
-    """Tells whether reading the weights of products takes much of a run, so that 4-bit or 8-bit weights can pay."""
+    """Tells whether products have enough weights to gain from 4-bit or 8-bit weights."""
     from accel.converters.quantize.products import product_weights
     from accel.sources.onnx.file import read_proto
 
@@ -38,9 +38,8 @@ def cpu_has_bf16() -> bool:
 
 
 def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
-    """Returns the step that brings opset and IR version into the range of ``target``, or none if they are in it.
-
-    ``min_opset``: an opset that the precision needs beyond the target's own least opset.
+    """Returns the step that brings opset and IR version into the range of ``target``, or no step if both are in range.
+    ``min_opset`` is the first opset with the precision, if higher than the target's lowest opset.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
 
@@ -52,7 +51,7 @@ def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
 
 
 def simplify(src: Artifact) -> list[Step]:
-    """Returns the step that simplifies the graph, or none if ``src`` is simplified already."""
+    """Returns the step that simplifies the graph, or no step if ``src`` is simplified already."""
     from accel.converters.graph.simplify import SimplifyConfig
 
     if any(record["name"] == "simplify" for record in src.history):
@@ -73,9 +72,8 @@ def with_options(config: QuantizeConfig, request: RecipeRequest) -> QuantizeConf
 def weights_only(
     src: Artifact, target: Target, precision: str, request: RecipeRequest, block_size: int | None = None
 ) -> list[Step]:
-    """Returns the step that writes only the weights of large products in 8 or 4 bits.
-
-    Returns no step if ``src`` has such weights already.
+    """Returns the step that quantizes only the weights of large products, to 8 or 4 bits. Returns no step if ``src``
+    has such weights already.
     """
     if precision not in ("int8", "int4") or src.properties.get("precision") in ("int8", "int4"):
         return []
@@ -86,7 +84,7 @@ def weights_only(
 
 
 def quantized(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Step]:
-    """Returns the step that quantizes weights and activations, or none if ``src`` is quantized already."""
+    """Returns the step that quantizes weights and activations, or no step if ``src`` is quantized already."""
     if precision not in ("int8", "fp8") or src.properties.get("precision") == precision:
         return []
     mode = "fp8" if precision == "fp8" else "static"
@@ -97,8 +95,8 @@ def quantized(src: Artifact, target: Target, precision: str, request: RecipeRequ
 def cast_to(src: Artifact, base: str | None, request: RecipeRequest, after: Sequence[Step] = ()) -> list[Step]:
     """Returns the steps ``after``, followed by a cast to ``base``.
 
-    Adds no cast if ``base`` is None or the source isn't fp32. A value that the cast to fp16 rounds may fall into the
-    next int8 step, so a cast beside QDQ changes more than a cast alone.
+    Adds no cast if ``base`` is None or the source isn't fp32. A cast beside QDQ changes the outputs more than a cast
+    alone, because a rounded value may fall into the next int8 step.
     """
     from accel.converters.cast.stage import CastConfig
 
@@ -109,9 +107,8 @@ def cast_to(src: Artifact, base: str | None, request: RecipeRequest, after: Sequ
 
 
 def fused(src: Artifact, precision: str, request: RecipeRequest) -> list[Step]:
-    """Returns the step that fuses products into accel's operators if the user asks for kernels.
-
-    The operations stay the same; only the order in which an activation rounds may differ.
+    """Returns the step that fuses products into accel's operators if the user requests kernels. Fusion keeps the
+    operations and only changes where an activation is rounded.
     """
     from accel.converters.graph.fuse_kernels import FuseKernelsConfig
 

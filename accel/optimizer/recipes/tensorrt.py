@@ -10,6 +10,7 @@ from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCAL
 from accel.errors import UnsupportedHere
 from accel.runtimes.base import get_runtime
 from accel.runtimes.tensorrt_toolkit import check_capability
+from accel.spelling import option
 from accel.tables.limits import STAGE_LIMITS
 from accel.tables.precision import PRECISIONS
 from accel.tables.target import Target
@@ -18,15 +19,14 @@ from .recipe import Recipe, RecipeRequest, Step, recipe
 from .steps import cast_to, fused, prepared, quantized, weights_only
 
 # The number of 4-bit weights in a block. TensorRT for RTX dequantizes blocks of 4-bit weights inside the kernel of the
-# product. TensorRT for RTX dequantizes 8-bit weights in a separate kernel, which gains nothing, so there is no
-# candidate that only has 8-bit weights.
+# product. There is no candidate with only 8-bit weights, because TensorRT for RTX dequantizes such weights in a
+# separate kernel.
 _BLOCK_SIZE = 128
 
 
 def without_fp8(target: Target, request: RecipeRequest) -> str | None:
-    """Returns why ``target`` can't use fp8: a GPU to build for lacks fp8, or the request doesn't name the GPUs.
-
-    Returns None if every GPU to build for has fp8. Raises ``BadInputSpec`` for a malformed compute capability.
+    """Returns the reason if ``target`` can't use fp8, because a requested GPU lacks fp8 or no GPU is named. Returns
+    None if every requested GPU has fp8. Raises ``BadInputSpec`` for a malformed compute capability.
     """
     capabilities = request.compute_capabilities
     if not capabilities and target.name == "tensorrt" and get_runtime(target.runtime).runnable():
@@ -42,12 +42,13 @@ def without_fp8(target: Target, request: RecipeRequest) -> str | None:
     if lacking:
         return f"compute capability {lacking[0]} has no fp8; use int8 or build for {first} and later"
     if not capabilities:
-        return f"not every GPU has fp8; say which it is for: --compute-capability {first} or later"
+        return f"not every GPU has fp8; name the GPU to build for: {option('compute_capabilities', [first])} or later"
     return None
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the only recipe for ``precision``: the graph says the type of every tensor, then the engine is built."""
+    """Returns the only recipe for ``precision``, which writes the type of every tensor into the graph and builds the
+    engine."""
     blocks = precision in ("fp8", "int4")
     head = prepared(src, target, PRECISIONS[precision].min_opset if blocks else 0)
     typed = _typed(src, target, precision, request)
@@ -58,22 +59,21 @@ def recipes(src: Artifact, target: Target, precision: str, request: RecipeReques
 
 
 def _typed(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Step]:
-    """Returns the steps that write ``precision`` into the graph. 8-bit and 4-bit layers sit on an fp16 base."""
+    """Returns the steps that write ``precision`` into the graph. Models with 8-bit and 4-bit layers compute all other
+    layers in fp16."""
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig
 
     steps = weights_only(src, target, precision, request, _BLOCK_SIZE) if precision == "int4" else []
     steps = steps or quantized(src, target, precision, request)
-    if src.properties.get("precision") == "int8":  # another toolkit quantized the source: refit its scales
+    if src.properties.get("precision") == "int8":  # refit the scales of a source quantized by another toolkit
         steps = [Step("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp16-in-int8"])]
     base = None if precision == "fp32" else "bf16" if precision == "bf16" else "fp16"
     return cast_to(src, base, request, steps)
 
 
 def _without_float64(src: Artifact) -> Sequence[Step]:
-    """Returns the step that writes a graph of float64 in float32, or none if nothing computes in float64.
-
-    An engine computes float64 in float32. After this step, the graph that the engine is built from and judged on does
-    so, too.
+    """Returns the step that rewrites float64 as float32, or no step for a graph without float64. An engine computes
+    float64 in float32, so the graph that is judged has to do the same.
     """
     from accel.converters.to_tensorrt.fit import FitTensorRtConfig
     from accel.converters.to_tensorrt.preflight import computes_in_float64

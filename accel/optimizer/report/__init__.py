@@ -1,4 +1,4 @@
-"""The report of a run: the page `report.html` from its template, and the command line that asks for the run again.
+"""The report of a run: the page `report.html` from its template, and the command line that repeats the run.
 
-In: the candidates with judgements and figures, and the request. Out: one HTML file that loads nothing from elsewhere.
+In: the candidates with judgements and figures, and the request. Out: one HTML file without external resources.
 """

@@ -1,4 +1,4 @@
-"""The command line that makes the same request again, for the report."""
+"""The command line that repeats a request, for the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.spelling import SWITCHES, flag
 from ..request import OptimizeRequest
 from ..stage_options import CastOptions, QuantizeOptions
 
-# Fields that the command names elsewhere, or that don't change the result.
+# Fields that are written separately, or that don't change the result.
 _LEFT_OUT = ("source", "spec", "use_cache")
 
 
@@ -37,7 +37,7 @@ def command_line(request: OptimizeRequest) -> str:
 
 
 def _texts(name: str, value: Any) -> list[str]:
-    """Returns the values of an option, one for each time the option is repeated."""
+    """Returns the values of an option, one for each repetition."""
     if name == "inputs":
         return [str(spec) for spec in parse_inputs(value)]
     if name == "dims":

@@ -1,4 +1,4 @@
-"""The page ``report.html`` with all results about the candidates. The page loads nothing from elsewhere."""
+"""The page ``report.html`` with the results of all candidates. The page loads no external resources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = "report.html"
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
-# The page draws smaller divergences with this value, because 0 has no logarithm.
+# The smallest divergence on the logarithmic axis, which replaces smaller values and 0.
 _LEAST_DROP = 1e-8
 _MOST_ROWS = 2000  # the most rows in a table of kernels, layers or nodes
 _MOST_TICKS = 7
@@ -38,10 +38,8 @@ def write_page(
     command: str,
     objective: str,
 ) -> None:
-    """Writes the page beside ``path`` and renames it. ``artifact``: the published choice.
-
-    The template escapes every name, because models and manifests may be hostile. Raises ``MissingExtra`` without
-    jinja2.
+    """Writes the page to a temporary file and renames it to ``path``. ``artifact`` is the published model. The template
+    escapes every name, because models and manifests may be hostile. Raises ``MissingExtra`` without jinja2.
     """
     try:
         import jinja2
@@ -83,8 +81,8 @@ def write_page(
 def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
     """Returns the table of figures.
 
-    ``columns``: the columns of figures in which any candidate has a value. ``rows``: the candidates, each with the
-    texts of its cells.
+    ``columns`` lists the columns of figures that aren't empty. ``rows`` pairs each candidate with the texts of its
+    cells.
     """
     rows = [row.bench_row() for row in candidates]
     columns = [column for column in with_values(rows) if column.right]
@@ -93,9 +91,8 @@ def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
 
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
-    """Returns the plot of time and metric (or divergence): a point for each candidate with both, ticks, the limit.
-
-    The line joins the points that no other point beats in both. Returns None if there are fewer than two points.
+    """Returns the plot of time against metric (or divergence), with a point for each candidate that has both, the ticks
+    and the limit. A line joins the Pareto-optimal points. Returns None if there are fewer than two points.
     """
     by_metric = any(row.judgement and row.judgement.metric is not None for row in candidates)
     found: list[tuple[CandidateResult, float, float]] = []
@@ -112,7 +109,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
         limit = reference - max_drop * (abs(reference) or 1.0)
     times = Axis([ms for _, ms, _ in found], _LEFT, _WIDTH - _RIGHT, log=True)
     values = [value for _, _, value in found] + ([limit] if limit > 0 or by_metric else [])
-    # Up is better: a higher metric, a lower divergence.
+    # Better values, a higher metric or a lower divergence, are higher up.
     ends = (_HEIGHT - _BOTTOM, _TOP) if by_metric else (_TOP, _HEIGHT - _BOTTOM)
     quality = Axis(values, *ends, log=not by_metric)
     best = [
@@ -145,9 +142,9 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
 
 
 def _place_names(points: list[dict[str, Any]]) -> None:
-    """Gives each point the ``label_y`` of its name: above the point, or below or farther away if that place is taken.
+    """Sets the ``label_y`` of each point's name to above the point, or to below or farther away if names would overlap.
 
-    A letter is about 6 wide. Names stand to the right of the point, near the right edge of the plot to the left.
+    A letter is about 6 wide. A name is to the right of its point, or to the left near the plot's right edge.
     """
     taken: list[tuple[float, float, float]] = []
     for point in points:
@@ -189,8 +186,8 @@ class Axis:
     def ticks(self) -> list[dict[str, Any]]:
         """Returns round numbers with their coordinates.
 
-        A linear axis has them at even distances. A logarithmic axis has 1, 2 and 5 times powers of ten; over a long
-        range only powers of ten, over a short range even distances.
+        A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten, only at
+        powers of ten over a long range, and evenly spaced ticks over a short range.
         """
         values = self._decades() if self._log else _round_steps(self._low, self._high)
         return [{"at": self.at(value), "text": f"{value:.10g}"} for value in values]
@@ -209,7 +206,7 @@ class Axis:
 
 def _round_steps(low: float, high: float) -> list[float]:
     """Returns the multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most ``_MOST_TICKS``."""
-    # The step is 1 to 20 times this size. There is one tick more than steps.
+    # The step is 1 to 20 times ``size``. There is one more tick than there are steps.
     size = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
     step = next(f * size for f in (1, 2, 5, 10, 20) if (high - low) / (f * size) <= _MOST_TICKS - 1)
     return [
@@ -219,8 +216,8 @@ def _round_steps(low: float, high: float) -> list[float]:
 
 
 def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | None:
-    """Returns a strip for each candidate: a thin line from the 1st to the 99th percentile of its times, a box for the
-    middle half, a mark for the median. Returns None if there are no times."""
+    """Returns a box plot of each candidate's times: a line from the 1st to the 99th percentile, a box for the middle
+    half, and a mark for the median. Returns None if there are no times."""
     rows = [(row, m["percentiles_ms"]) for row in candidates if (m := row.measured) and m.get("percentiles_ms")]
     if not rows:
         return None
@@ -237,7 +234,7 @@ def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | Non
 def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
     """Returns the worst comparison of each stage that made ``artifact``, with its limit.
 
-    ``share``: how far the value is on the way from 1e-8 to the limit, in percent of the decades.
+    ``share`` is the position of the value between 1e-8 and the limit on a logarithmic scale, in percent.
     """
     found = []
     for proof in artifact.proof() if artifact is not None else ():
@@ -253,11 +250,11 @@ def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
 
 
 def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the tables of sensitivity: for each searched candidate the error of every layer and the assignments that
-    were tried, then the nodes that the stages in ``history`` kept in float32, with the reason."""
+    """Returns the tables of sensitivity. Each searched candidate has a table with the error of every layer and the
+    tried assignments. A last table lists the nodes that the stages in ``history`` kept in float32, with the reason."""
     tables = []
     for row in candidates:
-        if row.trajectory is not None and not row.base:  # rows with other session options repeat the search
+        if row.trajectory is not None and not row.base:  # a row with other session options has the same search
             tables += _searched(row.name, row.trajectory)
     for record in history:
         if kept := record["notes"].get("kept_fp32"):

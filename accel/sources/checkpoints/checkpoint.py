@@ -15,7 +15,7 @@ from accel.errors import BadSource, InvalidModel, one_line
 from accel.spelling import option
 
 # Each module has detect(path) -> bool and read(path) -> Checkpoint. The first module that detects its format reads the
-# checkpoint. DeepSpeed is first: the transformers Trainer writes DeepSpeed's files with the float32 weights beside a
+# checkpoint. DeepSpeed is first, because the transformers Trainer writes DeepSpeed's float32 weights beside a
 # model.safetensors.
 FORMATS = (
     "accel.sources.checkpoints.deepspeed",
@@ -28,23 +28,24 @@ FORMATS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
-    """A tensor of a checkpoint that ``read`` assembles, so that only one tensor is in memory at a time."""
+    """A tensor of a checkpoint, assembled only when ``read`` is called to save memory."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
 
     @staticmethod
     def of(tensor: torch.Tensor) -> LazyTensor:
-        """Wraps a tensor that exists already, mostly mapped from its file."""
+        """Wraps an existing tensor, usually mapped from its file."""
         return LazyTensor(shape=tuple(tensor.shape), read=lambda: tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The whole weights of one model by name, joined from all ranks.
+    """The weights of one model by name, merged from all ranks.
 
-    ``files``: every file that was read. ``notes``: choices of the reader for the manifest, such as master weights or a
-    prefix. ``spare``: names that the model may lack, such as optimizer states and copies of tied weights.
+    ``files`` lists every file that was read. ``notes`` records the reader's choices for the manifest, such as master
+    weights or a prefix. ``spare`` lists names that may be missing in the model, such as optimizer states and copies of
+    tied weights.
     """
 
     format: str
@@ -92,8 +93,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def part_of(parts: list[torch.Tensor], offset: int, count: int) -> torch.Tensor:
-    """Returns ``count`` numbers, beginning at ``offset``, of the flat tensors ``parts`` laid end to end. Copies only
-    these numbers."""
+    """Returns ``count`` numbers from ``offset`` on of the concatenated flat tensors ``parts``. Copies only these
+    numbers."""
     found: list[torch.Tensor] = []
     for part in parts:
         if offset < part.numel() and count > 0:

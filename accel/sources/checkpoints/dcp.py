@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint (torchtitan, FSDP shards of Accelerate, Lightning and Fabric, accel train).
 
-The pickle ``.metadata`` gives the place of each piece of a tensor: (file, offset, length) of a small torch file inside
-a shard. ``unpickle`` reads it as data, and each piece is copied to its place.
+The pickle ``.metadata`` locates each piece of a tensor by the (file, offset, length) of a small torch file inside a
+shard. ``unpickle`` reads ``.metadata`` as data, and each piece is copied into the whole tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint, LazyTensor
 from .unpickle import is_record, read_pickle
 
 METADATA = ".metadata"
-# Names of entries that a training checkpoint holds besides the model.
+# Names of the entries of a training checkpoint that aren't part of the model.
 _TRAINING = re.compile(
     r"^(optim(izer)?s?|lr_schedulers?|schedulers?|dataloader|train_state|scaler|rng\w*|loss_scale|compression)\b"
 )
@@ -30,7 +30,8 @@ _TRAINING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One piece of a tensor: its place in the tensor (``offsets``, ``sizes``) and in a file (``start``, ``length``)."""
+    """One piece of a tensor, with its position in the tensor (``offsets``, ``sizes``) and in a file (``start``,
+    ``length``)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -69,7 +70,7 @@ class Pieces:
 
 
 def detect(path: Path) -> bool:
-    """Tells whether ``path`` is a folder with ``.metadata`` or shards, or a folder of such steps."""
+    """Tells whether ``path`` is a folder with ``.metadata`` or shards, or a folder of step folders with such files."""
     return path.is_dir() and (_is_one(path) or bool(_steps(path)))
 
 
@@ -108,9 +109,9 @@ def shards(path: Path, found: Sequence[Pieces]) -> tuple[Path, ...]:
 
 
 def read_pieces(path: Path) -> dict[str, Pieces]:
-    """Reads the pieces of every tensor from ``.metadata`` and checks them against the sizes of the shards.
+    """Reads the pieces of every tensor from ``.metadata`` and checks their offsets against the sizes of the shards.
 
-    Raises ``InvalidModel`` if the folder is incomplete or its files don't fit each other.
+    Raises ``InvalidModel`` if the folder is incomplete or its files are inconsistent.
     """
     metadata = path / METADATA
     if not metadata.is_file():
@@ -179,7 +180,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _check_covered(path: Path, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
-    """Raises ``InvalidModel`` if the pieces hold fewer or more numbers than the tensor."""
+    """Raises ``InvalidModel`` if the pieces don't add up to the size of the tensor."""
     distinct = {piece.offsets: torch.Size(piece.sizes).numel() for piece in pieces if 0 not in piece.sizes}
     if sum(distinct.values()) != torch.Size(shape).numel() and 0 not in shape:
         raise InvalidModel(

@@ -5,8 +5,8 @@
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     the same, one per rank (stage 3)
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's part of the float32 master weights
 
-Stages 1 and 2 lay the parameters of a group end to end and cut the result into one part a rank. Stage 3 cuts each
-parameter into parts of ceil(numel / ranks) numbers. The result equals DeepSpeed's own ``zero_to_fp32`` bit for bit.
+Stages 1 and 2 concatenate the parameters of a group and split the result into one shard per rank. Stage 3 splits each
+parameter into shards of ceil(numel / ranks) numbers. The result equals DeepSpeed's own ``zero_to_fp32`` bit for bit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _tags(path: Path) -> list[Path]:
 
 
 def _tag(path: Path) -> Path:
-    """Returns the folder of the tag: ``path`` itself, the tag that ``latest`` names, or the only tag."""
+    """Returns the folder of the tag, which is ``path`` itself, the tag that ``latest`` names, or the only tag."""
     if _is_tag(path):
         return path
     names = ", ".join(f.name for f in _tags(path)) or "none"
@@ -69,7 +69,7 @@ def _tag(path: Path) -> Path:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Raises ``BadSource`` for expert, pipeline and model parallelism, which the names of the files show."""
+    """Raises ``BadSource`` if the file names show expert, pipeline or model parallelism."""
     names = [file.name for file in folder.iterdir()]
     if any("expert" in name for name in names):
         raise BadSource(
@@ -102,7 +102,7 @@ class Shards:
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads the weights of the tag. Takes the float32 master weights of all parameters that have them."""
+    """Reads the weights of the tag. Uses the float32 master weights wherever the checkpoint has them."""
     folder = _tag(path)
     _refuse_others(folder)
     shards = _open(folder)
@@ -131,7 +131,7 @@ def read(path: Path) -> Checkpoint:
     for alias, name in dict(shards.models[0].get("shared_params") or {}).items():
         if name in tensors:
             tensors[alias] = tensors[name]
-    if shards.stage < 3:  # stage 1 keeps frozen parameters only in the module
+    if shards.stage < 3:  # stage 1 stores frozen parameters only in the module
         rest = {str(n): v for n, v in module.items() if n not in tensors and isinstance(v, torch.Tensor)}
         tensors |= {name: LazyTensor.of(value) for name, value in rest.items()}
         if rest:
@@ -196,7 +196,7 @@ def _open(folder: Path) -> Shards:
 
 def _stage(state: Mapping[str, Any]) -> int:
     stage = state["zero_stage"]
-    value = stage if isinstance(stage, int) else stage.args[0]  # an enum is unpickled as a record
+    value = stage if isinstance(stage, int) else stage.args[0]  # an enum is read as a ``Record``
     if value not in (1, 2, 3):
         raise ValueError(f"ZeRO stage {value}")
     return int(value)
@@ -223,7 +223,7 @@ def _check_one_save(shards: Shards, ranks: int) -> None:
 
 
 def _steps(state: Mapping[str, Any]) -> set[float]:
-    """Returns the step counts of the optimizer, empty if it keeps none."""
+    """Returns the optimizer's step counts, if it has any."""
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or {}
     groups = base.get("state", {}) if isinstance(base, dict) else base
     parts = list(groups.values()) if isinstance(groups, dict) else list(groups if isinstance(groups, list) else [])
@@ -266,7 +266,7 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
             tensors[name] = LazyTensor(shape=tuple(size), read=partial(_cut, parts, offset, size))
             offset += size.numel() + int(behind)
         there, unit = sum(part.numel() for part in parts), 2 * len(parts)
-        # DeepSpeed pads the group to a multiple of 2 x ranks. Older versions pad each rank's part to an even count.
+        # DeepSpeed pads the group to a multiple of 2 x ranks. Older versions pad each rank's shard to an even count.
         if math.ceil(offset / unit) != math.ceil(there / unit):
             raise shards.bad(f"holds {there} numbers in parameter group {group}, its shapes need {offset}")
     return tensors
@@ -298,7 +298,7 @@ def _gather(ranks: list[list[torch.Tensor]], offset: int, count: int, size: torc
 
 
 def _frozen(shards: Shards) -> dict[str, LazyTensor]:
-    """Returns the parameters without gradients, which are whole in stages 1 and 2 and one part a rank in stage 3."""
+    """Returns the parameters without gradients, which are whole in stages 1 and 2 and sharded in stage 3."""
     tensors: dict[str, LazyTensor] = {}
     for name, shape in dict(shards.models[0].get("frozen_param_shapes") or {}).items():
         size = _shape(shards, name, shape)

@@ -19,7 +19,7 @@ from .unpickle import read_torch
 
 # Keys under which trainers save the state dict.
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
-# Endings of files that hold the share of one rank.
+# Suffixes of files with the shard of one rank.
 _SHARES = ("_model_states.pt", "_optim_states.pt", ".distcp", "model_optim_rng.pt")
 
 
@@ -48,7 +48,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Returns the tensors of a .safetensors file. Each tensor is read on use."""
+    """Returns the tensors of a .safetensors file. Tensors are read when they are used."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -92,7 +92,7 @@ def _state(body: Any, path: Path) -> dict[str, LazyTensor]:
         if isinstance(body, Mapping) and isinstance(body.get(key), Mapping) and body[key]:
             body = body[key]
             break
-    # Transformer Engine and torch.nn save objects that are no tensors under names with this ending.
+    # The suffix of entries that Transformer Engine and torch.nn save for objects other than tensors.
     tensors = (
         {n: v for n, v in body.items() if not str(n).endswith("_extra_state")} if isinstance(body, Mapping) else {}
     )

@@ -1,4 +1,5 @@
-"""Folders with whole weights, as Accelerate's ``save_state`` and ``save_model`` and the transformers Trainer write."""
+"""Folders with unsharded weights, written by Accelerate's ``save_state`` and ``save_model`` or the transformers
+Trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from accel.spelling import option
 from . import dcp, file
 from .checkpoint import Checkpoint
 
-# Names of the weights, in the order of the search.
+# The file names of weights, in search order.
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -20,7 +21,7 @@ _NAMES = (
     "pytorch_model_fsdp.bin",
     "pytorch_model_fsdp_0",
 )
-# Names that save_state gives to the second prepared model.
+# The file names that save_state gives to the second prepared model.
 _SECOND = ("model_1.safetensors", "pytorch_model_1.bin", "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_1")
 
 

@@ -1,11 +1,12 @@
-"""Megatron's checkpoints, joined into whole tensors: torch_dist folders, and the older layout of one folder per rank.
+"""Megatron's checkpoints, as torch_dist folders or in the older layout of one folder per rank, merged into whole
+tensors.
 
     FOLDER/latest_checkpointed_iteration.txt                    2
     FOLDER/iter_0000002/metadata.json, .metadata, *.distcp      torch_dist: whole tensors, the layers stacked
     FOLDER/iter_0000002/mp_rank_TT[_PPP]/model_optim_rng.pt     tensor-parallel rank TT, pipeline stage PPP
 
-The name of a tensor tells how Megatron's layers cut it: column-parallel weights along axis 0, row-parallel weights
-along axis 1. All other tensors have to be equal on every rank.
+Megatron shards column-parallel weights along axis 0 and row-parallel weights along axis 1. The name of a tensor tells
+which of the two it is. All other tensors have to be equal on every rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _COLUMN = re.compile(
     r"|(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.weight|(output_layer|lm_head)\.bias)$"
 )
 _ROW = re.compile(r"\b((linear_proj|linear_fc2|dense_4h_to_h)\.weight|(self_attention|attention)\.dense\.weight)$")
-# Names of the norm before a layer: with Transformer Engine, which fuses the two, and without.
+# The names of the norm before a layer, with Transformer Engine, which fuses norm and layer, and without.
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -117,8 +118,8 @@ Parts = tuple[dict[str, LazyTensor], tuple[Path, ...], tuple[str, ...], set[str]
 
 
 def _torch_dist(folder: Path) -> Parts:
-    """Reads a torch_dist folder. The tensors of a torch_dist folder are whole, and the layers of a stack are one tensor
-    with an axis 0 of layers."""
+    """Reads a torch_dist folder. The tensors of a torch_dist folder are unsharded, and stacked layers are one tensor
+    with the layers on axis 0."""
     backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
     if backend != "torch_dist":
         raise BadSource(f"{folder} is in Megatron's {backend} format; save it with --ckpt-format torch_dist")
@@ -176,7 +177,7 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
     tensors: dict[str, LazyTensor] = {}
     first_layer = 0
     chunks = sorted((key for key in first if re.fullmatch(r"model\d*", str(key))), key=lambda k: int(k[5:] or 0))
-    for chunk in chunks:  # an interleaved schedule gives each stage several chunks of layers
+    for chunk in chunks:  # in an interleaved schedule, each rank has several chunks of layers
         for stage in range(stages):
             parts = [dict(_flat(bodies[rank, stage].get(chunk))) for rank in range(across)]
             layers = set()
@@ -223,7 +224,7 @@ def _flat(body: Any, front: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Joining:
-    """Joins the parts of a tensor from the tensor-parallel ranks."""
+    """Concatenates the shards of a tensor from the tensor-parallel ranks."""
 
     def __init__(self, *, folder: Path, version: float, said: Callable[..., Any]) -> None:
         self.folder = folder
@@ -261,9 +262,8 @@ class _Joining:
         )
 
     def _old_qkv(self, parts: Sequence[torch.Tensor]) -> LazyTensor:
-        """Joins query, key and value of old checkpoints in today's order of rows, [heads, 3, head].
-
-        Version 0 has rows [3, heads, head], version 1 [heads, head, 3].
+        """Concatenates query, key and value of old checkpoints in the current row order, [heads, 3, head]. Version 0
+        has the row order [3, heads, head], version 1 [heads, head, 3].
         """
         if (
             not self.heads
@@ -295,5 +295,5 @@ class _Joining:
 def _join(parts: Sequence[torch.Tensor], axis: int, gated: bool) -> torch.Tensor:
     if not gated:
         return torch.cat(list(parts), dim=axis)
-    halves = [part.chunk(2) for part in parts]  # each rank holds its share of the gate, then its share of the values
+    halves = [part.chunk(2) for part in parts]  # each rank has a shard of the gate, then a shard of the values
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves])

@@ -1,4 +1,4 @@
-"""Matches the names of a checkpoint with the names of a model: prefixes of wrappers, tied weights, and the error."""
+"""Matches the names of a checkpoint with the names of a model, with wrappers' prefixes and tied weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.errors import BadSource
 
 from .checkpoint import Checkpoint, LazyTensor
 
-# Words that wrappers insert anywhere in a name.
+# Name components that wrappers insert anywhere in a name.
 _INSIDE = re.compile(r"(?<![^.])(?:_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Prefixes that wrappers put before every name, in the order of the search.
 _FRONT = ("", "module.", "model.", "module.model.", "model.module.", "_original_module.", "net.", "network.")
@@ -22,8 +22,7 @@ _FRONT = ("", "module.", "model.", "module.model.", "model.module.", "_original_
 def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
     """Returns ``checkpoint`` with exactly the names of the model's ``state_dict``.
 
-    Raises ``BadSource`` with the first name that doesn't fit and similar names, or with the first shape that doesn't
-    fit.
+    Raises ``BadSource`` with the first unmatched name and similar names, or with the first shape that differs.
     """
     wanted: Mapping[str, torch.Tensor] = {
         name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)
@@ -63,14 +62,14 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
 
 def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     found = {_INSIDE.sub("", name): value for name, value in checkpoint.tensors.items()}
-    if len(found) < len(checkpoint.tensors):  # two names differ in a wrapper only: keep the names
+    if len(found) < len(checkpoint.tensors):  # names would collide: keep the wrappers
         return dict(checkpoint.tensors), ()
     changed = any(name not in checkpoint.tensors for name in found)
     return found, ("wrappers' names (such as _orig_mod) were left out",) if changed else ()
 
 
 def _copies(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Returns for each name the other names of the same tensor. Savers may keep only one name of tied weights."""
+    """Returns the other names of the same tensor for each name. Savers may keep only one name of tied weights."""
     places: dict[tuple[object, ...], list[str]] = {}
     keys = {n: (t.data_ptr() or n, tuple(t.shape), t.stride(), t.dtype) for n, t in wanted.items()}
     for name, key in keys.items():
@@ -94,7 +93,7 @@ def _prefix(
             return prefix
     if not wanted:
         return ""
-    # A LightningModule may give its model any name: look for any prefix that all names have.
+    # A LightningModule may give its model any name, so any prefix that all names have will do.
     first = next(iter(wanted))
     ends = [f".{name}" for name in (first, *copies[first])]
     fronts = {n[: len(n) - len(end) + 1] for n in found for end in ends if n.endswith(end)}

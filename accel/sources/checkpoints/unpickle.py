@@ -1,9 +1,10 @@
-"""Reads the pickles of trainers without executing their code. The list ``RECORDS`` has every class they may name.
+"""Reads the pickles of trainers without executing their code. ``RECORDS`` lists every class that a pickle may name.
 
 ``read_torch`` reads files of ``torch.save`` with torch's own weights-only unpickler, mapped into memory.
-``read_pickle`` reads a bare pickle, the ``.metadata`` of torch.distributed.checkpoint, with Python's unpickler. Both
-find only the listed names. A listed name never leads to the real class: the object becomes a ``Record`` that keeps its
-arguments and state as data. No constructor, ``__setstate__`` or function of a library ever runs.
+``read_pickle`` reads a plain pickle, such as the ``.metadata`` of torch.distributed.checkpoint, with Python's
+unpickler. Both functions resolve only the listed names. An object of a listed class never becomes an instance of that
+class, but a ``Record`` with its arguments and state as data. No constructor, ``__setstate__`` or function of a library
+ever runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from accel.spelling import option
 
 
 class Record:
-    """An object of a pickle as data: the ``name`` of its class, the arguments it was made with, and its state."""
+    """An object of a pickle as data, with the ``name`` of its class, its constructor arguments and its state."""
 
     name = ""
     args: tuple[Any, ...]
@@ -46,20 +47,20 @@ class Record:
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {self.name}, of which something is called")
 
     def get(self, field: str, default: Any = None) -> Any:
-        """Returns a field of the state of a dataclass or a Namespace, which is a dict. Returns ``default``
-        otherwise."""
+        """Returns a field of a dataclass or a Namespace, whose state is a dict. Returns ``default`` if the field is
+        missing."""
         return self.state.get(field, default) if isinstance(self.state, dict) else default
 
 
 class PlainDict:
-    """Stands for a subclass of dict, such as Lightning's AttributeDict. Makes a plain dict."""
+    """Replaces subclasses of dict, such as Lightning's AttributeDict. Makes a plain dict."""
 
     def __new__(cls, *_: Any, **__: Any) -> dict[Any, Any]:  # type: ignore[misc]
         return {}
 
 
 def _member(kind: Any, name: Any) -> Record:
-    """Stands for ``getattr(kind, name)``, which Python 3.11 pickles for a member of an enum. Makes a record."""
+    """Replaces ``getattr(kind, name)``, which Python 3.11 pickles for a member of an enum. Makes a record."""
     if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
         raise pickle.UnpicklingError("Unsupported global: GLOBAL builtins.getattr was not an allowed global")
     return kind(name)
@@ -115,7 +116,7 @@ DICTS = (
 _RECORDS: dict[str, type[Record]] = {
     name: type(name.rpartition(".")[2], (Record,), {"name": name, "__module__": __name__}) for name in RECORDS
 }
-# The largest ratio of unpacked to packed size of an archive. Tools that compress weights reach about 2.
+# The largest allowed compression ratio of an archive. Tools that compress weights reach a ratio of about 2.
 _MOST_UNPACKED = 16
 _PLAIN = {f"builtins.{kind.__name__}": kind for kind in (int, float, bool, str, list, dict, tuple, set, complex)}
 _GLOBALS: dict[str, Any] = {
@@ -128,7 +129,7 @@ _GLOBALS: dict[str, Any] = {
 
 
 def is_record(value: Any, name: str) -> bool:
-    """Tells whether ``value`` stands for an object of the class ``name`` (without its module)."""
+    """Tells whether ``value`` is the record of an object of the class ``name`` (without its module)."""
     return isinstance(value, Record) and value.name.rpartition(".")[2] == name
 
 
@@ -139,10 +140,10 @@ def _listed() -> Iterator[None]:
 
 
 def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as .safetensors") -> Any:
-    """Reads a file of ``torch.save``. The tensors stay in the file, mapped, until they are used.
+    """Reads a file of ``torch.save``. The tensors are memory-mapped and read when they are used.
 
-    Raises ``BadSource`` if the file names a class outside the list, before any code of it ran. Raises ``InvalidModel``
-    if the file is empty, truncated or no file of ``torch.save``.
+    Raises ``BadSource`` if the file names a class outside the list, before any of the file's code could run. Raises
+    ``InvalidModel`` if the file is empty, truncated or no file of ``torch.save``.
     """
     if not path.is_file():
         raise BadSource(f"{path} does not exist; check {option('weights')}")
@@ -151,7 +152,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
     refuse_bomb(path)
     try:
         with warnings.catch_warnings(), _listed():
-            warnings.simplefilter("ignore")  # files that torch warns of are refused below
+            warnings.simplefilter("ignore")  # files that torch warns about are refused below
             # Files older than the zip format can't be mapped.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -161,12 +162,13 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
 
 
 def refuse_bomb(path: Path) -> None:
-    """Raises ``InvalidModel`` if an archive unpacks to a multiple of its size: torch stores tensors uncompressed."""
+    """Raises ``InvalidModel`` if an archive unpacks to a multiple of its size, because torch stores tensors
+    uncompressed."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return  # the function that reads the file reports the error
+        return  # reading the file reports the error
     if size > _MOST_UNPACKED * path.stat().st_size:
         raise InvalidModel(f"{path} unpacks to {size / 1e6:.0f} MB, which torch never writes; refused: save it again")
 
@@ -180,7 +182,7 @@ def _refuse(path: Path, error: Exception, fix: str) -> NoReturn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds only the listed names, ``OrderedDict``, torch's dtypes and ``torch.Size``."""
+    """Resolves only the listed names, ``OrderedDict``, torch's dtypes and ``torch.Size``."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -191,7 +193,7 @@ class _Unpickler(pickle.Unpickler):
         if full == "torch.Size":
             return torch.Size
         if full == "torch.serialization._get_layout":
-            return str  # a layout becomes its name; nothing uses the layout
+            return str  # a layout becomes its name, because no code uses layouts
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full}")
@@ -201,7 +203,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> Any:
-    """Reads a bare pickle with its objects as records. Raises the errors of ``read_torch``."""
+    """Reads a plain pickle with its objects as records. Raises the errors of ``read_torch``."""
     try:
         with path.open("rb") as file:
             return _Unpickler(file).load()

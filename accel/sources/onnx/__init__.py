@@ -1,4 +1,4 @@
-"""ONNX files: ``file`` reads and checks them, ``weights`` leaves large weights in their files.
+"""ONNX files: ``file`` reads and checks ONNX files, ``weights`` leaves large weights on disk.
 
 In: an ONNX file from anywhere. Out: an artifact of kind ``onnx``, or the ``ModelProto``.
 """

@@ -18,10 +18,10 @@ from accel.spelling import option
 if TYPE_CHECKING:
     import onnx
 
-# The key under which torch's exporter records the modules of a node.
+# The metadata key under which torch's exporter records the modules of a node.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# The cache's name for results of the check. A change of the check needs another name.
+# The cache's name for results of the check. Changing the check requires a new name.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
@@ -85,13 +85,14 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     """Returns the signature that the file declares, and its properties: opset, IR version, precision and float dtypes.
 
     Dims without a name in the file are called ``<tensor>_<axis>``. The precision is ``int4``, ``fp8`` or ``int8`` if
-    the file holds such weights, QDQ nodes or integer products, else the precision of most of its float weights.
+    the file has weights, QDQ nodes or integer products of that precision, else the precision of most of its float
+    weights.
     """
     return describe_model(read_proto(path))
 
 
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
-    """Describes a model in memory as ``describe`` does a file."""
+    """Describes a model in memory as ``describe`` describes a file."""
     initializers = {t.name for t in model.graph.initializer}
     inputs = tuple(_spec(v) for v in model.graph.input if v.name not in initializers)
     outputs = tuple(_spec(v) for v in model.graph.output)
@@ -107,9 +108,8 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
 
 
 def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
-    """Returns the inputs that are initializers as well, which are their defaults. ``describe`` leaves out these inputs.
-
-    Returns an empty tuple before IR version 4, which lists every initializer as an input although it is a constant.
+    """Returns the inputs whose default is an initializer, which ``describe`` leaves out. Returns an empty tuple before
+    IR version 4, where constant initializers are listed as inputs too.
     """
     if model.ir_version < 4:
         return ()
@@ -203,9 +203,9 @@ def open_onnx(
 ) -> Artifact:
     """Opens an ONNX file as an artifact. A file with a manifest whose hashes hold keeps its history.
 
-    ``dims``: new ranges of dynamic dims. ``inputs``: ranges of integer inputs, and sizes of dims that the file leaves
-    open. With ``probe``, a child process opens a file without a manifest first, by the ONNX checker and by ONNX
-    Runtime, once for each content: a hostile file may crash that process, but not this one.
+    ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
+    file leaves open. With ``probe``, a child process first checks a file without a manifest by the ONNX checker and
+    ONNX Runtime, because a hostile file may crash the process. The result is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't fit.
@@ -252,7 +252,7 @@ def _file_entry(path: Path, sha256: str) -> dict[str, str]:
 def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
     """Returns ``signature`` with the value ranges and sizes of ``inputs``.
 
-    Raises ``BadInputSpec`` if a name, dtype, rank or fixed size differs from the file's.
+    Raises ``BadInputSpec`` if a name, dtype, rank or fixed size differs from the file.
     """
     given = {spec.name: spec for spec in inputs}
     if strange := [name for name in given if name not in {spec.name for spec in signature.inputs}]:
@@ -283,8 +283,8 @@ def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signatur
 
 
 def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: bool = False) -> None:
-    """Raises ``InvalidModel`` if the checker or ONNX Runtime crash on the file, or refuse it, in a child process. With
-    ``crashes_only`` raises only for a crash. ``cache`` keeps the result for each ``digest``."""
+    """Raises ``InvalidModel`` if the checker or ONNX Runtime, in a child process, crashes on the file or refuses it.
+    With ``crashes_only``, raises only for a crash. ``cache`` stores the result for each ``digest``."""
     found = cache.get_record(PROBED, digest)
     if found is None:
         try:
@@ -300,15 +300,15 @@ def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: boo
 
 
 def check(path: Path) -> str | None:
-    """Returns the reason why the checker or ONNX Runtime refuses the file, in one line. Returns None if both take
-    it."""
+    """Returns the reason why the checker or ONNX Runtime refuses the file, in one line. Returns None if both accept the
+    file."""
     import onnx
     import onnxruntime
 
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The checker has no schemas of custom domains, so only the runtime can judge them.
+        # The checker has no schemas for custom domains, so only the runtime can check such nodes.
         own = {node.domain for node in read_proto(path).graph.node} - {"", "ai.onnx", "ai.onnx.ml"}
         if not own or ("No Op registered" not in str(error) and "No opset import" not in str(error)):
             return one_line(error)
@@ -318,7 +318,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # a valid model for another machine: this CPU may lack a product of bfloat16, for example
+        return None  # valid but not for this machine, whose CPU may lack bfloat16 products, for example
     except Exception as error:
         return one_line(error)
     return None

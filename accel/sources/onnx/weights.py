@@ -1,8 +1,8 @@
-"""Detached weights, which stay in their file so that a stage can work on a model larger than memory.
+"""Detached weights, which stay on disk so that a stage can process a model larger than memory.
 
 ``read_detached`` reads a model with more than ``DETACHED_BYTES`` of external data without its large tensors. A detached
-tensor names its file by an absolute path, which a written file never does. ``weight_array`` maps the file and reads the
-tensor. ``write_onnx`` copies it piece by piece.
+tensor names its file by an absolute path, unlike any tensor in a written file. ``weight_array`` maps the file and reads
+the tensor. ``write_onnx`` copies detached tensors piece by piece.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 DETACHED_BYTES = 128 << 20
 
-# Smaller tensors are read: rules and shape inference need their values.
+# Smaller tensors are read, because rewriting rules and shape inference need their values.
 _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers
 
-# The key for the dtype of a detached tensor in its file, if the tensor is to have another dtype.
+# The key for a detached tensor's dtype in its file, if the tensor is to be converted to another dtype.
 _STORED_AS = "stored_as"
 
 
@@ -55,7 +55,7 @@ def read_detached(path: Path) -> onnx.ModelProto:
 
 
 def _wide(tensor: onnx.TensorProto) -> bool:
-    """Tells whether numpy can map the tensor: its numbers have one byte or more."""
+    """Tells whether numpy can map the tensor, whose numbers need at least one byte each."""
     from onnx import TensorProto
 
     return tensor.data_type not in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)
@@ -79,8 +79,8 @@ def detached_bytes(model: onnx.ModelProto) -> int:
 
 
 def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarray:
-    """Returns the numbers of a tensor, detached or not. A detached tensor with the dtype of its file is a view of the
-    file. ``widened``: return 16-bit floats as float32, which is exact."""
+    """Returns the values of a tensor, detached or not. The result is a view of the file if a detached tensor keeps the
+    file's dtype. ``widened`` returns 16-bit floats as float32, which is exact."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
@@ -111,7 +111,7 @@ def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.T
 
 
 def attach(tensor: onnx.TensorProto) -> None:
-    """Reads the numbers of a detached tensor into the tensor itself."""
+    """Reads the values of a detached tensor into the tensor itself."""
     raw = b"".join(raw_pieces(tensor))
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")
@@ -119,7 +119,7 @@ def attach(tensor: onnx.TensorProto) -> None:
 
 
 def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
-    """Yields the numbers of a detached tensor as the bytes of a file."""
+    """Yields the values of a detached tensor as bytes for a file."""
     from onnx import helper
 
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -128,7 +128,7 @@ def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
 
 
 def _pieces(mapped: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields small parts of a tensor, which may be copied a few times, each with the index of its first number."""
+    """Yields small chunks of a tensor, each with the index of its first value."""
     flat = mapped.reshape(-1)
     for start in range(0, flat.size, _PIECE):
         yield start, flat[start : start + _PIECE]
@@ -145,8 +145,8 @@ def _mapped(tensor: onnx.TensorProto) -> np.ndarray:
 
 
 def rounded(value: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
-    """Returns ``value`` rounded to a 16-bit float format. Finite numbers stay finite: a mask of -1e9 becomes the lowest
-    finite number."""
+    """Returns ``value`` rounded to a 16-bit float format. Finite numbers stay finite, so that a mask of -1e9 becomes
+    the lowest finite number."""
     import ml_dtypes
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Loads each form of a TensorFlow model into a ``Loaded``: a call by name and a graph that can be frozen.
+"""Loads each file format of TensorFlow models into a ``Loaded``, which can be called and frozen.
 
 Imported only in the TensorFlow process.
 """
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
-    """Loads the model that ``spec`` names. Raises ``BadSource`` or ``InvalidModel`` with the reason if that fails."""
+    """Loads the model that ``spec`` names. Raises ``BadSource`` or ``InvalidModel`` with the reason if loading
+    fails."""
     try:
         loaded = _FORMS[spec.form](spec)
-        # The loaders of graphs and checkpoints strip dropout themselves, before they cut the graph at its outputs.
+        # The loaders of graphs and checkpoints strip dropout themselves, before pruning the graph to its outputs.
         return _stripped(loaded) if spec.strip and spec.form not in ("graph", "checkpoint") else loaded
     except AccelError:
         raise
@@ -39,8 +40,8 @@ def load(spec: TensorFlowSpec) -> Loaded:
 
 
 def _stripped(loaded: Loaded) -> Loaded:
-    """Freezes the model and removes its dropout. Calls of the result run the stripped graph as well, so conversions are
-    compared with it."""
+    """Freezes the model and removes its dropout. Calling the result runs the stripped graph, so that conversions are
+    compared with the stripped graph."""
     frozen = loaded.freeze()
     frozen = replace(frozen, graph=strip_dropout(frozen.graph))
     call, _ = _run_graph(frozen)
@@ -94,8 +95,8 @@ def _saved_model(spec: TensorFlowSpec) -> Loaded:
 
 
 def _from_old_signature(function: Any, inputs: list[Row], outputs: Mapping[str, Any]) -> Loaded:
-    """Loads a signature of a TF1 file. The variables of a TF1 file belong to the file's own graph, so the signature is
-    frozen directly and not traced through a call."""
+    """Loads a signature of a TF1 file. The signature is frozen without tracing a call, because the variables of a TF1
+    file belong to the file's own graph."""
     places = {t.name: index for index, t in enumerate(function.outputs)}
     names = [name for name, _ in sorted(outputs.items(), key=lambda item: places[item[1].name])]
     starts = [str(name) for name in function._arg_keywords]
@@ -154,7 +155,7 @@ def _keras_problem(error: Exception) -> str:
 
 
 def _from_keras(model: Any, where: str) -> Loaded:
-    """Loads a built Keras model. Inputs have their own names, outputs the names of the layers that compute them."""
+    """Loads a built Keras model. Inputs keep their names, and outputs get the names of the layers that compute them."""
     if not getattr(model, "built", True) or not getattr(model, "inputs", None):
         raise BadSource(
             f"{where} is a Keras model that was never called, so its inputs are unknown; call the model once on an "
@@ -185,7 +186,7 @@ def _from_keras(model: Any, where: str) -> Loaded:
 
 
 def _untraceable(where: str, kinds: Sequence[Any], inputs: Sequence[Row], error: Exception) -> BadSource:
-    """Returns the error for a model that Keras can run but can't trace, such as bilinear ``UpSampling2D`` over open
+    """Returns the error for a model that Keras can run but can't trace, such as bilinear ``UpSampling2D`` with dynamic
     sizes."""
     said = whole_sentences(error, 160).rstrip(".")
     if all(kind.shape.rank is None or all(kind.shape[1:].as_list()) for kind in kinds):
@@ -257,7 +258,7 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
-    """Raises ``BadSource`` with likely tensors if the spec names no inputs or outputs, or tensors that don't exist."""
+    """Raises ``BadSource`` with likely tensors if the spec names no inputs or outputs, or names missing tensors."""
     nodes = {node.name for node in graph.node}
     starts, ends = _ends(graph)
     hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
@@ -269,8 +270,8 @@ def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
 
 
 def _ends(graph: Any) -> tuple[list[str], list[str]]:
-    """Returns the likely inputs of a graph (its placeholders) and its likely outputs: tensors that are computed from
-    the inputs and read by no other node."""
+    """Returns the likely inputs (placeholders) and the likely outputs of a graph. Tensors that depend on the inputs and
+    are read by no other node are likely outputs."""
     kinds = ("Placeholder", "PlaceholderWithDefault")
     starts = [node.name for node in graph.node if node.op in kinds and not node.name.startswith("save/")]
     reads = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in graph.node}
@@ -291,7 +292,8 @@ def _ends(graph: Any) -> tuple[list[str], list[str]]:
 
 
 def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
-    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file, which doesn't name them itself.
+    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file, which doesn't name its inputs and
+    outputs.
 
     Raises ``InvalidModel`` if the file can't be read.
     """
@@ -366,8 +368,8 @@ def _from_call(
     *,
     keep: Any,
 ) -> Loaded:
-    """Traces ``call``, which takes tensors and returns tensors in order, into one function. ``keep`` is the object that
-    owns the variables; it has to live as long as the result."""
+    """Traces ``call``, which takes tensors and returns tensors in order, into one function. ``keep`` is the owner of
+    the variables, which has to live as long as the result."""
     traced = tf.function(call, autograph=False).get_concrete_function(*kinds)
     names = [name for name, _, _ in inputs]
 

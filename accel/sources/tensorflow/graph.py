@@ -1,4 +1,4 @@
-"""Operations on TensorFlow graphs: freeze, find random ops, remove dropout, count.
+"""Functions that freeze TensorFlow graphs, find random ops, remove dropout and count nodes.
 
 Imported only in the TensorFlow process.
 """
@@ -45,7 +45,7 @@ _GATHER = {"GatherV2": 0, "Gather": 0, "ResourceGather": 0}
 def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Frozen:
     """Freezes a concrete function of the tensors ``inputs``: variables become constants and calls are inlined.
 
-    Raises ``BadSource`` if the function keeps state that can't be frozen, or changes its variables.
+    Raises ``BadSource`` if the function has state that can't be frozen, or changes its variables.
     """
     frozen = _with_constants(function)
     taken = [t.name for t in frozen.inputs if t.dtype != tf.resource]
@@ -62,8 +62,8 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
 
 
 def _with_constants(function: Any) -> Any:
-    """Returns ``function`` with its variables as constants. Assignments to integer variables are removed: Keras'
-    dropout stores the state of its random generator that way.
+    """Returns ``function`` with its variables as constants. Removes assignments to integer variables, in which Keras'
+    dropout stores the state of its random generator.
 
     Raises ``BadSource`` if the model assigns to any other variable.
     """
@@ -72,7 +72,7 @@ def _with_constants(function: Any) -> Any:
     how = {"lower_control_flow": False, "aggressive_inlining": True}
     try:
         return convert_to_constants.convert_variables_to_constants_v2(function, **how)
-    except ValueError as error:  # the function assigns to a variable, which is a constant now
+    except ValueError as error:  # the function assigns to a variable that became a constant
         if "VariableOp" not in str(error):
             raise
     data = convert_to_constants._FunctionConverterDataInEager(func=function, **how)
@@ -94,7 +94,8 @@ def _with_constants(function: Any) -> Any:
 
 
 def _with_values(graph: Any) -> Any:
-    """Replaces the variables that ``graph`` names itself, as TF1 files do, by constants with their current values."""
+    """Replaces the variables in ``graph`` (TF1 files name variables in the graph) by constants with their current
+    values."""
     handles = {node.name: node for node in graph.node if node.op == "VarHandleOp"}
     if not handles:
         return graph
@@ -135,7 +136,7 @@ def freeze_session_graph(session: Any, outputs: Sequence[str]) -> Any:
 def graph_sha256(frozen: Frozen) -> str:
     """Returns the sha256 of a frozen graph's operators, edges, attributes and weights.
 
-    The names of the nodes don't count: Keras numbers them within a process.
+    Node names are left out, because Keras numbers nodes within a process.
     """
     places = {node.name: str(place) for place, node in enumerate(frozen.graph.node)}
     digest = hashlib.sha256(repr([*frozen.inputs, *frozen.outputs]).encode())
@@ -154,7 +155,7 @@ def graph_sha256(frozen: Frozen) -> str:
 
 
 def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:
-    """Raises ``RandomOps`` if random ops lead to the outputs. ``stripped``: dropout was removed before."""
+    """Raises ``RandomOps`` if random ops lead to the outputs. ``stripped`` tells whether dropout was removed before."""
     found = [f"{node.name} ({node.op})" for node in _leading_to_outputs(frozen) if node.op in _RANDOM]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -166,7 +167,7 @@ def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None
 
 
 def without_weights(frozen: Frozen) -> Frozen:
-    """Replaces the large constants of ``frozen`` by placeholders. The result is small and still has all shapes."""
+    """Replaces the large constants of ``frozen`` by placeholders. The result is small but keeps all shapes."""
     graph = tf.compat.v1.GraphDef(versions=frozen.graph.versions, library=frozen.graph.library)
     for node in frozen.graph.node:
         shape = node.attr["value"].tensor.tensor_shape if node.op == "Const" else None
@@ -182,7 +183,7 @@ def without_weights(frozen: Frozen) -> Frozen:
 def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises TensorFlow's ``ValueError`` if a window is larger than its input, for inputs of these shapes.
 
-    At such a size oneDNN's convolutions return uninitialized memory instead of an error.
+    For too large a window, oneDNN's convolutions return uninitialized memory instead of an error.
     """
     types = {node.name: node.attr["dtype"].type for node in frozen.graph.node if node.op.startswith("Placeholder")}
     with tf.Graph().as_default():
@@ -197,7 +198,7 @@ def _leading_to_outputs(frozen: Frozen) -> list[Any]:
     """Returns the nodes that the outputs are computed from, including the nodes of called functions."""
     ends = [name.partition(":")[0] for name in frozen.outputs.values()]
     graph = tf.compat.v1.graph_util.extract_sub_graph(frozen.graph, ends)
-    # The library keeps functions whose last call was inlined.
+    # The function library still contains functions whose last call was inlined.
     called = {
         f for node in graph.node for a in node.attr.values() for f in (a.func.name, *(x.name for x in a.list.func)) if f
     }
@@ -214,11 +215,9 @@ def _leading_to_outputs(frozen: Frozen) -> list[Any]:
 
 
 def strip_dropout(graph: Any) -> Any:
-    """Returns ``graph`` with every dropout replaced by its input, which is what a dropout computes at inference.
-
-    A dropout turns random numbers into a mask of zeros and ones. The dropout multiplies the mask with the input divided
-    by the keep probability, or selects from that input by the mask. Random ops of any other form stay in the graph;
-    ``refuse_random`` names them.
+    """Returns ``graph`` with every dropout replaced by its input, because dropout is the identity at inference. A
+    dropout turns random numbers into a mask of zeros and ones. The mask is multiplied with, or selects from, the input
+    divided by the keep probability. All other random ops stay in the graph, and ``refuse_random`` reports them.
     """
     nodes = {node.name: node for node in graph.node}
     users: dict[str, list[str]] = {}
@@ -274,9 +273,9 @@ def _dropped(node: Any, masks: set[str], nodes: Mapping[str, Any]) -> str:
 
 
 def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
-    """Returns the tensor before it is divided by the keep probability, or "" if there is no such division.
+    """Returns the tensor before its division by the keep probability, or "" if there is no such division.
 
-    TF1 divides by the probability, TF2 multiplies with its inverse.
+    TF1 divides by the keep probability, TF2 multiplies with its inverse.
     """
     node = nodes.get(_operation(name))
     if node is None or node.op not in _SCALE:
@@ -288,8 +287,8 @@ def _unscaled(name: str, nodes: Mapping[str, Any]) -> str:
 
 
 def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
-    """Tells whether the tensor is one number: a constant, a placeholder of a keep probability, or computed from
-    them."""
+    """Tells whether the tensor is a scalar constant, a placeholder of a keep probability, or computed from such
+    tensors."""
     node = nodes.get(_operation(name))
     if node is None:
         return False
@@ -305,8 +304,8 @@ def _is_scalar(name: str, nodes: Mapping[str, Any]) -> bool:
 
 
 def count_graph(frozen: Frozen) -> dict[str, Any]:
-    """Counts nodes, operators, parameters and bytes of a frozen graph, as ``model.count`` returns them. The float
-    constants are the weights."""
+    """Counts nodes, operators, parameters and bytes of a frozen graph for ``model.count``. The float constants are the
+    weights."""
     nodes = _leading_to_outputs(frozen)
     operators = Counter(node.op for node in nodes if node.op not in _NO_WORK)
     parameters, weights = 0, Counter[str]()
@@ -338,7 +337,7 @@ def index_bounds(frozen: Frozen) -> dict[str, tuple[int, int]]:
         rows = _rows(node.input[0], nodes)
         name = _operation(node.input[1])
         while name not in origin and name in nodes and nodes[name].op in _SAME:
-            # Keras lets negative indices count from the end: Select(ids < 0, ids + rows, ids).
+            # Keras implements negative indices, which count from the end, as Select(ids < 0, ids + rows, ids).
             name = _operation(nodes[name].input[2 if nodes[name].op == "SelectV2" else 0])
         if rows and name in origin:
             last = min(rows - 1, bounds.get(origin[name], (0, rows))[1])

@@ -1,4 +1,4 @@
-"""A loaded TensorFlow model of any form, as data: how it is called, and what it takes and gives."""
+"""A loaded TensorFlow model of any file format, with its call, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel.errors import InvalidModel
 if TYPE_CHECKING:
     import numpy as np
 
-# Name, dtype and shape of a tensor. An open dim is None, and so is a shape of unknown rank.
+# Name, dtype and shape of a tensor. A dynamic dim is None, and a shape of unknown rank is None.
 Row = tuple[str, str, list[int | None] | None]
 
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
@@ -30,9 +30,9 @@ class Frozen:
 class Loaded:
     """A model that can be called and converted.
 
-    ``call``: takes arrays by input name and returns arrays by output name. ``inputs``: a row for each input.
-    ``outputs``: the names of the outputs. ``freeze``: returns the graph with its weights as constants. ``declared``: a
-    row for each output if the file states its outputs, else empty.
+    ``call`` takes arrays by input name and returns arrays by output name. ``inputs`` has a row for each input.
+    ``outputs`` names the outputs. ``freeze`` returns the graph with its weights as constants. ``declared`` has a row
+    for each output if the file declares its outputs, else no rows.
     """
 
     call: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
@@ -43,13 +43,13 @@ class Loaded:
 
 
 def plain_name(name: str) -> str:
-    """Returns the user's name of a tensor: ``x`` for ``x:0``, ``x_1`` for ``x:1``."""
+    """Returns the user's name of a tensor, such as ``x`` for ``x:0`` and ``x_1`` for ``x:1``."""
     operation, _, index = name.partition(":")
     return operation if index in ("", "0") else f"{operation}_{index}"
 
 
 def dtype_name(kind: Any) -> str:
-    """Returns the dtype of a ``tf.DType`` as a ``TensorSpec`` has it.
+    """Returns the name of a ``tf.DType`` in a ``TensorSpec``.
 
     Raises ``InvalidModel`` if ONNX has no such dtype (resource, variant, complex, quantized).
     """

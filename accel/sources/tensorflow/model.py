@@ -1,4 +1,4 @@
-"""Describes, counts and runs a TensorFlow model of any form. Imported only in the TensorFlow process."""
+"""Describes, counts and runs a TensorFlow model of any file format. Imported only in the TensorFlow process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of times a model is run again on the same inputs. A model that chooses among a few numbers at random
-# may give the same result twice in a row.
+# The number of repeated runs on the same inputs, because a random choice among a few values may repeat itself.
 _AGAIN = 4
-# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one open dim
+# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim
 # (sound), because an image of this size takes long.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
-# The number of models that stay loaded. A conversion asks for the same model several times.
+# The number of models that stay loaded, because a conversion loads the same model several times.
 _KEPT = 2
 _Run = Callable[[Feeds], "dict[str, np.ndarray]"]
 
@@ -41,12 +40,12 @@ def load(spec: TensorFlowSpec) -> Loaded:
     """Loads the model that ``spec`` names. The last few models are kept as long as their files don't change."""
     place = Path(spec.path.rpartition(":")[0] if spec.form == "python" else spec.path)
     files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    # A factory may be named, and may read files, relative to the current folder.
+    # The current folder matters, because a factory's path and the files that it reads may be relative.
     stamp = (Path.cwd(), *(f.stat().st_mtime for f in files if f.exists()))
     kept = _loaded.get(spec)
     if kept is not None and kept[0] == stamp:
         return kept[1]
-    # Warnings of TensorFlow's loggers would hide the error that follows them.
+    # TensorFlow's warnings would hide the error that follows.
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     made = tflite.load(spec) if spec.form == "tflite" else forms.load(spec)
     _loaded[spec] = (stamp, made)
@@ -58,14 +57,14 @@ def load(spec: TensorFlowSpec) -> Loaded:
 def describe(
     spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
 ) -> dict[str, Any]:
-    """Describes the model that ``spec`` names: its ``inputs`` and ``outputs`` as specs, its ``dims`` with their ranges,
-    its ``properties``, and for a factory the ``sha256`` of the graph it made.
+    """Describes the model that ``spec`` names, with its ``inputs`` and ``outputs`` as specs, the ranges of its
+    ``dims``, its ``properties``, and for a factory the ``sha256`` of the graph.
 
-    Runs the model at several sizes, and repeatedly at one of them to find outputs that are random. Tries larger sizes
-    if the model can't take the usual sizes of a dim for which ``dims`` has no range. ``inputs``: specs from the user,
-    as ``with_given`` takes them. Raises ``BadSource`` if the model runs at no size or has random outputs.
+    Runs the model at several sizes, and repeatedly at one size to find random outputs. Tries larger sizes
+    if the model can't take the usual sizes of a dim for which ``dims`` has no range. ``inputs`` are the user's specs
+    for ``with_given``. Raises ``BadSource`` if the model runs at no size or has random outputs.
     """
-    if spec.form == "python":  # a factory may read files and import code that the stamp does not cover
+    if spec.form == "python":  # a factory may use files that the stamp does not cover
         _loaded.pop(spec, None)
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
@@ -92,7 +91,7 @@ def describe(
             specs = tuple(replace(s, values=s.values or bounds.get(s.name)) for s in named)
             bare = Signature(with_given(specs, inputs, spec.path))
             batch = bare.batch_dim
-            # A fixed batch is probed at other sizes as well, to see which output dims follow it.
+            # A fixed batch is probed at other sizes too, to find the output dims that follow the batch.
             said = {d: r for d, r in (dims or {}).items() if d in bare.dims and (d != batch or r.min < r.max)}
             free = tuple(d for d in bare.dims if d not in said and d != batch)
             if larger and (not free or (larger is _LARGER[-1] and len(free) > 1)):
@@ -120,11 +119,12 @@ def describe(
         assert first is not None
         assert tried is not None
         raise _with_step(first, tried, run_on)
-    return odd  # at every size an output is empty or not finite
+    return odd  # every size gave an empty or non-finite output
 
 
 def declared(spec: TensorFlowSpec) -> tuple[list[Row], list[Row]]:
-    """Returns the inputs and outputs that a SavedModel or a TFLite file declares. Loads the model without a run."""
+    """Returns the inputs and outputs that a SavedModel or a TFLite file declares. Loads the model without running
+    it."""
     model = load(spec)
     return model.inputs, list(model.declared)
 
@@ -144,7 +144,7 @@ def run(spec: TensorFlowSpec, feeds: Mapping[str, np.ndarray]) -> dict[str, np.n
 def _run_whole(
     model: Loaded, outline: Frozen | None, where: str, feeds: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Runs the model as ``run`` does, but first refuses inputs that are smaller than a window of the graph."""
+    """Runs the model like ``run``, but first refuses inputs that are smaller than a window of the graph."""
     if outline is not None:
         with _failures(feeds, where):
             refuse_windows_beyond(outline, {name: value.shape for name, value in feeds.items()})
@@ -169,7 +169,7 @@ def _failures(feeds: Mapping[str, np.ndarray], where: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first lines of TensorFlow's message, which say what is wrong, without the list of graph nodes."""
+    """Returns the first lines of TensorFlow's message, which give the cause, without the list of graph nodes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
     # Keeps the name of a node and drops its attributes.
@@ -182,8 +182,8 @@ def _probe(
 ) -> tuple[tuple[TensorSpec, ...], bool]:
     """Returns the specs of the outputs, and whether all outputs are sound (see ``_is_sound``) at every size.
 
-    The dims ``doubled`` are probed at their usual and their largest size only: a net that halves an image repeatedly
-    can't take an image that is one pixel larger.
+    The dims ``doubled`` are probed only at their usual and their largest size, because a net with downsampling can't
+    take an image that is one pixel larger.
     """
     cases = probe_cases(signature)
     for case in cases[1:]:
@@ -212,26 +212,26 @@ def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
 
 def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSource:
     """Returns ``error``, which the model raised at a size of ``signature``. If the model runs at multiples of a step,
-    the returned error advises to pass ranges with that step."""
+    the error includes the advice to pass ranges with that step."""
     if not isinstance(error, FailsOnInputs) or not (fix := step_advice(signature, run_on)):
         return error
     return BadSource(error.reason + fix)
 
 
 def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) -> Signature:
-    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. Otherwise returns the
-    signature with the ranges of these dims beginning at their usual sizes."""
+    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. Otherwise the ranges of
+    ``free`` begin at the usual sizes."""
     smallest = {d: signature.dims[d].min for d in free}
     try:
         if _is_sound(run_on(signature.example_inputs(**smallest))):
             return signature
     except BadSource:
-        pass  # the failure says only that these sizes are too small
+        pass  # the smallest sizes are too small
     return signature.with_dims({d: replace(signature.dims[d], min=signature.dims[d].opt) for d in free})
 
 
 def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, ...]]:
-    """Yields the inputs with named dims: first with different names for each input, then with one name for the same
+    """Yields the inputs with named dims, first with different names for each input, then with one name for the same
     axis of all inputs."""
     said = {spec.name: spec for spec in given}
     rows: list[tuple[str, str, list[int | None]]] = []
@@ -257,8 +257,8 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """Names an open dim: ``batch``, ``length`` of a sequence, ``height`` and ``width`` of an NHWC image, or
-    ``dim_<axis>``."""
+    """Returns the name of a dynamic dim, which is ``batch``, ``length`` (sequences), ``height`` or ``width`` (NHWC
+    images), or ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:

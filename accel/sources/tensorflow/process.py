@@ -1,4 +1,4 @@
-"""The child process that TensorFlow runs in. The child's log stays off the terminal, and a crash of the child is only
+"""The child process that TensorFlow runs in. The child's log is kept off the terminal, and a crash of the child is only
 an error in the parent."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from accel.child import Child
 from accel.errors import ChildCrashed, MissingExtra
 
-# The reference is computed on the CPU: the rounding of a GPU's TF32 would look like an error of the conversion.
+# The reference is computed on the CPU, because the rounding of a GPU's TF32 would look like an error of the conversion.
 _ENV = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", "KERAS_BACKEND": "tensorflow"}
 
 _process: Child | None = None
@@ -21,7 +21,7 @@ def in_tensorflow(target: str, /, **arguments: Any) -> Any:
     """Calls ``target(**arguments)`` in the TensorFlow process and returns the result.
 
     The first call starts the process. Later calls use the same process, because importing TensorFlow takes seconds.
-    The call runs in the current folder of this process: a factory may read files there.
+    The call runs in this process's current folder, where a factory may read files.
     Raises ``MissingExtra`` if TensorFlow is not installed. Raises ``ChildCrashed`` with the last line of the process'
     log if the process dies.
     """
@@ -46,7 +46,7 @@ def require_tensorflow(*others: str) -> None:
 
 
 def close() -> None:
-    """Ends the process. The next call starts another process."""
+    """Ends the process. The next call of ``in_tensorflow`` starts a new process."""
     global _process
     if _process is not None:
         process, _process = _process, None

@@ -27,11 +27,10 @@ _FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFlowSpec:
-    """The place of a TensorFlow model and the way to read it.
-
-    ``form``: ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` or ``tflite``.
-    ``signature``: the name of a SavedModel's signature. ``inputs``, ``outputs``: tensors of a graph, like ``x:0``.
-    ``strip``: remove dropout that training left in the model.
+    """The path of a TensorFlow model and the options for reading it. ``form`` is the file format, one of
+    ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
+    ``signature`` is the name of a SavedModel's signature. ``inputs``, ``outputs`` are tensors of a graph, like ``x:0``.
+    ``strip`` removes dropout that training left in the model.
     """
 
     form: str
@@ -43,7 +42,7 @@ class TensorFlowSpec:
 
     @classmethod
     def of(cls, artifact: Artifact) -> TensorFlowSpec:
-        """Returns how to read the model behind ``artifact``, which is of kind ``tensorflow`` or ``tflite``."""
+        """Returns the spec of the model behind ``artifact``, which is of kind ``tensorflow`` or ``tflite``."""
         loading = artifact.source.get("loading")
         if loading and artifact.manifest is None:
             return cls(**{**loading, "inputs": tuple(loading["inputs"]), "outputs": tuple(loading["outputs"])})
@@ -81,7 +80,7 @@ def _written_in_tensorflow(text: str) -> bool:
     """Tells whether the file behind ``file.py:factory`` or ``package.module:factory`` imports TensorFlow or Keras, and
     not torch.
 
-    Parses the file: this process must not import it.
+    Parses the file, because this process must not import it.
     """
     where, colon, _ = text.rpartition(":")
     if not colon:
@@ -120,12 +119,12 @@ def open_tensorflow(
 ) -> Artifact:
     """Opens the TensorFlow model that ``text`` names, as an artifact of kind ``tensorflow`` or ``tflite``.
 
-    ``inputs``: names or fixes dims that the model leaves open, and gives the range of integers. ``graph_inputs``,
-    ``graph_outputs``: tensor names of a frozen graph or checkpoint. ``signature``: the name of a SavedModel's
-    signature. ``strip_training_ops``: remove dropout that training left in the model.
+    ``inputs`` names or fixes the model's dynamic dims, and gives the range of integers. ``graph_inputs`` and
+    ``graph_outputs`` are tensor names of a frozen graph or checkpoint. ``signature`` is the name of a SavedModel's
+    signature. ``strip_training_ops`` removes dropout that training left in the model.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be read, holds random ops, or needs an option that is
-    missing. Raises ``UsageError`` for an option that this form of model does not have.
+    missing. Raises ``UsageError`` for an option that this file format does not have.
     """
     form = form_of(text)
     assert form is not None, text
@@ -181,7 +180,7 @@ def open_tensorflow(
     )
 
 
-# The options of ``open_tensorflow`` that each form has, beside inputs and dims.
+# The options of ``open_tensorflow`` for each file format, besides inputs and dims.
 OPTIONS = {
     "saved_model": ("signature", "strip_training_ops"),
     "keras": ("strip_training_ops",),
@@ -192,7 +191,7 @@ OPTIONS = {
 
 
 def _tensor_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Completes names of operations: ``x`` stands for its first output, ``x:0``."""
+    """Turns names of operations such as ``x`` into the names of their first outputs, such as ``x:0``."""
     return tuple(name if ":" in name else f"{name}:0" for name in names)
 
 
@@ -231,7 +230,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
     """Returns ``found`` with the dims and value ranges of ``given``, matched by name.
 
-    Raises ``BadInputSpec`` if a given spec contradicts the model ``where``.
+    Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model, which messages call ``where``.
     """
     by_name = {spec.name: spec for spec in given}
     specs = []

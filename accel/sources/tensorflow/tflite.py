@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load(spec: TensorFlowSpec) -> Loaded:
-    """Loads a ``.tflite`` file. Raises ``InvalidModel`` with the interpreter's reason if it refuses the file."""
+    """Loads a ``.tflite`` file. Raises ``InvalidModel`` with the reason if the interpreter refuses the file."""
     path = Path(spec.path)
     if path.read_bytes()[4:8] != b"TFL3":
         raise InvalidModel(f"{path} is not a TFLite file; convert it again")
@@ -63,7 +63,7 @@ def _interpreter(path: Path) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notice that the interpreter moves to another package
-        # The reference kernels define what the file computes; XNNPACK's kernels may differ.
+        # The reference kernels define the result of the file, and XNNPACK's kernels may differ.
         interpreter = tf.lite.Interpreter(
             str(path),
             num_threads=1,
@@ -102,8 +102,8 @@ def operators(path: Path) -> set[str]:
 
 
 def count_file(path: Path) -> dict[str, Any]:
-    """Counts nodes, operators, parameters and bytes of a ``.tflite`` file, as ``model.count`` returns them. Tensors
-    with a buffer are the weights."""
+    """Counts nodes, operators, parameters and bytes of a ``.tflite`` file for ``model.count``. Tensors with a buffer
+    are the weights."""
     from tensorflow.lite.python import schema_py_generated as schema
 
     kinds = {value: name.lower() for name, value in vars(schema.TensorType).items() if not name.startswith("_")}
@@ -113,7 +113,7 @@ def count_file(path: Path) -> dict[str, Any]:
         for tensor in (graph.Tensors(i) for i in range(graph.TensorsLength())):
             kind, size = kinds[tensor.Type()], model.Buffers(tensor.Buffer()).DataLength()
             number = math.prod(tensor.Shape(axis) for axis in range(tensor.ShapeLength()))
-            # Axes, sizes and the biases of quantized layers are int32. Only the biases have a scale.
+            # Of the int32 tensors (axes, sizes and biases of quantized layers), only the biases have a scale.
             scaled = tensor.Quantization() is not None and tensor.Quantization().ScaleLength() > 0
             if size and number > 1 and (kind.startswith("float") or scaled):
                 parameters += number

@@ -20,17 +20,17 @@ from ..output_specs import far_runs, output_specs, probe_cases, same_output, ste
 if TYPE_CHECKING:
     import numpy as np
 
-# Layers that use statistics of the batch or random numbers in training mode, but not in evaluation mode.
+# Layers that use batch statistics or random numbers in training mode only.
 _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
 
 
 def to_tensor(value: np.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor. Shares the memory of a contiguous array. Passes bfloat16 by its bits."""
+    """Returns the array as a tensor, which shares the memory of a contiguous array. Converts bfloat16 bit by bit."""
     import numpy as np
 
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16)
-    if not value.flags.writeable:  # hides torch's warning: the callers don't write to the tensor
+    if not value.flags.writeable:  # hides a warning: callers don't write to the tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(np.ascontiguousarray(value))
@@ -38,7 +38,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 
 
 def to_array(value: torch.Tensor) -> np.ndarray:
-    """Returns the tensor as a numpy array, bfloat16 as the dtype of ml_dtypes."""
+    """Returns the tensor as a NumPy array, with bfloat16 as the dtype of ml_dtypes."""
     import ml_dtypes
 
     value = value.detach().cpu().contiguous()
@@ -51,8 +51,8 @@ def to_array(value: torch.Tensor) -> np.ndarray:
 def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     """Returns the tensors in a result of ``forward`` by name.
 
-    Names are keys of dicts, fields of dataclasses and named tuples, else ``output``, or ``output_0``, ``output_1``...
-    for several. Leaves out None and plain numbers.
+    Names are keys of dicts and fields of dataclasses and named tuples. Other results are named ``output``, or
+    ``output_0``, ``output_1``... for several tensors. Leaves out None and plain numbers.
     """
     if isinstance(value, torch.Tensor):
         return {prefix or "output": value}
@@ -89,7 +89,7 @@ class NamedModule(torch.nn.Module):
         self.names = tuple(inputs)
         self.outputs = tuple(outputs)
         self.keywords = _by_keyword(module, self.names)
-        # True if forward writes to its inputs, None before the first run.
+        # Whether forward writes to its inputs, or None before the first run.
         self.writes_inputs: bool | None = None
 
     def by_name(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -112,9 +112,9 @@ def script_parameters(module: torch.jit.ScriptModule) -> list[str]:
 def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
 
-    A single input may have any name and is passed by position. So are several inputs if ``forward`` takes ``*args``.
-    Otherwise raises ``BadInputSpec`` for a name that ``forward`` doesn't have: passed by position, the input could
-    silently become another one.
+    A single input may have any name and is passed by position. Several inputs are passed by position only if
+    ``forward`` takes ``*args``. Otherwise raises ``BadInputSpec`` for a name that ``forward`` doesn't have, because
+    inputs passed by position could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
@@ -127,7 +127,8 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     if len(names) > 1 and not anything:
         wrong = next(name for name in names if name not in known)
         raise BadInputSpec(
-            f"forward has no parameter {wrong!r}; name the inputs as it does: {', '.join(known) or 'it takes none'}"
+            f"forward has no parameter {wrong!r}; "
+            f"name the inputs like its parameters: {', '.join(known) or 'there are none'}"
         )
     return False
 
@@ -147,8 +148,8 @@ def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.
 
 
 def in_training(module: torch.nn.Module) -> str:
-    """Names the dropout and batch norm layers that are in training mode after ``module`` ran, although it was opened in
-    evaluation mode, and the fix. Returns "" if there are none."""
+    """Returns a message about dropout and batch norm layers that are in training mode after a run, although ``module``
+    was set to evaluation mode. Returns "" if there are none."""
     names = [name for name, part in module.named_modules() if part.training and isinstance(part, _OTHER_IN_TRAINING)]
     if not names:
         return ""
@@ -163,8 +164,8 @@ def in_training(module: torch.nn.Module) -> str:
 def discover_outputs(
     module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
 ) -> tuple[TensorSpec, ...]:
-    """Runs the module at several sizes and returns the specs of its outputs: names, dtypes and dims. ``names``: names
-    for the outputs in order. ``where``: the source, for messages.
+    """Runs the module at several sizes and returns the specs of its outputs (names, dtypes and dims). ``names`` lists
+    names for the outputs in order. ``where`` names the source in messages.
 
     Raises ``BadSource`` if the module fails at a size of the signature, has random outputs or returns no tensor.
     """

@@ -1,4 +1,4 @@
-"""The dims of a signature in the form that ``torch.export`` takes."""
+"""The dims of a signature for ``torch.export``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from accel.signature import DimRange
 
 
 def export_dim(name: str, bounds: DimRange, *, open_end: bool = False) -> torch.export.Dim:
-    """Returns ``bounds`` as a dim called ``name``. ``open_end``: leave out the upper bound.
-
-    A dim with a step becomes ``step`` times another dim, so that a reader of the program finds the step.
+    """Returns ``bounds`` as a dim called ``name``. ``open_end`` leaves out the upper bound. A dim with a step becomes
+    ``step`` times another dim, so that the exported program records the step.
     """
     step = bounds.step
     most = None if open_end else bounds.max // step

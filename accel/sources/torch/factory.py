@@ -1,4 +1,4 @@
-"""Modules made by the user's own function: ``package.module:factory`` or ``file.py:factory``."""
+"""Modules made by the user's function ``package.module:factory`` or ``file.py:factory``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_factory(spec: str, weights: Path | None) -> Found:
     if declaration and declaration.weights:
         files = [*(Path(f) for f in declaration.weights()), *files]
     folder = getattr(getattr(made, "config", None), "_name_or_path", "")
-    if folder and Path(folder).is_dir():  # the factory read a transformers model from there
+    if folder and Path(folder).is_dir():  # the path of a transformers model that the factory loaded
         files = [*sorted(Path(folder).glob("*.safetensors")), *files]
     inputs = declaration.inputs if declaration else specs_from_example(made, example)
     return Found(
@@ -57,7 +57,7 @@ def open_factory(spec: str, weights: Path | None) -> Found:
 
 
 def call_factory(factory: Callable[[], Any], spec: str) -> Any:
-    """Calls ``factory`` and returns the result. If ``factory`` is already a module, returns it without a call.
+    """Calls ``factory`` and returns the result. If ``factory`` is already a module, returns the module itself.
 
     Raises ``BadSource`` with the line of the user's code if the factory raises.
     """
@@ -98,7 +98,8 @@ def forward_parameters(module: torch.nn.Module) -> list[str]:
 
 
 def required_parameters(module: torch.nn.Module) -> list[str]:
-    """Returns the names of the parameters of ``forward`` without a default. If all have one, returns the first name."""
+    """Returns the names of the parameters of ``forward`` without a default. If all parameters have defaults, returns
+    the first name."""
     names = forward_parameters(module)
     if isinstance(module, torch.jit.ScriptModule):
         return names

@@ -1,4 +1,4 @@
-"""``Found``: the PyTorch module that a spec names, with everything known about its inputs."""
+"""``Found`` holds the PyTorch module that a spec names, with everything known about its inputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..checkpoints.checkpoint import Checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A module, the files it was read from, and the facts about its inputs that the spec tells.
+    """A module, the files it was read from, and the inputs that the spec declares.
 
-    ``path``: the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
-    ``checkpoint``: the weights that were loaded into the module. ``forms``: several signatures the module may have;
-    running the module tells which of them it has. ``example``: examples of how its inputs may be declared.
+    ``path`` is the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
+    ``checkpoint`` holds the weights that were loaded into the module. ``forms`` lists possible signatures of the
+    module, one of which is selected by running the module. ``example`` holds example declarations of its inputs.
     """
 
     module: torch.nn.Module

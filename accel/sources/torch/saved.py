@@ -1,4 +1,4 @@
-"""Modules saved by torch with their code: exported programs (``.pt2``) and TorchScript files."""
+"""Modules that torch saved with their code, which are exported programs (``.pt2``) and TorchScript files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..checkpoints.unpickle import refuse_bomb
 from .call import flatten
 from .found import Found
 
-# torch writes an upper limit from _ANY_SIZE on for a dim that may have any size. A smaller limit is taken as declared,
-# but only up to the larger of _DECLARED and four times the example's size: gates run at the ends of each range.
+# torch writes an upper limit of at least _ANY_SIZE for an unlimited dim. A smaller limit is used, up to the larger of
+# _DECLARED and four times the example's size, because gates run at the ends of each range.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 
 def open_exported_program(path: Path) -> Found:
-    """Opens a ``.pt2`` file. Inputs and ranges come from its example inputs and range constraints.
+    """Opens a ``.pt2`` file. Inputs and ranges come from the program's example inputs and range constraints.
 
     Raises ``BadSource`` or ``InvalidModel`` if the file can't be read.
     """
@@ -75,9 +75,8 @@ def open_exported_program(path: Path) -> Found:
 
 
 def _multiple_of(expression: Any) -> tuple[int, str]:
-    """Returns the step and the symbol of a dim that was exported as ``step * Dim(...)``.
-
-    Returns 1 and the whole expression for any other dim.
+    """Returns the step and the symbol of a dim that was exported as ``step * Dim(...)``. For any other dim, returns 1
+    and the whole expression.
     """
     factor, symbol = expression.as_coeff_Mul()
     if factor.is_Integer and factor > 1 and symbol.is_Symbol:
@@ -86,7 +85,8 @@ def _multiple_of(expression: Any) -> tuple[int, str]:
 
 
 class _Program(torch.nn.Module):
-    """An exported program that takes all tensors in order. The program stays in the mode of its export."""
+    """An exported program that takes all tensors in order. The program stays in the mode (training or evaluation) of
+    its export."""
 
     def __init__(self, module: torch.nn.Module, keywords: tuple[str, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PyTorch sources of every form, as artifacts of kind ``torch``."""
+"""Opens every kind of PyTorch source as an artifact of kind ``torch``."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def open_torch(
 ) -> Artifact:
     """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
-    ``spec``: ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers folder,
-    or a folder of ``accel train``. ``inputs``: replaces the inputs that the factory declares. ``weights``: a state dict
-    or the folder of a training checkpoint, which is loaded into the factory's module. ``like``: returns the signature
-    of another form of the model; called if neither ``spec`` nor ``inputs`` declares the inputs.
+    ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
+    folder, or a folder of ``accel train``. ``inputs`` replaces the inputs that the factory declares. ``weights`` is a
+    state dict or the folder of a training checkpoint, which is loaded into the factory's module. ``like`` returns the
+    signature of another version of the model, and is called if neither ``spec`` nor ``inputs`` declares the inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
@@ -102,7 +102,7 @@ def open_torch(
 
 
 def module_of(artifact: Artifact) -> torch.nn.Module:
-    """Returns the module behind an artifact of kind ``torch``. Opens it if this process hasn't opened it yet."""
+    """Returns the module behind an artifact of kind ``torch``. Opens the module once per process."""
     if artifact.manifest is not None or "sha256" not in artifact.source:  # a stage made this file from another source
         digest = artifact.digest
         if digest not in _opened:
@@ -140,10 +140,10 @@ def _code_sha256(module: torch.nn.Module) -> str:
 
 
 def _renamed(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> dict[str, str]:
-    """Maps the name of a model's only input to the name of ``forward``'s first parameter.
+    """Maps the name of a model's only input to the name of the first parameter of ``forward``.
 
     Returns an empty dict if the model has several inputs, if the input already has a parameter's name, or if
-    ``forward`` takes any arguments. ``NamedModule`` passes an only input by position, so the input may have any name.
+    ``forward`` takes any arguments. A single input may have any name, because ``NamedModule`` passes it by position.
     """
     if len(specs) != 1:
         return {}

@@ -1,4 +1,4 @@
-"""Models trained by ``accel train``: a run folder with ``final/`` in it, or the folder ``final`` itself."""
+"""Models trained by ``accel train``, given as the run folder with ``final/`` in it or as the folder ``final``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ INPUTS = "inputs.safetensors"
 
 
 def final_folder(folder: Path) -> Path | None:
-    """Returns the folder of the trained model: ``folder`` or its subfolder ``final``.
-
-    Returns None if accel train wrote neither.
+    """Returns the folder of the trained model, which is ``folder`` or its subfolder ``final``. Returns None if accel
+    train wrote neither folder.
     """
     for candidate in (folder, folder / "final"):
         try:
@@ -40,8 +39,8 @@ def final_folder(folder: Path) -> Path | None:
 
 
 def open_train_folder(folder: Path) -> Found:
-    """Opens the trained model: calls its factory and loads the weights. The inputs come from the recorded signature, or
-    from the recorded samples.
+    """Opens the trained model by calling its factory and loading the weights. The inputs come from the recorded
+    signature, or from the recorded samples.
 
     Raises ``InvalidModel`` if a file is not the one that training wrote, ``BadSource`` if the factory is not found.
     """
@@ -82,8 +81,8 @@ def open_train_folder(folder: Path) -> Found:
 
 
 def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) -> str:
-    """Returns the spec of the factory as it was trained. This is ``spec``, or its copy in ``folder`` if the original
-    file, or a file beside it that it imports, is gone or has changed since."""
+    """Returns the spec of the factory with the code that was trained. If the file of ``spec``, or a neighboring file
+    that it imports, is gone or has changed, returns the copy in ``folder``."""
     where, _, name = spec.rpartition(":")
     if not isinstance(source, str) or source not in files:
         return spec

@@ -14,7 +14,7 @@ from .transformers_inputs import example, forms
 
 
 def open_folder(folder: Path) -> Found:
-    """Opens the model of ``folder`` by the architecture that its config names. Executes and unpickles no file of the
+    """Opens the model of ``folder`` by the architecture that its config names. Never executes or unpickles files of the
     folder.
 
     Raises ``BadSource`` if a file is missing, ``InvalidModel`` if transformers can't load the folder, ``MissingExtra``

@@ -1,4 +1,4 @@
-"""The inputs of a transformers model, read from its config and from the parameters of its ``forward``."""
+"""Finds the inputs of a transformers model in its config and in the parameters of its ``forward``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..declare import input_example
 from ..output_specs import farthest, probe_cases
 from .call import NamedModule, run_named
 
-# The largest end of a default range. Gates run at the ends of each range.
+# The upper bound of default ranges, because gates run at the ends of each range.
 _LONGEST = 512
-# The last character of Unicode.
+# The last Unicode code point.
 _LAST_CHARACTER = 0x10FFFF
 _BATCH = DimRange(1, 1, 8)
 # 0.5 to 5 seconds of sound at 16 kHz.
@@ -26,8 +26,8 @@ _FRAMES = DimRange(32, 128, 1024)
 
 
 def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
-    """Returns the signatures that ``module`` may have, the most likely first. Returns an empty tuple if its config
-    doesn't tell. ``folder``: the folder that may hold the config of the preprocessor."""
+    """Returns the signatures that ``module`` may have, the most likely first. Returns an empty tuple if the config
+    doesn't determine the inputs. ``folder`` is the folder that may hold the config of the preprocessor."""
     config, takes = module.config, set(inspect.signature(module.forward).parameters)
     main = module.main_input_name
     pictures = _images(config, folder) if "pixel_values" in takes else None
@@ -47,23 +47,22 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     if seen is None:
         return ()
     if "bbox" in takes and (last := _whole(config, "max_2d_position_embeddings")):
-        # Some models look up the width of a box. Boxes with random corners may have a negative width.
+        # Random corners are a second choice, because some models look up the width of a box, which may be negative.
         return tuple(_both(seen, _boxes(values)) for values in ((0, last - 1), (0, 0)))
     if main == "input_ids" and pictures is not None and getattr(config, "vision_config", None) is not None:
-        # A model that compares each image with each text takes any number of both.
+        # A model that compares each image with each text takes different numbers of images and texts.
         return _apart(seen), seen
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in takes:
         return (seen,)
     decoded = _both(seen, _decoder(config))
-    # A model that generates text needs decoder_input_ids; another model may do without.
+    # A model that generates text needs decoder_input_ids, and other models may not need them.
     return (decoded, seen) if module.can_generate() else (seen, decoded)
 
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
-    """Returns the first signature of ``found`` that PyTorch runs, with ranges in which it runs: a config may not tell
-    where a table of positions ends. Keeps the ranges that are ``given``.
-
-    Returns the first signature unchanged if none runs.
+    """Returns the first signature of ``found`` that the module runs with, with ranges narrowed to sizes that run,
+    because a config may lack the size of a position table. Keeps the ranges in ``given``. Returns the first signature
+    unchanged if none runs.
     """
     module.eval()
     for form in found:
@@ -80,8 +79,8 @@ def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRa
 
 
 def _reach(module: Any, form: Signature, dim: str, bounds: DimRange) -> DimRange:
-    """Returns the part of ``bounds`` in which ``module`` runs. Returns ``bounds`` if the module runs at none of its
-    sizes.
+    """Returns the part of ``bounds`` in which ``module`` runs. Returns ``bounds`` unchanged if the module runs at no
+    tested size.
     """
 
     def runs(size: int) -> bool:
@@ -101,7 +100,7 @@ def _runs(module: Any, form: Signature, sizes: Mapping[str, int]) -> bool:
     named = NamedModule(module, [spec.name for spec in form.inputs])
     try:
         run_named(named, form, form.example_inputs(**sizes))
-    except Exception:  # a model may raise any type; errors of the chosen form are reported later
+    except Exception:  # a model may raise any type of error, which is reported later
         return False
     return True
 
@@ -125,12 +124,12 @@ def _sees(config: Any, takes: Container[str]) -> bool:
 
 
 def _hears(config: Any, takes: Container[str]) -> bool:
-    """Tells whether the model takes sound besides text."""
+    """Tells whether the model takes audio besides text."""
     return "input_ids" in takes and getattr(config, "audio_config", None) is not None
 
 
 def _part(config: Any, name: str) -> Any:
-    """Returns the attribute ``name`` of a config or of the first part of the config that has it, else None."""
+    """Returns the attribute ``name`` of a config or of the first sub-config that has the attribute, else None."""
     inner = ("text_config", "vision_config", "image_config", "encoder", "decoder")
     parts = (config, *(getattr(config, part, None) for part in inner))
     return next((found for part in parts if (found := getattr(part, name, None)) is not None), None)
@@ -151,7 +150,7 @@ def _both(one: Signature, other: Signature) -> Signature:
 
 
 def _apart(seen: Signature) -> Signature:
-    """Returns ``seen`` with separate first dims for images and texts, in place of the batch."""
+    """Returns ``seen`` with separate first dims for images and texts instead of a common batch dim."""
     inputs = []
     for spec in seen.inputs:
         dim = "images" if spec.name == "pixel_values" else "texts"
@@ -186,8 +185,8 @@ def _text(module: Any, takes: set[str]) -> Signature | None:
 
 
 def _first_position(module: Any, positions: int) -> int:
-    """Returns the row of the position table for the first position. In models like RoBERTa it follows the padding
-    row."""
+    """Returns the row of the position table for the first position, which follows the padding row in models like
+    RoBERTa."""
     import torch
 
     for name, part in module.named_modules():
@@ -222,8 +221,8 @@ def _images(config: Any, folder: Path) -> Signature | None:
 
 
 def _size(value: Any) -> tuple[int, int] | None:
-    """Reads height and width from a config, which has one number for both, two numbers, or a dict. Returns None if
-    there are none."""
+    """Reads height and width from a config value, which is one number, two numbers or a dict. Returns None for other
+    values."""
     if isinstance(value, dict):
         edge = value.get("shortest_edge")
         value = [value.get("height", edge), value.get("width", edge)]
@@ -234,7 +233,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _preprocessed_size(folder: Path) -> tuple[int, int] | None:
-    """Returns the size of the images from the preprocessor's config beside the model, else None."""
+    """Returns the image size in the preprocessor's config beside the model, else None."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         try:
             found = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Loads weights from a file or the folder of a checkpoint into a module, without executing code in them."""
+"""Loads weights from a checkpoint's file or folder into a module, without executing pickled code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
     """Loads ``path`` into ``module``: one file (.safetensors, a sharded index, .pt, .pth, .bin, .ckpt) or the folder of
     a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
 
-    Returns the checkpoint that was read: its format, files and notes. Assembles and copies one tensor at a time.
-    Raises ``BadSource`` with the first name that doesn't match, prefixes of wrappers aside, and for a pickle that holds
-    code.
+    Returns the loaded checkpoint with its format, files and notes. Assembles and copies one tensor at a time. Raises
+    ``BadSource`` for a pickle with code, and with the first name that doesn't match even without wrappers' prefixes.
     """
     checkpoint = fit(open_checkpoint(path), module)
     own = {
@@ -46,7 +45,7 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
 
 
 def _loads_its_own_way(module: torch.nn.Module) -> bool:
-    """Tells whether a submodule does more with a state dict than copying its tensors."""
+    """Tells whether a submodule overrides the loading of a state dict."""
     plain = torch.nn.Module._load_from_state_dict
     kinds = (type(part) for part in module.modules())
     return any(

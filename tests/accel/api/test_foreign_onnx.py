@@ -45,7 +45,7 @@ def choosy(tmp_path: Path) -> Path:
 def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path: Path) -> None:
     """Fails if a model that can't run at guessed sizes becomes a failed candidate or ends in the runtime's own
     message, instead of an error that asks for the sizes."""
-    with pytest.raises(BadInputSpec, match=r"choosy.onnx fails at .*samples.*--dim NAME=MIN:OPT:MAX"):
+    with pytest.raises(BadInputSpec, match=r"choosy.onnx fails at .*samples.*dims={'NAME': 'MIN:OPT:MAX"):
         accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out")
 
 

@@ -121,14 +121,14 @@ ONNX_FILES: dict[str, Case] = {
             weights=[HUGE],
             nodes=[_node("ConstantOfShape", "shape", "m"), _node("ReduceSum", "m", "s"), _node("Add", "x", "s", "y")],
         ),
-        r"m\.onnx fails at batch=1 \(.*; say which sizes it takes with --dim",
+        r"m\.onnx fails at batch=1 \(.*; give the sizes it takes with --dim",
     ),
     "a crash when it runs": optimized(
         make.onnx_file(
             weights=[numpy_helper.from_array(np.array([7], np.int64), "i")],
             nodes=[_node("Gather", "x", "i", "g", axis=1), _node("Add", "x", "g", "y")],
         ),
-        r"m\.onnx fails at batch=1 \(.*Gather.*out of data bounds.*; say which sizes",
+        r"m\.onnx fails at batch=1 \(.*Gather.*out of data bounds.*; give the sizes",
     ),
     "names of spaces and lines": inspected(
         make.onnx_file(

@@ -195,7 +195,7 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 def test_an_engine_is_not_drawn(digits: Artifact, tmp_path: Path) -> None:
     """Fails if inspect promises a page for an engine, which has kernels but no graph."""
     engine = Artifact(tmp_path / "model.engine", "engine", digits.signature)
-    with pytest.raises(UnsupportedHere, match="give the ONNX behind it"):
+    with pytest.raises(UnsupportedHere, match="give its ONNX file"):
         accel.inspect(engine, page=tmp_path / "g.html")
 
 

@@ -53,7 +53,7 @@ def test_defaults_are_those_of_the_function() -> None:
     ("wrong", "error", "says"),
     [
         ({"max_drop": 1.0}, UsageError, "the drop 1.0 is not from 0 to 1"),
-        ({"label_metric": "top1"}, UsageError, "pass --labels"),
+        ({"label_metric": "top1"}, UsageError, "pass labels="),
         ({"labels": Path("l.npz"), "metric": "m:f"}, UsageError, "labels bring their own metric"),
         ({"budget_seconds": 0.0}, UsageError, "nothing can be tried in 0 s"),
         ({"target": "tpu"}, UnknownName, "unknown target 'tpu'"),

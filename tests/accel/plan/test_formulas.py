@@ -292,7 +292,7 @@ def test_bad_quantities_are_refused(text: str) -> None:
         ({"world": 6, "tp": 4}, "use a multiple of 4"),
         ({"world": 4, "zero": 5}, "stages 0, 1, 2 and 3"),
         ({"world": 4, "precision": "fp12"}, "use one of fp32"),
-        ({"world": 4, "zero": 2, "qwz": True}, "pass --zero 3"),
+        ({"world": 4, "zero": 2, "qwz": True}, "pass zero=3"),
         ({"world": 6, "cp": 4}, "tp 1 x pp 1 x cp 4; use a multiple of 4"),
         ({"world": 8, "cp": 2, "tp": 2}, "use tp 1 and pp 1"),
         ({"world": 8, "replicate": 3}, "don't divide into 3 replicas"),

@@ -67,7 +67,7 @@ def test_the_data_is_asked_for_before_any_work(engine: Artifact, digits_data: tu
     """Fails if reproduce calibrates on other data than the original run, or if the error doesn't name the missing
     data file."""
     for data in ((), (digits_data[1],)):
-        with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*--data"):
+        with pytest.raises(UsageError, match=r"quantize was given digits_calib.npz .*pass it with data="):
             reproduce(engine, data=data)
 
 
@@ -89,7 +89,7 @@ def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
     stub(tmp_path, 3.0)
     ran = cli("reproduce", made.path)
     assert ran.code == 1
-    assert "is not what the artifact was made from" in ran.stderr
+    assert "is not the file that the artifact was made from" in ran.stderr
     source.unlink()
     with pytest.raises(ChainBroken, match="can't be opened any more"):
         reproduce(made)

@@ -144,7 +144,7 @@ def test_two_different_signatures(cli: Any, digits: Artifact, minilm: Artifact) 
     """Fails if verify compares models with different inputs."""
     ran = cli("verify", digits.path, minilm.path, "-q")
     assert ran.code == 2
-    assert "give two forms of one model" in ran.stderr
+    assert "give two versions of one model" in ran.stderr
 
 
 SIGNATURE = Signature((TensorSpec.parse("x:float32[batch,n]"), TensorSpec.parse("ids:int64[batch]")))

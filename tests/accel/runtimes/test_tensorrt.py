@@ -329,7 +329,9 @@ def test_without_a_gpu_cuda_says_so() -> None:
     if has_nvidia_gpu():
         assert CudaRuntime().capability().count(".") == 1
     else:
-        with pytest.raises(UnsupportedHere, match=r"no NVIDIA GPU can be used here \(.+\); run it where nvidia-smi"):
+        with pytest.raises(
+            UnsupportedHere, match=r"no NVIDIA GPU can be used here \(.+\); use a machine where nvidia-smi"
+        ):
             CudaRuntime()
 
 

@@ -326,7 +326,7 @@ def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
     words = ["export", f"{path}:make", "-o", tmp_path / "m.onnx", "--input", "a:float32[batch,4]"]
     ran = cli(*words, "--input", "bb:float32[batch,4]")
     assert ran.code == 2
-    assert "forward has no parameter 'bb'; name the inputs as it does: a, b" in ran.stderr
+    assert "forward has no parameter 'bb'; name the inputs like its parameters: a, b" in ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ({"output": "z"}, "not comparable: its outputs are z, those of the baseline y"),
+        ({"output": "z"}, "not comparable: the outputs are z, but the baseline's are y"),
         ({"shape": True}, "not comparable: output 'y': its shape is [2, 1], not [2, 4]"),
         ({"nan": True}, "not comparable: output 'y': 8 values are NaN or infinite"),
         ({"fail_to_open": True}, "no such kernel"),
@@ -163,7 +163,7 @@ def test_other_input_names_are_not_comparable() -> None:
     """Fails if inputs are matched by position."""
     signature = Signature((TensorSpec("pixels", "float32", ("batch", 4)),), SIGNATURE.outputs)
     row = quick([scripted("base"), scripted("bad", signature=signature)]).row("bad")
-    assert row.error.startswith("not comparable: its inputs are pixels, those of the baseline x")
+    assert row.error.startswith("not comparable: the inputs are pixels, but the baseline's are x")
 
 
 def test_inputs_are_cast_to_what_a_candidate_takes() -> None:

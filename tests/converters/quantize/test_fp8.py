@@ -161,7 +161,7 @@ def test_it_is_tried_where_every_gpu_has_it(data: Path, tmp_path: Path) -> None:
     assert [name for name, _, _ in steps] == ["onnx_from_onnx", "simplify", "quantize", "cast", "engine_from_onnx"]
     assert getattr(steps[0][1], "opset", 0) == 19
     _, left_out = recipes(src, request(None, "8.9", precisions=("fp16", "fp8")))
-    assert [item.reason for item in left_out] == ["fp8 needs data to calibrate on; pass --data"]
+    assert [item.reason for item in left_out] == ["fp8 needs data to calibrate on; pass data="]
 
 
 def test_the_cast_around_it(data: Path, tmp_path: Path) -> None:

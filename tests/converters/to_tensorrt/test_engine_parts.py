@@ -139,7 +139,7 @@ def test_engine_options_come_back_in_the_rebuild_command() -> None:
 )  # fmt: skip
 def test_engine_options_that_are_none(text: str) -> None:
     """Fails if an unreadable option is silently ignored."""
-    with pytest.raises(BadInputSpec, match=r"can't read --engine .*; write"):
+    with pytest.raises(BadInputSpec, match=r"can't read engine .*; write"):
         parse_engine_options([text])
 
 

@@ -96,7 +96,7 @@ def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Pat
     assert len(result.candidates) > 2, "its session options were tried"
     assert result.chosen.startswith("ort-cpu fp32")
     assert "fuse_kernels" in [record["name"] for record in result.artifact.history]
-    assert "--kernels asks for it" in " ".join(result.notes)
+    assert "kernels=True requests it" in " ".join(result.notes)
 
 
 def request(*targets: Target, **options: Any) -> RecipeRequest:
@@ -105,12 +105,12 @@ def request(*targets: Target, **options: Any) -> RecipeRequest:
 
 
 def test_openvino_has_no_kernels(digits: Artifact) -> None:
-    with pytest.raises(UnsupportedHere, match="OpenVINO doesn't take accel's fused operators; leave --kernels out"):
+    with pytest.raises(UnsupportedHere, match="OpenVINO doesn't take accel's fused operators; leave out kernels=True"):
         recipes(digits, request(TARGETS["openvino"]))
     made, left_out = recipes(digits, request(*targets_for("auto")))
     assert [recipe.name for recipe in made if recipe.target.name == "ort-cpu"] == ["ort-cpu fp32"]
     reasons = {item.name: item.reason for item in left_out}
-    assert "leave --kernels out" in reasons["openvino fp32"]
+    assert "leave out kernels=True" in reasons["openvino fp32"]
     assert "quantized products" in reasons["ort-cpu int8"]
 
 

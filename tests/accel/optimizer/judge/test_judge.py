@@ -132,7 +132,7 @@ def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
     int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))
     said = seen_note([fp32, int8], Judge(source, one, None, skip=1))
     assert said.startswith("quantized candidates are judged on the samples that calibrated them")
-    assert "--eval-data" in said
+    assert "eval_data=" in said
     assert seen_note([fp32], Judge(source, one, None, skip=1)) == ""
     assert seen_note([int8], Judge(source, two, None, skip=1)) == ""
     assert seen_note([int8], Judge(source, one, None)) == ""

@@ -89,7 +89,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
     last = np.moveaxis(scores, 1, -1)
     assert metric({"mask": last, "pooled": np.ones((4, 8))}, {}) == metric({"mask": scores}, {}) == wanted
     assert metric({"mask": scores, "features": np.ones((4, 6, 5, 16))}, {}) == wanted
-    with pytest.raises(UsageError, match=r"2 outputs fit .*pass --metric with a function that reads the right output"):
+    with pytest.raises(UsageError, match=r"2 outputs fit .*pass metric= with a function that reads the right output"):
         metric({"mask": last, "features": np.ones((4, 6, 5, 16))}, {})
     pictures = read_labels(save(tmp_path / "p.npz", label=labels[..., None]))
     assert pictures({"mask": last}, {}) == wanted

@@ -56,7 +56,7 @@ def test_a_row_that_noise_decided_says_so() -> None:
     assert [r.hidden_by_noise for r in (hidden, same, slower)] == [True, False, False]
     assert hidden.to_json()["hidden_by_noise"] is True
     (note,) = noise_notes([hidden, same, slower], source, {"noise_floor": 0.31})
-    for part in ("int8 may be faster", "31.0%", "--rounds", "quiet machine", "--no-cache"):
+    for part in ("int8 may be faster", "31.0%", "rounds=", "quiet machine", "use_cache=False"):
         assert part in note
     assert noise_notes([same, slower], source, {"noise_floor": 0.31}) == []
 
@@ -202,15 +202,15 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     assert made.reason == "80 s of the budget of 100 s were spent before its stage simplify was over"
     note = budget.note([made.name, *"bcdef"])
     assert "the budget of 100 s was too short to try or measure a, b, c, d and 2 more: a: simplify took 80 s;" in note
-    assert "--budget-seconds" in note
-    assert "--precision" in note
+    assert "budget_seconds=" in note
+    assert "precision=" in note
     assert "samples" not in note  # no stage calibrated
     with budget.spending("b: quantize", quantizing=True):
         clock.now += 200.0
     with budget.spending("opening the model"):
         clock.now += 1.0  # too short for the note to name this step
     assert "b: quantize took 200 s, a: simplify took 80 s; give more" in budget.note(["b"])
-    assert "--quantize samples=" in budget.note(["b"])
+    assert "quantize=['samples=" in budget.note(["b"])
     assert budget.note([]) == Budget(None, clock).note(["a"]) == ""
 
 

@@ -331,7 +331,7 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
         ("8,x", BadData, "is not a file"),
         (str(tmp_path / "binary"), BadData, "whole numbers, one a line"),
         ("0", BadInputSpec, "from 1 on"),
-        ("data", UsageError, "pass --data"),
+        ("data", UsageError, "pass data="),
         (",", BadInputSpec, "from 1 on"),
     ):
         with pytest.raises(error, match=words):
@@ -345,8 +345,8 @@ def test_a_workload_that_cannot_be() -> None:
     contradictory sizes."""
     common: dict[str, Any] = {"objective": "latency", "sizes": {}, "batch": None, "lengths": None, "cores": 2}
     for change, error, words in (
-        ({"lengths": "8,256"}, BadInputSpec, "pass --dim length=4:16:256"),
-        ({"batch": 32}, BadInputSpec, "pass --dim batch=1:1:32"),
+        ({"lengths": "8,256"}, BadInputSpec, r"pass dims=\{'length': '4:16:256'\}"),
+        ({"batch": 32}, BadInputSpec, r"pass dims=\{'batch': '1:1:32'\}"),
         ({"batch": 0}, BadInputSpec, "at least 1"),
         ({"batch": 2, "sizes": {"batch": 4}}, UsageError, "contradict"),
         ({"lengths": "8", "sizes": {"length": 4}}, UsageError, "given twice"),

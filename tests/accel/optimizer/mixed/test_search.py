@@ -219,7 +219,7 @@ def test_it_needs_data(src: Artifact) -> None:
     """Fails if the search chooses layers on random inputs."""
     made, (left_out,) = candidates(src, None)
     assert not made
-    assert "pass --data" in left_out.reason
+    assert "pass data=" in left_out.reason
 
 
 def saved(path: Path, nodes: list[Any], constants: dict[str, np.ndarray]) -> Artifact:
