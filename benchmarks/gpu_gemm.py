@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import supervised_rows
 import torch
 
 from accel.errors import AccelError, one_line
@@ -35,10 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 # The goals: each ratio has to be at least this large. The notes under the table explain the goals.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
-STALLED = 90.0  # seconds that a row may take, because a hanging kernel never ends
-STARTED = 150.0  # seconds until the process has loaded everything and measured a copy
 PADDED = 32  # rows given to _int_mm for 16 rows or fewer, because _int_mm takes at least 17
-LOST = 75  # exit status of a process that has written a failed row and can't use the GPU any more
 
 
 BERT = ((768, 768), (3072, 768), (768, 3072))  # N, K of BERT-base's layers
@@ -316,60 +313,24 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def supervise(
-    command: Sequence[str], seconds: float, folder: Path, stalled: float = STALLED, go_on: bool = False
+    command: Sequence[str], seconds: float, folder: Path, stalled: float = supervised_rows.STALLED, go_on: bool = False
 ) -> int:
-    """Runs ``command`` with ``--seconds`` until ``command`` finishes or the time is over, and returns the exit status.
-    Adds ``--go-on`` from the second start on, or from the first with ``go_on``. Records a row as failed if the row
-    kills the process or exceeds ``stalled`` seconds, and a row's torch.compile as failed if it kills the process."""
-    end = time.monotonic() + seconds
-    if not go_on:
-        (folder / "gpu_gemm.json").unlink(missing_ok=True)  # from an earlier run
-    words = ["--go-on"] if go_on else []
-    while True:
-        left = end - time.monotonic()
-        process = subprocess.Popen([*command, "--seconds", f"{max(left, 0):.0f}", *words])
-        code, begun = _watched(process, folder, stalled)
-        if code == 0 or not begun or end - time.monotonic() < 0:
-            return 1 if code is None else code
-        if code != LOST:
-            body = read(folder)
-            why = f"no answer in {stalled:.0f} s" if code is None else f"its process died with status {code}"
-            if body["left"]:
-                spec = list(problems())[len(body["rows"])][0]
-                body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
-            elif waiting := uncompiled(body["rows"]):
-                waiting[0].setdefault("errors", {})["torch.compile"] = why
-            else:  # no row and no torch.compile was left
-                return 1 if code is None else code
-            write(body, folder)
-        words = ["--go-on"]
+    """Runs ``command`` as ``supervised_rows`` does. Records a row as failed if the row kills the process or exceeds
+    ``stalled`` seconds, and a row's torch.compile as failed if it kills the process."""
 
+    def blame(why: str) -> bool:
+        body = read(folder)
+        if body["left"]:
+            spec = list(problems())[len(body["rows"])][0]
+            body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
+        elif waiting := uncompiled(body["rows"]):
+            waiting[0].setdefault("errors", {})["torch.compile"] = why
+        else:  # no row and no torch.compile was left
+            return False
+        write(body, folder)
+        return True
 
-def _watched(process: subprocess.Popen[bytes], folder: Path, stalled: float) -> tuple[int | None, bool]:
-    """Returns the exit status of a process, or None for a hanging process, which is killed. Also tells whether the
-    process wrote any results: a crash before the first write is not the fault of a row."""
-    file = folder / "gpu_gemm.json"
-
-    def written() -> int:
-        return file.stat().st_mtime_ns if file.is_file() else 0
-
-    before = seen = written()
-    since = time.monotonic()
-    try:
-        while process.poll() is None:
-            if (now := written()) != seen:
-                seen, since = now, time.monotonic()
-            limit = stalled if seen != before else STARTED
-            # If no row is left, only torch.compile runs, which may take long.
-            if time.monotonic() - since > limit and read(folder).get("left") != 0:
-                return None, seen != before
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.5)
-        return process.returncode, written() != before
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    return supervised_rows.supervise(command, seconds, folder / "gpu_gemm.json", blame, stalled, go_on)
 
 
 def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
@@ -422,7 +383,7 @@ def run(seconds: float, folder: Path, go_on: bool) -> None:
         report()
         print(f"{spec.m}x{spec.n}x{spec.k} {spec.in_dtype}: {rows[-1]['us'] or rows[-1]['errors']}", flush=True)
         if not gpu_answers():
-            raise SystemExit(LOST)
+            raise SystemExit(supervised_rows.LOST)
     # torch.compile comes last, because tuning takes up to a minute per problem.
     waiting = uncompiled(rows)
     for row, (spec, _) in zip(rows, wanted, strict=False):

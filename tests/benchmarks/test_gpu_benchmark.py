@@ -30,7 +30,9 @@ def script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -102,6 +104,7 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
 # loses the GPU.
 STAND_IN = """
 import argparse, importlib.util, os, pathlib, sys, time
+sys.path.insert(0, os.path.dirname({script!r}))
 spec = importlib.util.spec_from_file_location("gpu_gemm", {script!r})
 gpu_gemm = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(gpu_gemm)

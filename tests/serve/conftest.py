@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from accel.serve.models import loading
+from accel.serve.models.repository import Repository
 from accel.serve.process.options import ServeOptions
 from accel.serve.process.serving import ServingProcess
 from tests.support.faulty_session import Faulty
@@ -42,6 +43,22 @@ def repository(tmp_path: Path) -> Path:
     linear(root / "linear" / "1")
     two_inputs(root / "pair" / "1")
     return root
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Repository]]:
+    """Returns ``opened(root, ...)``, which opens a repository in this process. Closes all opened repositories after the
+    test."""
+    made: list[Repository] = []
+
+    def begin(root: Path, **options: Any) -> Repository:
+        made.append(Repository(root, **options))
+        made[-1].start()
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close(1.0)
 
 
 @pytest.fixture

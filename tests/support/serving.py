@@ -24,6 +24,7 @@ from tritonclient.utils import InferenceServerException
 
 from accel.serve.models.repository import Repository
 from accel.serve.process.serving import ServingProcess
+from accel.serve.protocol.inference import InferenceRequest, infer
 from accel.serve.transports.http import front as http_front
 from tests.support import onnx_builder as build
 
@@ -224,6 +225,19 @@ def assert_refused(root: Path, said: str) -> None:
         assert re.search(said, row.reason), row.reason
     finally:
         repository.close(1.0)
+
+
+def reasons(repository: Repository) -> dict[str, str]:
+    """Returns why each model that the repository can't serve is refused."""
+    return {row.name: row.reason for row in repository.index() if row.state == "UNAVAILABLE"}
+
+
+def scale(repository: Repository, name: str = "linear", version: str = "") -> float:
+    """Returns the factor by which the served model currently multiplies its input."""
+    model = repository.get(name, version)
+    x = np.ones((1, 4), dtype=np.float32)
+    request = InferenceRequest(model=name, inputs={"x": x})
+    return round(float(infer(model.executor, request).outputs["y"][0, 0] / (x @ WEIGHTS)[0, 0]), 3)
 
 
 def routes() -> set[tuple[str, str]]:

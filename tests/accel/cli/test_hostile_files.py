@@ -19,7 +19,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import accel
-from tests.support import hostile_files as make
+from tests.accel.cli import hostile_files as make
 
 NET = """
 import torch

@@ -22,7 +22,7 @@ from onnx import numpy_helper
 
 from accel.sources.tensorflow import process as tensorflow_process
 from accel.tables.stage_table import STAGES
-from tests.support.hostile_files import small
+from tests.accel.cli.hostile_files import small
 from tests.support.orphans import assert_no_children
 
 Cli = Callable[..., Any]

@@ -1,8 +1,7 @@
-"""Proves that a repository loads, reloads and refuses models by their configs, versions and manifests."""
+"""Proves that a repository loads, reloads and refuses models by their configs and versions."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -11,56 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from accel.artifact import Manifest, file_sha256, manifest_path
-from accel.cache import StageCache
 from accel.errors import BadRepository
 from accel.serve.models import config as model_config
-from accel.serve.models.files import Trust, valid_name
-from accel.serve.models.loading import Loading
-from accel.serve.models.repository import Repository
 from accel.serve.protocol.inference import Code, ServeError
 from accel.signature import DimRange, Signature, TensorSpec
-from accel.sources.onnx.file import PROBED
 from tests.support import onnx_builder as build
-from tests.support.serving import FLOAT, WEIGHTS, Start, linear
-
-
-def open_repository(root: Path, **options: Any) -> Repository:
-    made = Repository(root, **options)
-    made.start()
-    return made
-
-
-@pytest.fixture
-def opened() -> Any:
-    """Returns a function that opens a repository. Closes all opened repositories after the test."""
-    made: list[Repository] = []
-
-    def begin(root: Path, **options: Any) -> Repository:
-        made.append(open_repository(root, **options))
-        return made[-1]
-
-    yield begin
-    for one in made:
-        one.close(1.0)
-
-
-def reasons(repository: Repository) -> dict[str, str]:
-    return {row.name: row.reason for row in repository.index() if row.state == "UNAVAILABLE"}
-
-
-def scale(repository: Repository, name: str = "linear", version: str = "") -> float:
-    """Returns the factor by which the served model currently multiplies its input."""
-    from accel.serve.protocol.inference import InferenceRequest, infer
-
-    model = repository.get(name, version)
-    x = np.ones((1, 4), dtype=np.float32)
-    request = InferenceRequest(model=name, inputs={"x": x})
-    return round(float(infer(model.executor, request).outputs["y"][0, 0] / (x @ WEIGHTS)[0, 0]), 3)
+from tests.support.serving import FLOAT, WEIGHTS, Start, linear, reasons, scale
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
@@ -228,39 +187,6 @@ def test_version_policies(tmp_path: Path, opened: Any, policy: str, versions: li
         assert scale(repository, version="1") == 1
 
 
-def test_a_manifest_that_does_not_hold(tmp_path: Path, opened: Any) -> None:
-    """Fails if a file that differs from its manifest is served without --insecure, or is refused with --insecure."""
-    path = linear(tmp_path / "linear" / "1")
-    found = build.open_onnx(path, probe=False)
-    Manifest(kind="onnx", signature=found.signature, files=found.hashes()).write(manifest_path(path))
-    repository = opened(tmp_path)
-    assert scale(repository) == 1
-    path.write_bytes(_scaled(tmp_path, 2.0))
-    repository = opened(tmp_path)
-    assert "not the file its manifest describes" in reasons(repository)["linear"]
-    repository = opened(tmp_path, loading=Loading(trust=Trust(insecure=True)))
-    assert scale(repository) == 2
-
-
-@pytest.mark.parametrize("insecure", [False, True])
-def test_a_manifest_is_no_proof(tmp_path: Path, opened: Any, insecure: bool) -> None:
-    """Fails if this process opens a file that crashes its parser, either with a valid manifest or with an invalid
-    manifest and --insecure."""
-    path = linear(tmp_path / "linear" / "1")
-    found = build.open_onnx(path, probe=False)
-    files = {path.name: "0" * 64} if insecure else found.hashes()
-    Manifest(kind="onnx", signature=found.signature, files=files).write(manifest_path(path))
-    crashed = {"error": "it crashes the native parser (SIGSEGV)", "crashed": True}
-    StageCache().put_record(PROBED, found.digest, crashed)
-    try:
-        repository = opened(tmp_path, loading=Loading(trust=Trust(insecure=insecure)))
-        assert "it crashes the native parser" in reasons(repository)["linear"]
-        StageCache().put_record(PROBED, found.digest, {**crashed, "crashed": False})
-        assert scale(opened(tmp_path, loading=Loading(trust=Trust(insecure=insecure)))) == 1
-    finally:
-        StageCache().put_record(PROBED, found.digest, {"error": None, "crashed": False})
-
-
 def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
     """Fails if an OpenVINO IR without a manifest isn't served, or if an IR that differs from its manifest is served."""
     ov = pytest.importorskip("openvino")
@@ -279,57 +205,6 @@ def test_an_openvino_model(tmp_path: Path, opened: Any) -> None:
     (folder / "model.bin").unlink()  # the server has mapped the old file into memory
     (folder / "model.bin").write_bytes(bytes(reversed(weights)))
     assert "not the file its manifest describes" in reasons(opened(tmp_path / "models"))["linear"]
-
-
-def _scaled(tmp_path: Path, factor: float) -> bytes:
-    return linear(tmp_path.parent / f"{tmp_path.name}-other", factor).read_bytes()
-
-
-class Mark:
-    """Creates a folder when unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self._path),))
-
-
-@pytest.mark.parametrize("insecure", [False, True])
-@pytest.mark.parametrize("manifest", [False, True])
-def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, manifest: bool) -> None:
-    """Fails if a file that may contain pickles is opened without --allow-pickle. The file has its usual name or a name
-    from the config, with or without --insecure and a valid manifest. Unpickling would leave a mark."""
-    signature = build.open_onnx(linear(tmp_path / "other"), probe=False).signature
-    mark = tmp_path / "executed"
-    named = {"pt": "model.pt", "pt2": "model.pt2", "pth": "weights.pth", "pkl": "model.pkl", "onnx": "model.onnx"}
-    for model, name in named.items():
-        path = tmp_path / "models" / model / "1" / name
-        path.parent.mkdir(parents=True)
-        torch.save(Mark(mark), path)
-        (path.parents[1] / "config.pbtxt").write_text(f'default_model_filename: "{name}"')
-        if manifest:
-            kind = "onnx" if model == "onnx" else "torch"
-            Manifest(kind=kind, signature=signature, files={name: file_sha256(path)}).write(manifest_path(path))
-        torch.load(path, weights_only=False)  # opening the pickle leaves the mark
-        mark.rmdir()
-    loading = Loading(trust=Trust(insecure=insecure))
-    found = reasons(opened(tmp_path / "models", loading=loading))
-    assert set(found) == set(named)
-    assert all("--allow-pickle" in found[model] for model in ("pt", "pt2")), found
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("name", ["..", "a/b", "../a", "", ".hidden", "a\0b", "a..b", "x" * 300, "a\nb"])
-def test_names_that_lead_elsewhere(tmp_path: Path, opened: Any, name: str) -> None:
-    """Fails if a name that isn't a plain folder name is accepted."""
-    assert not valid_name(name)
-    linear(tmp_path / "models" / "linear" / "1")
-    linear(tmp_path / "a" / "1")
-    repository = opened(tmp_path / "models", mode="explicit")
-    with pytest.raises(ServeError) as caught:
-        repository.load(name)
-    assert caught.value.code is Code.INVALID_ARGUMENT
 
 
 def test_a_broken_new_version_leaves_the_old_one(tmp_path: Path, opened: Any) -> None:

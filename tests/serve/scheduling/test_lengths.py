@@ -16,65 +16,16 @@ from accel.artifact import Artifact
 from accel.errors import BadConfig
 from accel.runtimes.base import SessionOptions, get_runtime
 from accel.serve.protocol.inference import InferenceRequest, InferenceResponse
-from accel.serve.scheduling.cost_table import CostTable, grid, measure_costs
+from accel.serve.scheduling.cost_table import CostTable
 from accel.serve.scheduling.executor import make_executor
 from accel.serve.scheduling.instances import QueuedExecutor
 from accel.serve.scheduling.lengths import best_cut
 from accel.serve.scheduling.options import LengthBatching, Scheduling
-from accel.signature import DimRange, Feeds, Signature, TensorSpec
-from tests.support.fake_sessions import Caller, FakeClock, FakeSession, run_all
+from accel.signature import Feeds
+from tests.serve.scheduling.fake_texts import LENGTHS, TEXT, TextSession, check, text
+from tests.support.fake_sessions import Caller, FakeClock, run_all
 
-TEXT = Signature(
-    (
-        TensorSpec("ids", "int64", ("batch", "length"), (0, 99)),
-        TensorSpec("mask", "int64", ("batch", "length")),
-        TensorSpec("scale", "float32", ("batch", 1)),
-    ),
-    (TensorSpec("sum", "float32", ("batch",)), TensorSpec("each", "float32", ("batch", 2, "length"))),
-    {"batch": DimRange(1, 1, 8), "length": DimRange(1, 8, 64)},
-)
-LENGTHS = LengthBatching(dim="length", mask="mask", pad={"ids": 77})
 COSTS = CostTable.proportional(4)
-
-
-class TextSession(FakeSession):
-    """A session that returns the sum of the unmasked ids, and twice each id. Padding without a mask would change the
-    sum."""
-
-    def __init__(self) -> None:
-        super().__init__(TEXT)
-        self.feeds: list[Feeds] = []
-
-    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        self.feeds.append(dict(feeds))
-        ids, mask = feeds["ids"], feeds["mask"]
-        assert ids.shape == mask.shape
-        each = np.stack([ids, ids], axis=1).astype(np.float32)
-        return {"sum": ((ids * mask).sum(1) * feeds["scale"][:, 0]).astype(np.float32), "each": each}
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [feeds["ids"].shape for feeds in self.feeds]
-
-
-def text(number: int, length: int, rows: int = 1, *, mask: bool = False) -> InferenceRequest:
-    rng = np.random.default_rng(number)
-    inputs = {
-        "ids": rng.integers(1, 99, (rows, length)),
-        "scale": np.full((rows, 1), number + 1, np.float32),
-    }
-    if mask:
-        inputs["mask"] = np.ones((rows, length), np.int64)
-        inputs["mask"][:, 0] = 0
-    return InferenceRequest(model="m", id=str(number), inputs=inputs)
-
-
-def check(caller: Caller) -> None:
-    assert isinstance(caller.answer, InferenceResponse)
-    inputs = caller.request.inputs
-    ids, mask = inputs["ids"], inputs.get("mask", np.ones_like(inputs["ids"]))
-    np.testing.assert_allclose(caller.answer.outputs["sum"], (ids * mask).sum(1) * inputs["scale"][:, 0])
-    np.testing.assert_array_equal(caller.answer.outputs["each"], np.stack([ids, ids], axis=1))
 
 
 def by_length(**options: Any) -> tuple[QueuedExecutor, TextSession, FakeClock]:
@@ -349,57 +300,6 @@ def test_options_that_cannot_be(lengths: LengthBatching, dynamic: bool, text: st
     scheduling = Scheduling(max_batch_size=4, dynamic=dynamic, lengths=lengths)
     with pytest.raises(BadConfig, match=text):
         make_executor(TEXT, scheduling, TextSession, name="m", version="1", start=False)
-
-
-class SlowText(TextSession):
-    """A ``TextSession`` that advances the clock by the time of a small transformer."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        super().__init__()
-        self.clock = clock
-
-    def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        rows, length = feeds["ids"].shape
-        self.clock.now += 0.001 + 0.0001 * rows * length + 0.00001 * rows * length**2
-        return super().run(feeds)
-
-
-@pytest.mark.parametrize("budget", [1e9, 0.1])
-def test_costs_are_measured(budget: float) -> None:
-    """Fails if the cost table differs from the session's times, or if a cell beyond the time budget is measured or
-    badly estimated."""
-    clock = FakeClock()
-    session = SlowText(clock)
-    before = clock.now
-    table = measure_costs(
-        session, dim="length", batch="batch", sizes=grid(1, 8), lengths=grid(1, 64), budget=budget, clock=clock
-    )
-    if budget < 1:
-        assert clock.now - before < 0.3
-        assert len(session.feeds) < 2 * 4 * 7
-    for rows, length in ((1, 8), (8, 64), (3, 20)):
-        real = 0.001 + 0.0001 * rows * length + 0.00001 * rows * length**2
-        assert table.by_rows(length, 8)[rows] == pytest.approx(real, rel=0.3)
-    assert grid(8, 100) == [8, 16, 32, 64, 100]
-    assert grid(4, 4) == [4]
-
-
-def test_a_model_that_refuses_random_inputs(caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a model whose run costs can't be measured can't be loaded."""
-
-    class Picky(TextSession):
-        def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
-            if feeds["scale"][0, 0] != 1:
-                raise RuntimeError("not that scale")
-            return super().run(feeds)
-
-    scheduling = Scheduling(max_batch_size=8, dynamic=True, eager=False, lengths=LENGTHS)
-    executor = make_executor(TEXT, scheduling, Picky, name="m", version="1", start=False)
-    assert isinstance(executor, QueuedExecutor)
-    caller = Caller(executor, text(0, 5))
-    run_all(executor)
-    check(caller)
-    assert "could not be measured (not that scale)" in caplog.text
 
 
 def texts_of_many_lengths(count: int) -> list[np.ndarray]:

@@ -40,12 +40,12 @@ NEEDS = {
 }
 
 
-def orders(items: Iterable[pytest.Item], file: Path) -> Orders:
-    """Returns the names to run for the tests among ``items``, by launch and key. The launches are "world2", "world4",
-    "world8", and "again": world size 2 after world size 4."""
+def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
+    """Returns the names to run for the tests of ``folder`` among ``items``, by launch and key. The launches are
+    "world2", "world4", "world8", and "again": world size 2 after world size 4."""
     orders: dict[int, dict[str, list[str]]] = {world: {} for world in rows.WORLDS}
     for item in items:
-        if not (isinstance(item, pytest.Function) and item.path == file):
+        if not (isinstance(item, pytest.Function) and item.path.parent == folder):
             continue
         key, callspec = NEEDS.get(item.originalname), getattr(item, "callspec", None)
         if key is None:

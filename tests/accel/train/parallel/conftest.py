@@ -1,0 +1,32 @@
+"""Launches the ranks whose results ``test_distributed.py`` and ``test_planned_bytes.py`` check.
+
+One launch per world size runs only the configs that the collected tests need: ``make test`` collects ``rows.FAST``,
+``make proof`` all others, and ``-k "TP and 2"`` a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.accel.train.parallel import launches
+
+_OneWorker = Callable[[str], AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="module")
+def results(shared: Path, one_worker: _OneWorker, request: pytest.FixtureRequest) -> dict[int, dict[str, Any]]:
+    """Returns the results of the ranks by world size. One pytest worker launches the ranks for all workers, and for all
+    modules that need results."""
+    orders = launches.orders(request.session.items, Path(__file__).parent)
+    folder = shared / "distributed"
+    with one_worker("distributed"):
+        if not (folder / "done").exists():
+            folder.mkdir(exist_ok=True)
+            launches.launch(orders, folder)
+            (folder / "done").touch()
+    return launches.read(orders, folder)
