@@ -352,7 +352,6 @@ class Repository:
                 continue
             try:
                 made[version] = load_version(folder, version, self._loading, override, files)
-                log.info("model loaded", extra={"model": name, "version": version})
             except Exception as error:  # a runtime may raise any exception; the other versions keep serving
                 failed[version] = _reason(error)
                 entry.lacks_step = isinstance(error, StepMissing) and override is None
@@ -374,6 +373,8 @@ class Repository:
             if not versions:
                 del table[name]
             self._table = table
+        for version in (v for v, model in versions.items() if old.get(v) is not model):
+            log.info("model loaded", extra={"model": name, "version": version})
         for version, model in old.items():
             if versions.get(version) is not model:
                 self._retire(model, self.drain)

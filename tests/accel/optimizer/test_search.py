@@ -176,9 +176,10 @@ def test_streams_for_throughput(searching: Any) -> None:
     assert chosen.options == {"threads": 2, "streams": 2}
 
 
-def test_halving(searching: Any) -> None:
+def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if successive halving loses the fastest candidate, gives dropped candidates no reason, or times all
     candidates at length."""
+    monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.2)
     names = [f"c{i}" for i in range(8)]
     ms = {"source": 10.0} | {name: 9.0 - i for i, name in enumerate(names)}
     clock = Clock()

@@ -217,6 +217,7 @@ class Server:
     def end(self) -> None:
         """Ends the server, but not the processes that the server forked."""
         if self._asked is not None and self._process is not None:
+            self._asked.shutdown(socket.SHUT_RDWR)  # ends the server even if another process has a copy of the socket
             self._asked.close()
             self._process.wait(60)
 

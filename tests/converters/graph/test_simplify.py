@@ -103,7 +103,7 @@ def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
     src = conv_net(tmp_path / "m.onnx")
     before = outputs(src, src.signature.example_inputs(batch=2))
 
-    def child(target: str, timeout: float, path: Path, out: Path, skip: list[str], light: bool) -> None:
+    def child(target: str, timeout: float, path: Path, out: Path, **options: Any) -> None:
         from accel.child import run_in_child
         from accel.errors import ChildCrashed
 

@@ -63,7 +63,7 @@ def test_a_sequence_says_where_each_token_stands() -> None:
     ("documents", "says"),
     [
         (_documents(3, 9), "document 1 has 9 tokens, and pack is 8; cut it, or use --pack=9"),
-        ([(torch.zeros(3, dtype=torch.long), torch.zeros(2, dtype=torch.long))], "the same length"),
+        ([(torch.zeros(3, dtype=torch.long), torch.zeros(2, dtype=torch.long))], "equal length"),
         ([(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2, dtype=torch.long))], r"has tokens \[3, 2\]"),
     ],
 )

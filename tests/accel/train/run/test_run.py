@@ -74,7 +74,7 @@ def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert metrics["loss"] < metrics["unigram"] - 0.6, metrics
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if a model trained with FSDP and tensor parallel can't be exported and benchmarked from its run folder as
     it is, or if the exported model has other outputs."""
