@@ -132,7 +132,7 @@ def _apart(out: Path) -> Iterator[Path]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations that replace torch's own: ``stable_operators``, and the table of accel's operators.
+    """Returns the translations that replace torch's own, for ``stable_operators`` and for accel's operators.
 
     A model can hold accel's operators only if their module is imported, because the import registers them.
     """
@@ -181,8 +181,8 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
 
 
 def legacy(src: Artifact, opset: int, out: Path) -> None:
-    """Exports ``src`` with the older exporter, which records one run on an example. TorchScript
-    keeps its branches and loops."""
+    """Exports ``src`` with the older exporter, which records one run on an example. TorchScript modules keep their
+    branches and loops."""
     import torch
 
     outputs = _output_names(src)
@@ -219,8 +219,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
     """Yields ``module`` with one more output for each RNN that returns a packed sequence: the padded sequence.
 
-    The exporter fails on unread lengths, for example if a model uses the last hidden state alone. ``_finish_graph``
-    removes the added outputs from the graph.
+    The exporter fails if nothing reads the lengths, for example if the model uses only the last hidden state.
+    ``_finish_graph`` removes the added outputs from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence

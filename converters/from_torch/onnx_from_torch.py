@@ -63,7 +63,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
     the signature. ``proof`` checks contract and agreement with the gates of the run. If ``proof`` is None or has no
-    gate for outputs, the file has to meet the usual limit of the source's precision. The notes name the chosen
+    gate for outputs, the limit of the error is the default for the source's precision. The notes name the chosen
     exporter, and why each earlier exporter was refused.
 
     Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim is declared beyond the
@@ -146,7 +146,7 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns the dim that is declared beyond the model's range (e.g. a table of positions), and its real bound.
+    """Returns a dim whose declared range the model can't take (e.g. beyond its table of positions), and the real bound.
 
     Returns an empty string if PyTorch runs the model at both ends of each dim.
     """
@@ -213,7 +213,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int, proof: Proof) -> Artifact:
-    """Returns the file that an exporter wrote to ``out``, proven on ``seeds`` inputs of the first case.
+    """Checks the file that an exporter wrote to ``out`` on ``seeds`` inputs of the first case, and returns the
+    artifact.
 
     Raises ``OpsetNotGiven``, ``OutputsOff`` or ``ExportFailed`` if the file is wrong.
     """
@@ -248,7 +249,8 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
 
 def _branches(said: Sequence[warnings.WarningMessage]) -> str:
-    """Returns the lines outside PyTorch at which the tracer saw a tensor become a condition, or "" if none."""
+    """Returns the lines of the user's code that used a tensor as a condition during tracing, or "" if there are
+    none."""
     import torch
 
     own = str(Path(torch.__file__).parent)

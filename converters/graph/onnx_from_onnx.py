@@ -220,8 +220,8 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
 
-    Removes only attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
-    The checker refuses all other newer attributes.
+    Removes only attributes with their default value, such as ``noop_with_empty_axes``, and ``allowzero`` if no size is
+    0. The checker refuses all other newer attributes.
     """
     import onnx
 
@@ -270,7 +270,7 @@ def _observe_outputs(
     path: Path,
     repaired: list[str],
 ) -> None:
-    """Declares the output shapes of ``model`` that runs of ``written`` give at several sizes.
+    """Runs the file ``written`` at several sizes, and declares the resulting output shapes in ``model``.
 
     Raises ``NotBroughtOver`` if ONNX Runtime can't load ``written`` or can't run it at one of the sizes.
     """

@@ -40,8 +40,9 @@ class QuantizeFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The quantization for a kind of target. ``runs`` has the function of each mode, called in a child process.
-    ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, from ``extra``.
+    """The quantization for a kind of target. ``runs`` maps each mode to the function that a child process calls.
+    ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, which the extra
+    ``extra`` installs.
     """
 
     runs: dict[str, str]
@@ -320,7 +321,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Restores the fields that quantization libraries change: IR, unused operator sets, metadata, producer."""
+    """Restores the IR, operator sets, metadata and producer, which quantization libraries change."""
     after.ir_version = before.ir_version
     after.producer_name, after.producer_version = before.producer_name, before.producer_version
     used = {node.domain for node in after.graph.node} | {entry.domain for entry in before.opset_import}

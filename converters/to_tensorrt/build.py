@@ -37,7 +37,7 @@ from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 # take memory. The smaller sizes are for machines that limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# The fix for each text in the reason that TensorRT's parser gives. The first text that occurs in the reason counts.
+# Texts in the errors of TensorRT's parser, each with the fix. The first text that occurs in the error decides.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
@@ -125,7 +125,7 @@ def build(
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     """Returns the fault that the toolkit finds in an engine file, without the file's name, or None.
 
-    ``plugins`` tells that the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if that
+    ``plugins`` is True if the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if that
     library can't be loaded.
     """
     trt = load_toolkit(toolkit)
@@ -137,7 +137,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     if problem := engine_problem(trt, log, runtime, data):
         return problem
     capability = _capability() if plugins else None
-    # Without a GPU the right library is unknown. Whoever runs the engine learns that the library is missing.
+    # Without a GPU the right library is unknown. A missing library is reported when the engine is run.
     if plugins and (capability is None or load_plugin_library(trt, capability) is None):
         return None
     log.errors.clear()
@@ -197,8 +197,8 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """Returns the network of ``model``. ``content`` has bytes to parse in place of the file, whose weights lie beside
-    the file.
+    """Returns the network of ``model``. ``content`` has bytes to parse in place of the file. The weights lie beside the
+    file.
 
     Raises ``EngineNotBuilt`` if the parser refuses a node.
     """
@@ -313,8 +313,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
 def _capability_here(trt: Any) -> list[str]:
     """Returns the compute capability of an engine that was built without a list of compute capabilities.
 
-    A toolkit without a choice of compute capabilities builds for this machine's GPU. Returns an empty list for a
-    toolkit with a choice.
+    A toolkit that offers no choice of compute capabilities builds for this machine's GPU. Returns an empty list for any
+    other toolkit.
     """
     if offered_capabilities(trt):
         return []

@@ -95,8 +95,8 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     with two implementations, ``plugins`` has the library, because the engine needs the library. The notes have the ONNX
     nodes of each kernel, the warnings, and the reason for each function body.
 
-    Raises ``MissingExtra``, ``BadInputSpec`` for a profile, ``UnsupportedHere`` for a compute capability,
-    ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for any other failure.
+    Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, ``UnsupportedHere`` for an
+    unsupported compute capability, ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for other failures.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)

@@ -38,8 +38,8 @@ class FitTensorRtConfig(StageConfig):
 
 @dataclass
 class _Scale:
-    """A scale and zero point. ``symmetric`` returns the int8 scale with zero point 0 for the larger half of the old
-    range."""
+    """A scale and zero point. ``symmetric`` returns the int8 scale, with zero point 0, that covers the larger half of
+    the old range."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -101,7 +101,7 @@ def _in_float32(graph: onnx.GraphProto) -> None:
 
 
 def _narrow(tensors: Iterable[onnx.TensorProto]) -> None:
-    """Converts float64 tensors to float32. Finite values stay finite, such as a mask of the lowest float64 number."""
+    """Converts float64 tensors to float32. Finite values, such as a mask of the lowest float64 number, stay finite."""
     largest = np.finfo(np.float32).max
     for tensor in tensors:
         if tensor.data_type != TensorProto.DOUBLE:
