@@ -155,7 +155,7 @@ def gpu_files(root: Path = ROOT) -> list[str]:
 
 
 def shards(names: Sequence[str], count: int) -> list[list[str]]:
-    """Deals ``names`` out to at most ``count`` shards, none of them empty."""
+    """Distributes ``names`` over at most ``count`` shards, and leaves no shard empty."""
     return [list(names[at::count]) for at in range(min(count, len(names)))]
 
 
@@ -178,7 +178,7 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
                     process.wait(timeout=max(0.0, end - time.monotonic()))
                 lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
                 names += [line for line in lines if "::" in line and not line.startswith("ERROR")]
-                if process.returncode not in (0, 5):  # 5: no test of the file was selected
+                if process.returncode not in (0, 5):  # 5 means that pytest selected no test
                     reasons = [line.strip() for line in lines if re.match(r"E   +\w+: ", line)]
                     why = "no answer in time" if process.returncode is None else f"exit status {process.returncode}"
                     missing += [f"not run: {file}: {'; '.join(dict.fromkeys(reasons)) or why}"]

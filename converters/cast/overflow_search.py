@@ -157,7 +157,7 @@ def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) 
 
 
 def _differing(wanted: np.ndarray, found: np.ndarray) -> float:
-    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # quantized values: one step is a small error
+    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # for quantized values, an error of one step is small
         return rel_l2(wanted, found)
     return float(np.mean(wanted != found)) if wanted.size else 0.0
 

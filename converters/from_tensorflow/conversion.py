@@ -219,7 +219,7 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
             model = version_converter.convert_version(model, opset)
         except Exception as error:
             raise ExportFailed(
-                f"{where} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); "
+                f"{where} can't be converted from opset {opset_of(model)} to {opset} ({one_line(error)}); "
                 f"pass {option('opset', opset_of(model))}"
             ) from error
     del model.graph.value_info[:]  # the converter's own symbols would replace the names of the dims

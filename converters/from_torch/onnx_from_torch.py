@@ -73,8 +73,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
-    by_values = False  # torch.export found that the model's branches depend on values
-    branches = ""  # the lines of these branches in the model's code
+    by_values = False  # Whether torch.export found branches that depend on values.
+    branches = ""  # The lines of the model's code that choose a branch by values.
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -102,9 +102,9 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     spec = src.source.get("spec", src.path)
     if _packs(src):
         raise ExportFailed(
-            f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; run the RNN on "
-            "the padded batch and select its outputs by the lengths or a mask (output.gather(1, lengths - 1)), which "
-            "gives the same numbers if the RNN has one direction; or call pad_packed_sequence directly after the RNN"
+            f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; call "
+            "pad_packed_sequence directly after the RNN, or (if the RNN has one direction) run the RNN on the padded "
+            "batch and select its outputs by the lengths or a mask, as with output.gather(1, lengths - 1)"
         )
     if branches:
         raise ExportFailed(

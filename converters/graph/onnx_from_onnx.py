@@ -88,7 +88,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         model = _converted(model, opset, path)
         as_weights(model, apart)
     if _quantizers(model) != before:
-        raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out {option('opset')}")
+        raise NotBroughtOver(f"{path} loses quantized operators at opset {opset}; leave out {option('opset')}")
     least = int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
     model.ir_version = max(int(model.ir_version), least)
     if config.max_ir is not None and model.ir_version > config.max_ir:
@@ -182,7 +182,7 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
     except Exception as error:
         if opset > before:
             raise NotBroughtOver(
-                f"{path} can't be brought from opset {before} to {opset} ({one_line(error)}); leave out "
+                f"{path} can't be converted from opset {before} to {opset} ({one_line(error)}); leave out "
                 f"{option('opset')}"
             ) from error
         made = _stepped_down(model, opset)

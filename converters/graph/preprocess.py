@@ -103,7 +103,7 @@ def image_input(signature: Signature) -> tuple[TensorSpec, int]:
     axes = [axis for axis in (1, 3) if images[0].shape[axis] in _CHANNELS]
     if len(axes) != 1:
         raise NotPreprocessed(
-            f"can't tell which dim of {images[0]} is the channels; exactly one of dims 1 and 3 has to be 1, 3 or 4"
+            f"can't tell which dim of {images[0]} is the channels; exactly one of dims 1 and 3 needs size 1, 3 or 4"
         )
     return images[0], axes[0]
 

@@ -102,7 +102,7 @@ def build(
             raise EngineNotBuilt(_refused(f"{toolkit} can't build {model.name}", _first_reason(log.errors)))
         content = bytes(data)
         if problem := engine_problem(trt, Log(), trt.Runtime(logger), content):
-            raise EngineNotBuilt(f"{toolkit} built an engine of {model.name} that it refuses itself: {problem}")
+            raise EngineNotBuilt(f"{toolkit} can't load its own engine of {model.name}: {problem}")
         out.write_bytes(content)
         rows = parse_layers(log.layers)
         chosen = [choice.to_json() for choice in plugins]
@@ -168,7 +168,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except BaseException as error:
             failed.append(error)
 
-    context = contextvars.copy_context()  # holds the progress watcher
+    context = contextvars.copy_context()  # carries the progress watcher to the thread
     before = threading.stack_size()
     for megabytes in STACK_MEGABYTES:
         threading.stack_size(megabytes << 20)
@@ -190,8 +190,8 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
         builder = trt.Builder(logger)
     except (TypeError, RuntimeError) as error:  # pybind raises these errors if a factory returns nothing
         raise UnsupportedHere(
-            f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or for "
-            "the target tensorrt-rtx"
+            f"{toolkit} can't build on this machine ({one_line(error)}); build on a machine with an "
+            "NVIDIA GPU, or for the target tensorrt-rtx"
         ) from error
     return builder
 
@@ -276,8 +276,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
     """Reports the build's progress. The caller has to keep the result until the build ends."""
     if not hasattr(trt, "IProgressMonitor") or not hasattr(config, "progress_monitor"):
         return None
-    lock = threading.Lock()  # TensorRT calls from its own threads
-    context = contextvars.copy_context()  # TensorRT's threads don't inherit the progress watcher
+    lock = threading.Lock()  # TensorRT calls ``Monitor`` from its own threads.
+    context = contextvars.copy_context()  # TensorRT's threads don't inherit the progress watcher.
     progress = BuildProgress()
     sent = [-1.0]
 

@@ -50,7 +50,7 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # the same scale with another offset
+        if self.low == 0 and (offset == 128).all():  # int8 with zero point 0 has the same scale
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
@@ -117,9 +117,9 @@ class _Fit:
         self.types = dict(types)
         self.constants = constant_tensors(graph)
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
-        self.gone: set[str] = set()  # outputs of the nodes to remove
-        self.before: dict[str, onnx.NodeProto] = {}  # nodes to insert, by the output of the following node
-        for node in graph.node:  # a DequantizeLinear without zero point has the type of its QuantizeLinear
+        self.gone: set[str] = set()  # The outputs of the nodes to remove.
+        self.before: dict[str, onnx.NodeProto] = {}  # The nodes to insert, by the output of the following node.
+        for node in graph.node:  # A DequantizeLinear without zero point has the type of its QuantizeLinear.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 

@@ -27,12 +27,12 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # equals the domain in accel.kernels.onnx.function, whose import would load torch
+DOMAIN = "accel"  # Equals the domain in accel.kernels.onnx.function, whose import would load torch.
 # The library's plugins. Plugin fields hold the options that an operator's name encodes.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
-_VERSION = "1"  # the version of accel's plugins, and of TensorRT's quick plugins
+_VERSION = "1"  # The version of accel's plugins, and of TensorRT's quick plugins.
 # The library's kernels load this many bytes at a time. A row length that is not a multiple of ``_ALIGNED`` rules out
 # some kernels.
 _ALIGNED = 16

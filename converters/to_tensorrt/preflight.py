@@ -68,7 +68,7 @@ def preflight(
     graph = model.graph
     try:
         types = elem_types(tensor_types(model).graph)
-    except Exception:  # the checker will name the fault better
+    except Exception:  # the checker describes the fault better
         types = elem_types(graph)
     found = [*_quantization(graph, types), *_types(graph, types, capabilities), *_operators(graph, supported or {})]
     if (depth := _depth(graph)) > LONGEST_CHAIN:

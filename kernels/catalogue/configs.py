@@ -49,7 +49,7 @@ class Config:
 
 
 def product(config: Config, dtype: str, arch: int) -> str:
-    """Returns the tensor-core instruction and operand type that ``config`` has to compile to in PTX, e.g. ``mma.sync
+    """Returns the tensor-core instruction and operand type that ``config`` has to compile to in PTX, such as ``mma.sync
     s8``.
 
     Returns "" if the kernel uses no tensor cores (fp32, quantization).

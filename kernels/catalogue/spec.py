@@ -52,7 +52,7 @@ class EpilogueSpec:
 
     @property
     def key(self) -> str:
-        """Returns a short name, equal for equal epilogues: ``gelu_erf+bias+residual:fp16``."""
+        """Returns a short name, such as ``gelu_erf+bias+residual:fp16``. Equal epilogues have equal names."""
         return "+".join((self.act, *self.operands)) + f":{self.out_dtype}"
 
 

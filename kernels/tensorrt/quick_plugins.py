@@ -23,7 +23,7 @@ from ..onnx.function import DOMAIN, OPERANDS, FusedConv2d, FusedGemm
 from ..triton.cross import POINTERS
 from ..triton.launch import GROUP, tile
 
-TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # output dtypes, as attributes of tensorrt
+TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # Output dtypes, as named in tensorrt.
 # Plain PTX of this architecture runs on every later architecture. PTX with wgmma or tensor memory runs on one
 # architecture only.
 PORTABLE_ARCH = 80
@@ -35,7 +35,7 @@ class PluginKernel:
 
     Each program computes ``block_m`` x ``block_n`` elements. The parameters are the inputs, the sizes and the output.
     The sizes of a product are M, N, K. The sizes of a convolution are pixels and channels of the output, then channels,
-    height and width of the image, height and width of the output.
+    height and width of the image, and last height and width of the output.
     """
 
     name: str

@@ -65,13 +65,13 @@ class FuseReport:
 def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None) -> tuple[nn.Module, FuseReport]:
     """Returns a fused copy of ``module``, and the report. ``module`` itself stays unchanged.
 
-    ``example_inputs`` are the positional inputs to verify the copy with. Without example inputs, residual sums aren't
-    fused, because no shape is known. A module that can't be traced (control flow, optional inputs) is then fused layer
-    by layer, and each fused layer is verified alone with random inputs.
+    ``example_inputs`` are the positional inputs on which the copy is verified. Without example inputs, residual sums
+    aren't fused, because no shape is known. Without example inputs, each fused layer is verified alone on random
+    inputs. A module that can't be traced, for example because of control flow, is fused layer by layer.
 
     Raises ``UnsupportedHere`` if a submodule is in training mode, and ``GateFailed`` if the outputs differ.
     """
-    # Checks every submodule, because a folded batch norm can't compute new statistics as in training mode.
+    # Checks every submodule, because a folded batch norm can't update its statistics, as it would in training mode.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
@@ -137,7 +137,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             taken, act = [*taken, after], name
         if (after := _only_user(taken[-1])) is not None and (other := _residual_of(after, taken[-1])) is not None:
             taken, residual = [*taken, after], other
-        if writes_between(taken, modules):  # the layer would read values that are written later
+        if writes_between(taken, modules):  # the fused layer would read after these writes
             taken, following, act, residual = [node], None, "none", None
         last = taken[-1]
         name = f"fused_{len(matches)}"
@@ -148,7 +148,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        for gone in reversed(taken):  # no other nodes: an unused node may still write to its input
+        for gone in reversed(taken):  # erases nothing else: an unused node may still write to its input
             traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)

@@ -11,8 +11,8 @@ from ..catalogue.configs import Config, get
 from ..catalogue.reference import QMAX, TORCH_DTYPES
 from ..catalogue.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
 
-GROUP = 8  # rows of tiles that programs take together
-PARTS_TILE = {"BM": 16, "BN": 64}  # the tile in which the parts of a split K are summed
+GROUP = 8  # The number of rows of tiles in a group of programs.
+PARTS_TILE = {"BM": 16, "BN": 64}  # The tile in which the parts of a split K are summed.
 
 
 def cdiv(a: int, b: int) -> int:
