@@ -206,7 +206,7 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
-    # Only these files: a file that can't be imported ends a run of pytest before its first test.
+    # Runs only these files, because a file that can't be imported ends pytest before the first test.
     checked = [
         file for file in gpu_files() if "def test_compute_sanitizer" in (ROOT / file).read_text(encoding="utf-8")
     ]
@@ -214,7 +214,7 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
 
     def tests(_: float) -> list[list[str]]:
         names, missing = collected()
-        if not names:  # a step without a command would count as passed
+        if not names:  # a step without a command would be reported as passed
             raise RuntimeError(f"no test for a GPU could be collected: {'; '.join(missing) or 'none was found'}")
         told = [[PYTHON, "-c", "import sys; print(*sys.argv[1:], sep='; ')", *missing]] if missing else []
         return told + [[*TESTS, *part] for part in shards(names, side_by_side)]

@@ -1,4 +1,4 @@
-"""Rules for nodes that stay float32 for any data. The rules read the graph and its constants, and don't run the
+"""Rules that keep nodes in float32, whatever the data. The rules read the graph and its constants, and don't run the
 model."""
 
 from __future__ import annotations

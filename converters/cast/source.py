@@ -37,7 +37,7 @@ class Typing:
     """The dtypes of a node after the cast: float32 or the 16-bit format, by the position of each float32 input and
     output.
 
-    A missing position is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
+    A position without an entry is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
     ``least_opset`` is the first opset that allows 16 bits, if the model's opset is too low.
     """
 

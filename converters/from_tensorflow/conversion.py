@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 # The newest opset that tf2onnx writes. onnx's version converter raises the opset further.
 TF2ONNX_OPSET = 18
 
-# The model, notes on its layout, and two dicts, for inputs and outputs, from the user's name to the tensor's name.
+# The model, notes on its layout, the names of the inputs, and the names of the outputs. A dict of names maps each
+# user's name to the name of the tensor.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 

@@ -2,7 +2,8 @@
 
 TensorFlow's images have their channels last, and ONNX's convolutions take channels first. If each operator is
 translated by itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph
-until they cancel. Inputs and outputs keep their layout, so at best only the ends of the graph are transposed.
+until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at the ends of the
+graph.
 """
 
 from __future__ import annotations

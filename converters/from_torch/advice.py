@@ -1,4 +1,4 @@
-"""Finds out whether the PyTorch model itself is why its ONNX file gives other outputs."""
+"""Checks whether the cause of wrong ONNX outputs lies in the PyTorch model."""
 
 from __future__ import annotations
 

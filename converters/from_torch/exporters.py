@@ -77,7 +77,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _exact_constants() -> Iterator[None]:
-    """Makes onnxscript remove additions of exactly 0 and multiplications by exactly 1 only.
+    """Makes onnxscript remove only additions of exactly 0 and multiplications by exactly 1.
 
     The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and so remove an eps that protects a division from zero.
     """

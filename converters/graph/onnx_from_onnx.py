@@ -284,7 +284,7 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Only the ends of the ranges are run: many models take only multiples of a number, and the user gave the ends.
+    # Runs only the ends of the ranges, which the user gave, because many models take only multiples of a number.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

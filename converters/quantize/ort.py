@@ -60,7 +60,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
     config = task.config
     # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # without this, the library would hold the weights in memory three times
+    if _is_large(task.path):  # otherwise the library holds the weights in memory three times
         onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),

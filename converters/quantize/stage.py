@@ -309,8 +309,8 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
                 f"a tensor inside the model is NaN on the calibration data, so quantization for {task.config.form} "
-                "finds no range; correct the operation that gives NaN, leave out such samples, or exclude the nodes "
-                f"that read the tensor with {option('quantize', ['keep=NODE'])}"
+                "finds no range; correct the operation that gives NaN, leave out such samples, or pass "
+                f"{option('quantize', ['keep=NODE'])} for each node that reads the tensor"
             ) from error
         raise QuantizeFailed(
             f"quantization for {task.config.form} failed ({error}); use fp32 or fp16 instead"

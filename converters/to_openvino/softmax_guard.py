@@ -22,8 +22,8 @@ def remove_softmax_guards(model: Any) -> int:
     everywhere gives NaN. With a finite mask (transformers adds the dtype's lowest number) no row gives NaN. OpenVINO
     fuses an attention into one kernel only without the guard.
 
-    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. Added to scores below
-    1e30, the raised mask gives the same float32 row as before, up to a constant.
+    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. For scores below 1e30,
+    the sum of scores and mask stays the same float32 row, up to a constant.
     """
     count = 0
     for guard in model.get_ordered_ops():

@@ -60,10 +60,10 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
     """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
 
     An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. uint8 with zero point 128
-    stays exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 compute in
-    float32, as an engine silently does; inputs and outputs in float64 stay. The notes count the changed ``biases``,
-    ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises ``NotFitted`` if the
-    result fails the checker.
+    stays exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
+    float32, as an engine would silently make them. Float64 inputs and outputs stay. The notes count the changed
+    ``biases``, ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises
+    ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)
     # A local function with float64 inside is inlined first, so that its nodes can be rewritten.

@@ -102,7 +102,7 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HandWritten:
-    """A kernel of ``csrc`` without tensor cores, which every compiled library has.
+    """A kernel of ``csrc`` that uses no tensor cores. Every compiled library has this kernel.
 
     ``tile`` has M, N and K as in ``rows``. gemv takes at most 16 rows.
     """

@@ -31,7 +31,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
 
 # For each output dtype, the largest relative rounding error, and the smallest step near zero.
 ROUNDING = {"fp32": (2.0**-24, 2.0**-149), "fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
-# The largest |act'|: GELU 1.129 at x = 1.41, SiLU 1.0998 at x = 2.40 (both from the second derivative's root).
+# The largest |act'|, at the root of the second derivative, is 1.129 for GELU (x = 1.41) and 1.0998 for SiLU (x = 2.40).
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu_tanh": 1.13, "gelu_erf": 1.13, "silu": 1.1}
 
 
@@ -143,9 +143,9 @@ def conv2d_torch(
 def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes ``x`` (M, K) to ``dtype`` (int8 or fp8_e4m3) with one fp32 scale per row.
 
-    ``x`` is about q * scale[:, None]. scale = max|row| / 127 (int8) or / 448 (fp8), 1 for a row of zeros, at least
-    2**-126. q = x / scale, rounded to nearest even, within the range. A NaN in a row makes its scale NaN, so that the
-    NaN can't vanish in an integer.
+    ``x`` is about q * scale[:, None]. The scale of a row is max|row| / 127 (int8) or max|row| / 448 (fp8), but at least
+    2**-126. A row of zeros has scale 1. The values q are x / scale, rounded to nearest even and clamped to the range. A
+    NaN in a row makes its scale NaN, so that the NaN can't vanish in an integer.
     """
     wide = x.float()
     largest = wide.abs().amax(dim=1)

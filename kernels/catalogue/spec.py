@@ -87,7 +87,7 @@ class GemmSpec:
 
     @property
     def bytes_moved(self) -> int:
-        """Returns the bytes read and written if every operand crosses memory once."""
+        """Returns the bytes of memory traffic if every operand is read or written once."""
         e, out = self.epilogue, BYTES[self.epilogue.out_dtype]
         operands = (self.m * self.k + self.k * self.n) * BYTES[self.in_dtype]
         vectors = 4 * (e.row_scale * self.m + e.col_scale * self.n + e.bias * self.n)

@@ -44,8 +44,8 @@ def why(
 ) -> str:
     """Says in one sentence which implementation would run, and why. The arguments are those of ``choose``.
 
-    ``native`` is None for the kernels of the built library. ``tuned_name`` is None for the tuner's choice on the
-    current GPU, if that GPU has this compute capability.
+    ``native`` is None for the kernels of the built library. If ``tuned_name`` is None, the tuner's choice for the
+    current GPU is used, provided the GPU has this compute capability.
     """
     if native is None:
         native = native_names(capability)

@@ -285,8 +285,8 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
 def microseconds(run: Run) -> float:
     """Returns the median microseconds of a call on the current GPU, over several blocks of calls between two events.
 
-    Records the calls in a CUDA graph and replays it, so that Python's launch overhead, often longer than the kernel, is
-    not measured. Calls ``run`` directly if it can't be recorded.
+    Replays a CUDA graph of the calls, because Python's launch overhead would often take longer than the kernel. Calls
+    ``run`` directly if it can't be recorded.
     """
 
     def block(calls: int, step: Run = run) -> float:

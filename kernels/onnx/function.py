@@ -150,8 +150,8 @@ class FusedGemm:
         formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
         a, b = formal["a"], formal["b"]
         if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
-            # DequantizeLinear has a scale of 1, because TensorRT takes neither MatMulInteger nor a cast. ONNX Runtime
-            # fuses the nodes to MatMulInteger.
+            # DequantizeLinear with a scale of 1 replaces a Cast, because TensorRT takes neither MatMulInteger nor the
+            # Cast. ONNX Runtime fuses the nodes to MatMulInteger.
             unit = body.constant(1.0, "unit")
             a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:

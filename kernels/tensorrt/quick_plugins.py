@@ -144,7 +144,9 @@ def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) ->
     except ImportError as error:
         raise UnsupportedHere(f"this TensorRT has no quick plugins ({one_line(error)}); update it") from error
     if not hasattr(plugin, "aot_impl"):
-        raise UnsupportedHere("quick plugins of this TensorRT hold no compiled kernels; update it to 10.10 or later")
+        raise UnsupportedHere(
+            "quick plugins of this TensorRT hold no compiled kernels; update TensorRT to 10.10 or later"
+        )
 
     kernel = compile_kernel(function, arch)
     identity = f"{DOMAIN}::{function.name}"

@@ -162,8 +162,8 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    ``joined`` fuses a layer with the modules after it in a Sequential, which is wrong if code calls the modules one by
-    one.
+    ``joined`` fuses a layer with the modules after it in a Sequential. The result is wrong if code calls the modules
+    one by one.
     """
     # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
@@ -255,7 +255,7 @@ def _residual_of(node: fx.Node, last: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return None
     if node.target is operator.iadd and node.args[0] is not last:
-        return None  # the sum writes to the other operand
+        return None  # ``iadd`` writes to the other operand
     other = node.args[1] if node.args[0] is last else node.args[0]
     mine, theirs = last.meta.get("tensor_meta"), other.meta.get("tensor_meta") if isinstance(other, fx.Node) else None
     if other is last or mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):

@@ -43,8 +43,8 @@ def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> d
 
 
 def _epilogue_of(operands: dict[str, torch.Tensor], placeholder: torch.Tensor) -> list[torch.Tensor]:
-    """Returns every operand that an epilogue can have, dense. A missing operand is ``placeholder``, which isn't
-    read."""
+    """Returns every operand that an epilogue can have, as a dense tensor. A missing operand is ``placeholder``, which
+    isn't read."""
     names = ("bias", "residual", "row_scale", "col_scale")
     return [operands[name].contiguous() if name in operands else placeholder for name in names]
 
