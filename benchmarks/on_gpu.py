@@ -6,9 +6,9 @@
     python benchmarks/on_gpu.py --go-on        # a second run: the benchmark adds the rows the first had no time for
 
 Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
-still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded: the
-library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu), or else nvcc builds the
-library there.
+still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded. The
+library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu). If this folder has no
+library, nvcc builds one there.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def shards(names: Sequence[str], count: int) -> list[list[str]]:
 def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[str], list[str]]:
     """Returns the ids of the tests for a GPU in ``files`` (default: all such files), without the compute-sanitizer
     tests. Also returns a line for each file that can't be collected here, because a GPU machine may lack packages. Each
-    file is collected in a separate process, because pytest stops before any output if a folder's conftest.py can't be
+    file is collected in a separate process, because pytest prints nothing if a folder's conftest.py can't be
     imported."""
     files = files or gpu_files()
     end = time.monotonic() + seconds

@@ -13,8 +13,8 @@ from unittest import mock
 def every_expert() -> Iterator[None]:
     """Makes each expert compute every token within the ``with`` block. A token uses the results of its chosen experts.
 
-    transformers sorts the tokens by expert, which ONNX can't express. Gathering the weights of each token's experts
-    instead would copy the weights for each token.
+    The library transformers sorts the tokens by expert. ONNX can't express this sort. Gathering the weights of each
+    token's experts instead would copy the weights for each token.
     """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)

@@ -193,8 +193,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    onnx's converter has no adapters for many operators that only gained dtypes. Without an adapter, the operators stay
-    unchanged. The checker then decides whether the operators are valid, and the gate compares their outputs.
+    Many operators that only gained dtypes have no adapter in onnx's converter, and stay unchanged. The checker then
+    decides whether the operators are valid, and the gate compares their outputs.
     """
     from onnx import version_converter
 

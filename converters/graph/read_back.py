@@ -157,8 +157,8 @@ def _shape(
 
 
 def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
-    """Tells whether the file may fix ``dim`` to ``size``. The file may if ``dim`` allows no other size, or if no input
-    has this dim."""
+    """Tells whether the file may fix ``dim`` to ``size``. The file may fix a dim that allows no other size, or that no
+    input has."""
     allowed = known.dims.get(dim)
     return output if allowed is None else allowed.min == allowed.max == size
 

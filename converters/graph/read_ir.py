@@ -29,8 +29,9 @@ _WEIGHTS = 16  # a constant of fewer 8-bit numbers is an axis or a flag, not a w
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     """Returns the signature and the properties (``precision``) that the IR itself declares.
 
-    dtypes and shapes come from the model, names of dynamic dims from the ``accel`` entry of its rt_info. Without an
-    ``accel`` entry, a dynamic dim is called ``<tensor>_<axis>``. Raises ``InvalidModel`` if the IR can't be read.
+    The dtypes and shapes come from the model, and the names of dynamic dims from the ``accel`` entry of its rt_info.
+    Without an ``accel`` entry, a dynamic dim is called ``<tensor>_<axis>``. Raises ``InvalidModel`` if the IR can't be
+    read.
     """
     ov = load_openvino()
     for file in (path, path.with_suffix(".bin")):

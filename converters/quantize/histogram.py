@@ -1,4 +1,4 @@
-"""Histograms of a fixed size that need no range beforehand, and the ranges that calibration takes from them.
+"""Histograms of a fixed size that need no range beforehand. Calibration takes its ranges from these histograms.
 
 A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
 grows and neighboring bins are merged. Every edge is a multiple of a power of two, so the counts equal those of a
@@ -98,8 +98,8 @@ def value_range(
     ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
     and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which 128 levels have the least
     Kullback-Leibler divergence from the absolute values (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
-    takes the range with the least squared error: the sum of the rounding errors (step**2 / 12 for each value inside)
-    and of the squared distances of the values outside.
+    takes the range with the least squared error. A value inside the range adds its rounding error, step**2 / 12. A
+    value outside adds its squared distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0

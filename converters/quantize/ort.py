@@ -171,8 +171,8 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
 def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], bool]) -> dict[str, str]:
     """Makes the ``spared`` nodes read original tensors in place of dequantized ones.
 
-    The quantizer makes all readers of a quantized tensor read the dequantized one. Returns the names of the original
-    tensors by the names of the dequantized ones.
+    The quantizer makes all readers of a quantized tensor read the dequantized one. Returns a dict from the name of each
+    dequantized tensor to the name of the original tensor.
     """
     quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     originals = {

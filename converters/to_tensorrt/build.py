@@ -326,7 +326,8 @@ def _tensor(trt: Any, tensor: Any) -> dict[str, Any]:
 
 
 def _first_reason(messages: Sequence[str]) -> str:
-    """Returns the first informative line, without source locations and the noise of a machine without a GPU."""
+    """Returns the first informative line, without source locations and without the noise of a machine that has no
+    GPU."""
     for line in (line.strip() for message in messages for line in message.splitlines()):
         if line.startswith(("[checkMacros", "Invalid Node")) or line in ("", "false"):
             continue

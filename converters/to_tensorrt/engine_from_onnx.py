@@ -199,9 +199,9 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
 
     First compares the bytes with the manifest beside the file, if present. Only this comparison finds a flipped bit in
     the weights. Then the toolkit (default: the toolkit that the manifest names, else ``tensorrt-rtx``) reads the file
-    in a child process. Without a GPU the toolkit reads only header and layout, which finds a truncated or foreign file
-    and a damaged header. Accel's plugins are loaded before an engine that calls them. Raises ``BadConfig`` or
-    ``UnsupportedHere`` if a present plugin library can't be loaded.
+    in a child process. Without a GPU the toolkit reads only header and layout, which is enough to find a truncated or
+    foreign file, or a damaged header. Accel's plugins are loaded before an engine that calls them. Raises ``BadConfig``
+    or ``UnsupportedHere`` if a present plugin library can't be loaded.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"

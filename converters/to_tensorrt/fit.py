@@ -61,7 +61,7 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
 
     An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. uint8 with zero point 128
     stays exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
-    float32, as an engine would silently make them. Float64 inputs and outputs stay. The notes count the changed
+    float32, as they silently would in an engine. Float64 inputs and outputs stay. The notes count the changed
     ``biases``, ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises
     ``NotFitted`` if the result fails the checker.
     """

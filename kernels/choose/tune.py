@@ -114,8 +114,8 @@ def specs(
     """Returns the products to tune. The ``shapes`` (M, N, K) are by default the layers of BERT-base and of a 7B
     decoder.
 
-    ``added`` lists the terms added to the product, each one of ``ADDED``. int8 and fp8 are tuned for fp16 and bf16
-    output. Raises ``UnknownName`` for another term.
+    ``added`` lists the terms added to the product, each one of ``ADDED``. Products in int8 and fp8 are tuned for fp16
+    and bf16 output. Raises ``UnknownName`` for another term.
     """
     for words in added:
         if words not in ADDED:
@@ -285,7 +285,7 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
 def microseconds(run: Run) -> float:
     """Returns the median microseconds of a call on the current GPU, over several blocks of calls between two events.
 
-    Replays a CUDA graph of the calls, because Python's launch overhead would often take longer than the kernel. Calls
+    Replays a CUDA graph of the calls, because Python's overhead for a launch often takes longer than the kernel. Calls
     ``run`` directly if it can't be recorded.
     """
 

@@ -154,7 +154,7 @@ def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None
 def cuda_includes() -> list[Path]:
     """Returns the folders with CUDA's headers on this machine, from nvcc and from Triton.
 
-    nvcc may be a script that calls another nvcc.
+    The nvcc command may be a script that calls another nvcc.
     """
     found: list[Path] = []
     if nvcc := find_nvcc():

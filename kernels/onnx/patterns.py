@@ -161,7 +161,8 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
 
 
 def _drop_unused_constants(model: onnx.ModelProto) -> None:
-    """Removes constants that only removed nodes read, e.g. the numbers in a GELU, because runtimes warn of them."""
+    """Removes constants that only removed nodes read, such as the numbers in a GELU. Runtimes warn of unused
+    constants."""
     used = _names(model.graph) | {value.name for value in model.graph.input}
     for held in (model.graph.initializer, model.graph.node):
         for at in reversed(range(len(held))):

@@ -62,7 +62,7 @@ def fused_conv2d(
     """Returns ``act(col_scale * conv2d(x, weight) + bias) + residual``, NHWC, in ``out_dtype``.
 
     ``x`` is (N, H, W, C), ``weight`` (O, kernel height, kernel width, C), one group. ``bias`` and ``col_scale`` are
-    (O,), and ``residual`` has the shape of the output. dtypes, ``act`` and errors are those of ``fused_gemm``.
+    (O,), and ``residual`` has the shape of the output. The dtypes, ``act`` and errors are those of ``fused_gemm``.
     """
     geometry = [_pair(*named) for named in (("stride", stride), ("padding", padding), ("dilation", dilation))]
     col_scale = _spread(col_scale, weight.shape[0] if weight.dim() else 1)
