@@ -1,4 +1,5 @@
-"""Is preprocessing cheaper inside the graph? Feeds a network with bytes directly, and after preprocessing in numpy.
+"""Is preprocessing cheaper inside the graph? One variant feeds bytes to a graph with preprocessing. The other variant
+preprocesses the bytes in numpy.
 
     python benchmarks/preprocess.py                    # measures every row that has no result yet
     python benchmarks/preprocess.py digits --again

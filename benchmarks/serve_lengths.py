@@ -49,9 +49,9 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 @dataclass(frozen=True)
 class Row:
     """The results of one model: medians over the rounds. ``rates`` are the requests per second of each round.
-    ``p50_ms`` and ``p99_ms`` are latencies at half of the rate. ``waited_in_bound`` is the share of requests at half of
-    the rate that waited in the queue for at most ``BOUND_MS``, over all rounds. ``in_bound`` is the share of requests
-    that waited for at most ``BOUND_MS`` in each round."""
+    ``p50_ms`` and ``p99_ms`` are latencies at half of the rate. At half of the rate, ``waited_in_bound`` is the share
+    of all requests that waited in the queue for at most ``BOUND_MS``. ``in_bound`` is the share of requests that waited
+    for at most ``BOUND_MS`` in each round."""
 
     model: str
     requests_per_second: float

@@ -232,7 +232,7 @@ def _config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:
         config.builder_optimization_level = builder_level
-        if config.builder_optimization_level != builder_level:  # TensorRT only logs a level out of range
+        if config.builder_optimization_level != builder_level:  # for a level out of range, TensorRT only logs an error
             raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave it out")
     return config
 

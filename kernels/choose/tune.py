@@ -205,7 +205,8 @@ def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
 
 
 def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
-    """Returns several sets of operands, together so large (``ROTATED_BYTES``) that no call finds its set in a cache.
+    """Returns several sets of operands. All sets together have ``ROTATED_BYTES``, so that no call finds its set in a
+    cache.
 
     Returns at most ``MOST_SETS`` sets, even if these have fewer bytes in all.
     """

@@ -60,7 +60,7 @@ def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH)
     if arch < arch_for(function):
         raise UnsupportedHere(
             f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or a later one, or don't "
-            "register it, and TensorRT inlines its body"
+            "register it: without a plugin, TensorRT inlines its body"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
