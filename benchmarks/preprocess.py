@@ -1,5 +1,4 @@
-"""Is preprocessing cheaper inside the graph? One variant feeds bytes to a graph with preprocessing. The other variant
-preprocesses the bytes in numpy.
+"""Is preprocessing cheaper inside the graph, which then takes bytes, than in numpy before the graph?
 
     python benchmarks/preprocess.py                    # measures every row that has no result yet
     python benchmarks/preprocess.py digits --again
