@@ -4,9 +4,9 @@
     python benchmarks/bench_itself.py same-01 delayed-01 --again
 
 The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
-needs a quiet machine for eight minutes. Goals: of 40 runs of a model against itself, at most one in 20 reports a
-difference, and all 20 runs with a delay report the delay. Each run has another seed, and so another order of the
-blocks. The runs alternate between the runtimes.
+needs a quiet machine for eight minutes. The goals: At most one in 20 of the 40 runs of a model against itself reports a
+difference. All 20 runs with a delay report the delay. Each run has another seed, and so another order of the blocks.
+The runs alternate between the runtimes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ WIDTH, LAYERS, BATCH = 512, 6, 16
 
 
 class Delayed:
-    """A session whose runs take ``SHARE`` longer than the model."""
+    """A session whose runs take longer than the model's runs by the fraction ``SHARE``."""
 
     def __init__(self, session: Session) -> None:
         self.signature = session.signature
         self._session = session
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the model's outputs after a busy wait, which takes the processor as a slower layer would."""
+        """Returns the model's outputs after a busy wait, which keeps the CPU busy as a slower layer would."""
         start = time.perf_counter_ns()
         outputs = self._session.run(feeds)
         now = time.perf_counter_ns()
@@ -92,10 +92,10 @@ def names(same: int = SAME, late: int = DELAYED) -> list[str]:
 
 
 def run(name: str, artifacts: Mapping[str, Artifact], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the benchmark once as a user would, and returns the result row. The run times the baseline, a second copy of
-    the baseline, and the candidate with this name.
+    """Runs the benchmark once as a user would, and returns the result row. The benchmark measures the baseline, a
+    second copy of the baseline, and the candidate ``name``.
 
-    ``settings`` are rounds, block_seconds and budget_seconds of ``measure``.
+    ``settings`` has the arguments rounds, block_seconds and budget_seconds of ``measure``.
     """
     kind, _, number = name.partition("-")
     runtime = RUNTIMES[int(number) % len(RUNTIMES)]
@@ -192,7 +192,7 @@ def page(body: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Runs the requested runs and writes the results after each run."""
+    """Performs the requested runs, and writes the results after each run."""
     parser: argparse.ArgumentParser = row_arguments(__doc__, "same-01 delayed-01")
     parser.add_argument("--rounds", type=int, default=9, help="9 to 36 of them, as accel bench")
     parser.add_argument("--block-seconds", type=float, default=0.2)

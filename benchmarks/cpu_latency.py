@@ -4,9 +4,9 @@ accurate?
     python benchmarks/cpu_latency.py                     # measures every row that has no result yet
     python benchmarks/cpu_latency.py small-cnn-b1 --again
 
-Each row is a model at one batch size. A row compares, in paired blocks: PyTorch eager and torch.compile, ONNX Runtime
-in fp32 and with quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each measured row
-is written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells
+Each row is a model at one batch size. In paired blocks, a row compares PyTorch eager and torch.compile, ONNX Runtime in
+fp32 and with quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each measured row is
+written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells
 whether the goal is met. The script needs a quiet machine. On two cores the script should take less than 25 minutes (the
 page shows the time of each row), and less with ``--rounds 7 --seconds 0``.
 """
@@ -52,7 +52,7 @@ def main() -> None:
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
-    # The rows of a model share its files. An empty cache for this run, so that no older stage is reused.
+    # The rows of a model share its files. The cache is empty, so that this run reuses no older stage.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ACCEL_CACHE_DIR"] = f"{folder}/cache"
         made: dict[str, Made] = {}
@@ -226,7 +226,7 @@ def markdown(body: dict[str, Any]) -> str:
 
 
 def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the drop of the chosen candidate against the source."""
+    """Returns the judgement of the chosen candidate, with its drop in accuracy against the source."""
     chosen = found["optimize"]["chosen"]["name"]
     judged: dict[str, Any] | None = next(c["judgement"] for c in found["optimize"]["candidates"] if c["name"] == chosen)
     return judged
@@ -235,7 +235,7 @@ def judgement(found: dict[str, Any]) -> dict[str, Any] | None:
 def beside_the_fastest(found: dict[str, Any]) -> tuple[bool | None, str]:
     """Compares accel's choice with the fastest candidate of a row. Returns a verdict and a sentence. The verdict is
     True if the choice is the fastest or within the noise of the fastest, and False if the choice is slower. The verdict
-    is None if the interval extends beyond the noise, so that the row proves neither.
+    is None if the interval extends beyond the noise, because the row then proves nothing.
 
     Uses the same paired rounds and the same noise floor as every verdict of accel bench.
     """

@@ -6,9 +6,9 @@
     python benchmarks/on_gpu.py --go-on        # a second run: the benchmark adds the rows the first had no time for
 
 Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
-still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded: the
-library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu), or else nvcc builds the
-library there.
+still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded. The
+library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu). If this folder has no
+library, nvcc builds one there.
 """
 
 from __future__ import annotations
@@ -155,14 +155,14 @@ def gpu_files(root: Path = ROOT) -> list[str]:
 
 
 def shards(names: Sequence[str], count: int) -> list[list[str]]:
-    """Deals ``names`` out to at most ``count`` shards, none of them empty."""
+    """Distributes ``names`` over at most ``count`` shards, and leaves no shard empty."""
     return [list(names[at::count]) for at in range(min(count, len(names)))]
 
 
 def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[str], list[str]]:
     """Returns the ids of the tests for a GPU in ``files`` (default: all such files), without the compute-sanitizer
     tests. Also returns a line for each file that can't be collected here, because a GPU machine may lack packages. Each
-    file is collected in a separate process, because pytest stops before any output if a folder's conftest.py can't be
+    file is collected in a separate process, because pytest prints nothing if a folder's conftest.py can't be
     imported."""
     files = files or gpu_files()
     end = time.monotonic() + seconds
@@ -178,7 +178,7 @@ def collected(files: Sequence[str] = (), seconds: float = 90.0) -> tuple[list[st
                     process.wait(timeout=max(0.0, end - time.monotonic()))
                 lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
                 names += [line for line in lines if "::" in line and not line.startswith("ERROR")]
-                if process.returncode not in (0, 5):  # 5: no test of the file was selected
+                if process.returncode not in (0, 5):  # 5 means that pytest selected no test
                     reasons = [line.strip() for line in lines if re.match(r"E   +\w+: ", line)]
                     why = "no answer in time" if process.returncode is None else f"exit status {process.returncode}"
                     missing += [f"not run: {file}: {'; '.join(dict.fromkeys(reasons)) or why}"]
@@ -206,7 +206,7 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
-    # Only these files: a file that can't be imported ends a run of pytest before its first test.
+    # Runs only these files, because a file that can't be imported ends pytest before the first test.
     checked = [
         file for file in gpu_files() if "def test_compute_sanitizer" in (ROOT / file).read_text(encoding="utf-8")
     ]
@@ -214,7 +214,7 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
 
     def tests(_: float) -> list[list[str]]:
         names, missing = collected()
-        if not names:  # a step without a command would count as passed
+        if not names:  # a step without a command would be reported as passed
             raise RuntimeError(f"no test for a GPU could be collected: {'; '.join(missing) or 'none was found'}")
         told = [[PYTHON, "-c", "import sys; print(*sys.argv[1:], sep='; ')", *missing]] if missing else []
         return told + [[*TESTS, *part] for part in shards(names, side_by_side)]

@@ -1,4 +1,4 @@
-"""Is preprocessing cheaper inside the graph? Feeds a network with bytes directly, and after preprocessing in numpy.
+"""Is preprocessing cheaper inside the graph, which then takes bytes, than in numpy before the graph?
 
     python benchmarks/preprocess.py                    # measures every row that has no result yet
     python benchmarks/preprocess.py digits --again

@@ -4,8 +4,8 @@
 
 Measures the MLP of the load benchmark (1024-512-512-10, float32, one row) in ONNX Runtime with one thread, and a
 session that does nothing, which shows the executor's own time. Each turn times a block of `session.run` and a block of
-`infer(executor, ...)` in random order. The result is the median over the turns of the difference per request. Needs a
-quiet machine.
+`infer(executor, ...)` in random order. The result is the difference for one request, as the median over all turns.
+Needs a quiet machine.
 """
 
 from __future__ import annotations

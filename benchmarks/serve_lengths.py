@@ -2,12 +2,12 @@
 
     python benchmarks/serve_lengths.py [--seconds 12] [--rounds 2]      # about two minutes
 
-One `accel serve` process serves MiniLM (real weights) twice: `grouped` with the defaults, and `padded` with the
-parameter `length_grouping: none`, which pads each batch, in the order of arrival, to its longest text. The texts are
-the documents of the Lee corpora, their sentences and the words of WordSim353, mixed. In every round each model first
-gets the maximum load (64 requests in flight). Then each model gets half of that rate at random instants, which measures
-the latency. Every answer is compared with the unbatched answer for the same text. Needs a quiet machine. Only 127.0.0.1
-is loaded.
+One `accel serve` process serves MiniLM (real weights) twice, as `grouped` with the defaults, and as `padded` with the
+parameter `length_grouping: none`. The batches of `padded` are in the order of arrival, and each batch is padded to its
+longest text. The texts are a mix of the documents of the Lee corpora, the sentences of these documents, and the words
+of WordSim353. In every round each model first gets the maximum load (64 requests in flight). Then each model gets half
+of that rate at random instants, which measures the latency. Every answer is compared with the unbatched answer for the
+same text. Needs a quiet machine. All requests go to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from accel.examples import minilm
 from accel.timing.environment import environment
 
 LONGEST, BATCH, UNDER_WAY, TEXTS = 256, 32, 64, 600
-BOUND_MS = 100  # max_queue_delay of both models: how long a request may wait for others
+BOUND_MS = 100  # max_queue_delay of both models: how long a request may wait for other requests
 CONFIG = """
 max_batch_size: {batch}
 dynamic_batching {{ max_queue_delay_microseconds: {delay} }}
@@ -49,9 +49,9 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 @dataclass(frozen=True)
 class Row:
     """The results of one model: medians over the rounds. ``rates`` are the requests per second of each round.
-    ``p50_ms`` and ``p99_ms`` are latencies at half of the rate. ``waited_in_bound`` is the share of requests at half of
-    the rate that waited in the queue for at most ``BOUND_MS``, over all rounds. ``in_bound`` is the share of requests
-    that waited for at most ``BOUND_MS`` in each round."""
+    ``p50_ms`` and ``p99_ms`` are latencies at half of the rate. At half of the rate, ``waited_in_bound`` is the share
+    of all requests that waited in the queue for at most ``BOUND_MS``. ``in_bound`` is the share of requests that waited
+    for at most ``BOUND_MS`` in each round."""
 
     model: str
     requests_per_second: float
@@ -192,7 +192,7 @@ def counters(http_port: int, model: str) -> dict[str, float]:
 
 
 def waits(http_port: int, model: str) -> tuple[float, float]:
-    """Returns the number of answered requests that waited in the queue for at most ``BOUND_MS``, and of all answered
+    """Returns the number of requests that waited in the queue for at most ``BOUND_MS``, and the number of all
     requests."""
     found = counters(http_port, model)
     return tuple(found[f"accel_queue_duration_seconds_bucket{end}"] for end in (BOUND_MS / 1000, "+Inf"))

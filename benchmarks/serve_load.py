@@ -4,7 +4,7 @@
 
 VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 has no workers with a later version). h2load
 sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes its turn
-in every round. Needs a quiet machine. Only 127.0.0.1 is loaded.
+in every round. Needs a quiet machine. All requests go to 127.0.0.1.
 
 h2load can't see an error in a gRPC call's trailers. So after each run of accel, the script compares the server's
 statistics with the answers that h2load counted. serve_goals.py tells whether the goals are met.
@@ -97,9 +97,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Overhead:
-    """The time that serving adds for one caller: medians over the rounds of the remote p50, of the p50 of
-    ``session.run`` with one thread on the same request, and of their difference. ``rounds`` has the difference in each
-    round."""
+    """The time that serving adds for one caller, as medians over the rounds. ``rpc_us`` is the p50 of a remote call.
+    ``run_us`` is the p50 of ``session.run`` with one thread on the same request. ``overhead_us`` is the median of the
+    differences, which ``rounds`` has for each round."""
 
     scenario: str
     rpc_us: float
@@ -134,8 +134,8 @@ def main() -> None:
 def measure(
     scenario: Scenario, folder: Path, peers: Path | None, seconds: float, rounds: int
 ) -> tuple[list[Row], list[tuple[float, float]]]:
-    """Measures every server of the scenario in turn, ``rounds`` times, and returns their rows. Also returns, for accel
-    with one caller, a pair for each round: the p50 in microseconds of a remote call and of ``session.run``."""
+    """Measures every server of the scenario in turn, ``rounds`` times, and returns their rows. Also returns a pair for
+    each round of accel with one caller: the p50 in microseconds of a remote call, and that of ``session.run``."""
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     model.parent.mkdir(parents=True)
     accel.export(f"{folder / 'models.py'}:{scenario.name}", inputs=[scenario.spec], out=model)
@@ -295,9 +295,9 @@ def first_answer(port: int, scenario: Scenario, x: np.ndarray, patience: float =
 def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool) -> dict[str, float]:
     """Sends requests on ``concurrency`` connections, one in flight on each, for ``seconds`` after a second of warm-up.
 
-    The operating system assigns connections to a server's processes at random, so few connections are spread unevenly.
-    So the time is cut into ``DEALS`` parts with new connections each. The warm-up is a separate run, because h2load
-    does not count the requests of its built-in warm-up.
+    The operating system assigns connections to a server's processes at random, so a few connections may be spread
+    unevenly. Therefore the time is divided into ``DEALS`` parts, each with new connections. The warm-up is a separate
+    run, because h2load does not count the requests of its built-in warm-up.
     """
     log = body.with_suffix(".log")
     words = ["h2load", "-c", str(concurrency), "-m", "1", "-t", "1", "-d", str(body)]
@@ -334,7 +334,8 @@ def load(port: int, body: Path, concurrency: int, seconds: float, *, grpc: bool)
 
 
 def check(port: int, scenario: Scenario, model: Path) -> None:
-    """Checks that each answer belongs to its request: 200 different inputs at once through Triton's own client."""
+    """Checks that each answer belongs to its request, with up to 200 different requests at once through Triton's own
+    client."""
     rng = np.random.default_rng(1)
     inputs = [
         rng.standard_normal(scenario.shape).astype(np.float32) for _ in range(200 if scenario.name == "mlp" else 16)

@@ -8,11 +8,12 @@ process group. The order rotates from turn to turn, so that a disturbance of the
 loop is a complete training step: data, forward and backward pass, the check that the gradient is finite, the log. The
 bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and FSDP2 without resharding after forward at ZeRO 2. The loss of
 the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. DeepSpeed takes part with
-the same stage and optimizer if it is installed beside accel, or in a separate environment with the same Python, whose
-interpreter ``--deepspeed`` names: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 &&
-PATH/bin/pip install hjson py-cpuinfo einops msgpack` (torch and the rest are accel's; DS_ACCELERATOR=cpu is set here).
-Each result is the median over the turns of a loop's time divided by the bare loop's time in the same turn, less 1, with
-its 95 % bootstrap interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
+the same stage and optimizer if it is installed beside accel. DeepSpeed may also be in a separate environment of the
+same Python, if ``--deepspeed`` names the interpreter of the environment: `python -m venv PATH && PATH/bin/pip install
+--no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack` (torch and the rest come from
+accel's environment; this script sets DS_ACCELERATOR=cpu). In each turn, a loop's time is divided by the bare loop's
+time. Each result is the median of this ratio over the turns, less 1, with the 95 % bootstrap interval. Needs a quiet
+machine: other work on the cores makes the interval wider than the result.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def rank_main(out: Path) -> None:
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
-        gc.collect()  # otherwise one loop would pay for the garbage of another loop
+        gc.collect()  # so that no loop spends time on the garbage of another loop
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -174,7 +175,8 @@ def rank_main(out: Path) -> None:
 
 
 def compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Returns the times of each loop in milliseconds, and for all but the bare loop the extra time, as a share."""
+    """Returns the times of each loop in milliseconds, and the extra time of each loop as a fraction of the bare loop's
+    time."""
     bare = np.array(seconds["bare"])
     found: dict[str, Any] = {}
     for name, values in seconds.items():

@@ -1,8 +1,8 @@
 """Builds a TensorRT engine for a GPU that this machine does not have: python examples/engine_for_another_gpu.py 8.6
 
 The number is the compute capability of the GPU: 7.5 for a T4, 8.6 for an RTX 3090, 8.9 for an RTX 4090. Needs
-accel-toolchain[tensorrt-rtx]. accel judges the engine on this machine, with the real rounding of fp16; the GPU measures
-the speed.
+accel-toolchain[tensorrt-rtx]. On this machine, accel checks the accuracy with the real rounding of fp16. The speed has
+to be measured on the other GPU.
 """
 
 import sys

@@ -42,8 +42,8 @@ def train() -> torch.nn.Module:
 
 if __name__ == "__main__":
     torch.save(train().state_dict(), "weights.pt")
-    np.savez("samples.npz", image=IMAGES[:256])  # calibrates int8
-    np.savez("test.npz", image=IMAGES[TRAIN:])  # judges the candidates, with the labels
+    np.savez("samples.npz", image=IMAGES[:256])  # The samples that calibrate int8.
+    np.savez("test.npz", image=IMAGES[TRAIN:])  # The images that judge the candidates.
     np.savez("labels.npz", labels=labels[TRAIN:])
 
     inputs = {"image": ("float32", ("batch", 1, 8, 8))}

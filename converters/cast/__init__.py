@@ -1,4 +1,5 @@
-"""The cast of an ONNX model to float16 or bfloat16: rules that hold for any data, retyping, the search for overflows.
+"""The cast of an ONNX model to float16 or bfloat16: rules for any data, retyping, and the search for overflows.
 
-In: a float32 ONNX artifact and a `CastConfig`. Out: an ONNX artifact in 16 bits, with the nodes that need float32 kept.
+In: a float32 ONNX artifact and a `CastConfig`. Out: an ONNX artifact in 16 bits, except for the nodes that need
+float32.
 """

@@ -1,4 +1,4 @@
-"""The search for nodes that have to stay float32: the retyped model runs on real values with real rounding."""
+"""Searches for the nodes that have to stay float32, by running the retyped model on data with 16-bit rounding."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Feeds = Mapping[str, np.ndarray]
 @dataclass(frozen=True)
 class Seen:
     """A comparison of a retyped tensor with float32. ``largest`` is the largest absolute value in float32. ``lost``
-    counts the values that are finite in float32 only. ``error`` is the relative l2 error, or the share of differing
-    integers.
+    counts the values that are finite in float32 only. ``error`` is the relative l2 error, or for integers the share of
+    wrong values.
     """
 
     largest: float
@@ -53,8 +53,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Searched:
-    """``kept`` has the reasons of the nodes that stay float32. ``errors`` has the largest relative l2 error of each
-    output."""
+    """``kept`` maps the index of each node that stays float32 to the reason. ``errors`` has the largest relative l2
+    error of each output."""
 
     retyped: Retyped
     kept: Mapping[int, str]
@@ -113,7 +113,8 @@ def _compare(
     retyped: Retyped,
     measured: set[str],
 ) -> dict[str, Seen]:
-    """Compares each tensor in both models. Computes errors for ``measured`` only, because errors take longest."""
+    """Compares each tensor in both models. Computes errors only for the tensors in ``measured``, because computing
+    errors is slow."""
     low = retyped.model
     own = {value.name: value.type.tensor_type.elem_type for value in low.graph.input}
     given = {n: _rounded_feed(v, own.get(n, FLOAT), source.low) for n, v in feeds.items()}
@@ -139,7 +140,7 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """Compares one tensor. Values beyond ``clamped`` are masks and match the format's extreme number."""
+    """Compares one tensor. A value beyond ``clamped`` is a mask, and may become the format's extreme number."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":
@@ -156,7 +157,7 @@ def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) 
 
 
 def _differing(wanted: np.ndarray, found: np.ndarray) -> float:
-    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # quantized values: one step is a small error
+    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # for quantized values, an error of one step is small
         return rel_l2(wanted, found)
     return float(np.mean(wanted != found)) if wanted.size else 0.0
 
@@ -168,7 +169,8 @@ def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str
 def _lossy(
     source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
 ) -> list[tuple[int, str]]:
-    """Returns the next nodes to keep in float32: only those with the surest reason, because others may then be fine."""
+    """Returns the next nodes to keep in float32, for the surest reason only. Nodes with other reasons may then be
+    fine."""
     found = _new(source, kept, _out_of_range(source, seen, masked))
     found = found or _new(source, kept, _lost_values(source, retyped, seen))
     lost = [name for name in source.outputs if name in seen and seen[name].lost]
@@ -205,7 +207,8 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. For a float32 node, yields the nearest 16-bit producers."""
+    """Yields the first nodes that give infinities or NaN. Instead of a float32 node, yields its nearest 16-bit
+    producers."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):
@@ -233,7 +236,8 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the nodes before a far-off output whose error is much larger than the errors of their inputs."""
+    """Yields the nodes that an inaccurate output depends on, and whose own output error far exceeds their input
+    errors."""
     limit = _TOLERANCE[source.low]
     for index in sorted(_above(source, _far_off(source, seen))):
         node = source.nodes[index]
@@ -248,7 +252,7 @@ def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Itera
 
 
 def _above(source: Source, names: Sequence[str]) -> set[int]:
-    """Returns every node that ``names`` depend on."""
+    """Returns every node that the tensors ``names`` depend on."""
     queue = [source.producer[n] for n in names if n in source.producer]
     found: set[int] = set(queue)
     while queue:

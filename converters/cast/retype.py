@@ -43,8 +43,8 @@ def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
 
 
 def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
-    """Returns the nodes that only move values between float32 nodes. Casts around such nodes would round for
-    nothing."""
+    """Returns the nodes that only move values between float32 nodes. Casts around these nodes would only lose
+    precision."""
 
     def wants_float(index: int, name: str) -> bool:
         typing = source.typing(index)
@@ -111,7 +111,7 @@ class _Writer:
         return Typing(dict.fromkeys(floats, FLOAT), dict.fromkeys(typing.outputs, FLOAT))
 
     def _native(self) -> dict[str, int]:
-        """Returns the dtype in which each float32 tensor except constants is computed."""
+        """Returns the dtype in which each float32 tensor is computed. Leaves out constants."""
         source = self.source
         native = {v.name: self.outer for v in source.model.graph.input if source.is_float(v.name)}
         for index, node in enumerate(source.nodes):
@@ -208,7 +208,7 @@ class _Writer:
         return found
 
     def _model(self) -> onnx.ModelProto:
-        """Returns a model of the new nodes with the header of the source and updated declarations of dtypes."""
+        """Returns a model with the new nodes, the source's header, and the new dtypes in the declarations."""
         source = self.source
         model = onnx.ModelProto()
         for name in ("ir_version", "producer_name", "producer_version", "domain", "model_version", "doc_string"):

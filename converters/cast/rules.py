@@ -1,4 +1,4 @@
-"""Rules for nodes that stay float32 for any data. The rules read the graph and its constants, and don't run the
+"""Rules that keep nodes in float32, whatever the data. The rules read the graph and its constants, and don't run the
 model."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MASK_FLOW = MASKING | frozenset(
     {"Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Squeeze", "Transpose"}
 )
 
-# Nodes that may stand between the sum with an epsilon and the division that the epsilon protects from a zero.
+# Nodes that may lie between the addition of an epsilon and the division that the epsilon protects from zero.
 _EPSILON_FLOW = frozenset(
     {"Cast", "Expand", "Identity", "Log", "Pow", "Reciprocal", "Reshape", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"}
 )
@@ -48,7 +48,7 @@ _INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's uint8 .. int6
 
 
 def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
-    """Returns the reasons of the nodes that stay float32, by index.
+    """Returns a dict from the index of each node that stays float32 to the reason.
 
     ``patterns`` are shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches
     nothing.
@@ -63,7 +63,7 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that compute integers, or inputs that the schema requires in float32. A size rounded to 11 bits
+    """Yields the nodes whose results become integers or inputs that have to be float32. A size rounded to 11 bits
     would be another size."""
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
@@ -112,12 +112,12 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest relative error of a quantization scale. int8 itself is coarser.
+# The largest accepted relative error of a quantization scale. The rounding to int8 is coarser.
 _SCALE_ERROR = 2**-6
 
 
 def _lost(finite: np.ndarray, low: int) -> float:
-    """Returns the relative l2 error of a constant in the format, or 0 if the constant is only rounded."""
+    """Returns the relative l2 error of a constant in the format, or 0 if the error is mere rounding."""
     import ml_dtypes
 
     inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
@@ -133,8 +133,7 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """Yields the nodes after ``start``, which adds an epsilon, up to and including the divisions that need the
-    epsilon."""
+    """Yields the nodes from ``start``, which adds an epsilon, to the divisions that need the epsilon."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}
@@ -151,7 +150,7 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Returns the tensors whose lowest number may be a mask, because a clamped constant flows into them."""
+    """Returns the tensors that a clamped constant flows into. The lowest number of such a tensor may be a mask."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:

@@ -22,7 +22,7 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Nodes that take float inputs of any dtype, and so need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# The cast leaves nodes in float32 whose dtype is an attribute or follows from an attribute. In 16 bits, random nodes
+# Nodes whose dtype an attribute sets. These nodes stay float32. In 16 bits, random nodes
 # would also return other numbers.
 _GENERATORS = frozenset(
     {
@@ -37,7 +37,7 @@ class Typing:
     """The dtypes of a node after the cast: float32 or the 16-bit format, by the position of each float32 input and
     output.
 
-    A missing position is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
+    A position without an entry is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
     ``least_opset`` is the first opset that allows 16 bits, if the model's opset is too low.
     """
 
@@ -78,7 +78,7 @@ class Source:
         return self.nodes[index].op_type == "Constant" and self.nodes[index].output[0] in self.constants
 
     def typing(self, index: int) -> Typing:
-        """Returns the dtypes of node ``index`` after the cast, if no rule keeps the node in float32."""
+        """Returns the dtypes that node ``index`` gets from the cast unless a rule keeps the node in float32."""
         return self._typings[index]
 
     def castable(self, index: int) -> bool:
@@ -136,8 +136,7 @@ class Source:
         return Typing(inputs, outputs, *self._refusal(node.op_type, floats_in))
 
     def _refusal(self, op_type: str, floats_in: list[int]) -> tuple[str, int | None]:
-        """Returns why the schema at this opset allows no 16-bit inputs, and the first opset that allows them, or
-        None."""
+        """Returns the reason why the model's opset allows no 16-bit inputs, and the first opset that does, or None."""
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")

@@ -42,12 +42,13 @@ class CastConfig(StageConfig):
 def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     """Casts the float32 tensors of ``src`` to 16 bits, except at nodes that need float32.
 
-    Nodes that need float32 have no 16-bit schema at this opset, compute sizes or positions, have constants (such as an
-    epsilon) that the format would lose, or overflowed in a run with real rounding. ``notes["kept_fp32"]`` lists the
-    float32 nodes with reasons.
+    A node needs float32 if it has no 16-bit schema at this opset, computes sizes or positions, or overflows in a run
+    with 16-bit rounding. A node also needs float32 if the format would lose one of its constants, such as an epsilon.
+    ``notes["kept_fp32"]`` lists the float32 nodes with reasons.
 
-    Masks stay masks: a constant beyond the format's range in a Where, an Add and similar nodes becomes the format's
-    lowest number. Raises ``CastFailed``, and ``UnknownName`` if the precision is unknown or a pattern matches nothing.
+    A constant beyond the format's range in a Where, an Add or a similar node is a mask. The mask becomes the format's
+    lowest number. Raises ``UnknownName`` if the precision is unknown or a pattern matches nothing, and ``CastFailed``
+    if the cast fails.
     """
     from accel.sources.onnx.weights import read_detached
 
@@ -132,7 +133,8 @@ def _check_worthwhile(src: Artifact, source: Source, precision: str) -> None:
 def _check_types(model: Any) -> None:
     """Raises ``CastFailed`` if strict shape inference finds contradictions.
 
-    The checker propagates no data, so a shape that is computed from constants may still contradict a declared shape.
+    The ONNX checker doesn't evaluate constants, so a shape computed from constants may still contradict a declared
+    shape.
     """
     import onnx
 

@@ -31,14 +31,16 @@ if TYPE_CHECKING:
 # The newest opset that tf2onnx writes. onnx's version converter raises the opset further.
 TF2ONNX_OPSET = 18
 
-# The model, notes on its layout, and the tensor names of inputs and outputs by the user's names.
+# The model, notes on its layout, the names of the inputs, and the names of the outputs. A dict of names maps each
+# user's name to the name of the tensor.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
-    """``opset`` is the exact opset of the file. ``layout`` is the layout of images inside the graph:
-    ``channels_first``, ``channels_last``, or ``auto`` for fewer transposes. Inputs and outputs keep their layout."""
+    """``opset`` is the exact opset of the file. ``layout`` sets the layout of images inside the graph to
+    ``channels_first`` or ``channels_last``, or with ``auto`` to the layout with fewer transposes. Inputs and outputs
+    keep their layout."""
 
     opset: int = 20
     layout: str = "auto"
@@ -88,9 +90,9 @@ def convert(src: Artifact, config: Tf2OnnxConfig, out: Path, read: str) -> Artif
 def run_tf2onnx(
     spec: TensorFlowSpec, contract: Contract, opset: int, layout: str, read: str, out: Path, operator: Path
 ) -> dict[str, Any]:
-    """Converts the model that ``spec`` names into ``out``; returns the notes of the stage.
+    """Converts the model of ``spec`` and writes ``out``; returns the notes of the stage.
 
-    Runs in the TensorFlow process. The file ``operator`` holds the operator that is being converted.
+    Runs in the TensorFlow process. The file ``operator`` holds the name of the operator that is being converted.
     """
     import tf2onnx
 
@@ -148,7 +150,7 @@ def _operators_noted(file: Path) -> Iterator[None]:
 
 
 class _Heard(logging.Handler):
-    """Keeps the log lines of tf2onnx, which logs operators that it can't convert and goes on."""
+    """Collects the log lines of tf2onnx. tf2onnx only logs an operator that it can't convert, and continues."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -174,10 +176,11 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 
 
 def _as_specified(model: onnx.ModelProto) -> None:
-    """Rewrites Resize nodes with ``tf_half_pixel_for_nn``, which tf2onnx writes and opset 13 removed.
+    """Replaces the mode ``tf_half_pixel_for_nn`` of Resize nodes. tf2onnx writes this mode, although opset 13 removed
+    it.
 
-    The replacement is ``half_pixel`` with ``round_prefer_ceil``: ``floor(v)`` equals ``v - 0.5`` rounded with halves
-    up.
+    The replacement is ``half_pixel`` with ``round_prefer_ceil``, because ``floor(v)`` equals ``v - 0.5`` rounded with
+    halves up.
     """
     for node in model.graph.node:
         said = {a.name: a for a in node.attribute}
@@ -217,7 +220,7 @@ def at_opset(model: onnx.ModelProto, opset: int, where: str) -> onnx.ModelProto:
             model = version_converter.convert_version(model, opset)
         except Exception as error:
             raise ExportFailed(
-                f"{where} can't be brought from opset {opset_of(model)} to {opset} ({one_line(error)}); "
+                f"{where} can't be converted from opset {opset_of(model)} to {opset} ({one_line(error)}); "
                 f"pass {option('opset', opset_of(model))}"
             ) from error
     del model.graph.value_info[:]  # the converter's own symbols would replace the names of the dims

@@ -2,7 +2,8 @@
 
 TensorFlow's images have their channels last, and ONNX's convolutions take channels first. If each operator is
 translated by itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph
-until they cancel. Inputs and outputs keep their layout, so at best only the ends of the graph are transposed.
+until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at the ends of the
+graph.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ LAYOUTS = ("auto", "channels_first", "channels_last")
 def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
     """Converts ``graph``, or ``tflite_path`` if ``graph`` is None; returns the model and notes on its layout.
 
-    In the notes, ``before`` counts the transposes of activations before any was moved or canceled. ``left`` counts the
-    transposes in the result, and ``inside`` those of them that touch neither an input nor an output.
+    In the notes, ``before`` counts the transposes of activations before any is moved or canceled. ``left`` counts the
+    transposes in the result. ``inside`` counts the transposes in the result that touch no input or output of the model.
 
     ``auto`` tries channels first. If a model with convolutions then has transposes inside, ``auto`` also tries channels
     last, and takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs in the TensorFlow
@@ -43,7 +44,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
     counted: list[int] = []
 
     class Count:
-        """Counts transposes as the first of tf2onnx's optimizers; changes nothing."""
+        """An optimizer that tf2onnx runs first. Counts the transposes and changes nothing."""
 
         graph_been_opt = False
 
@@ -62,7 +63,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
 
 
 def transposes(model: onnx.ModelProto) -> tuple[int, int]:
-    """Counts the Transposes of activations, and those of them that touch neither an input nor an output."""
+    """Counts all Transposes of activations, and the Transposes that touch no input or output of the model."""
     constants = {tensor.name for tensor in model.graph.initializer}
     constants |= {name for node in model.graph.node if node.op_type == "Constant" for name in node.output}
     ends = {value.name for value in (*model.graph.input, *model.graph.output)}

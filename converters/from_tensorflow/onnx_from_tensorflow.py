@@ -16,7 +16,7 @@ from .layout import converted
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTensorFlowConfig(Tf2OnnxConfig):
-    """The options of every conversion by tf2onnx: ``opset`` and ``layout``."""
+    """The options are ``opset`` and ``layout``, as in every conversion by tf2onnx."""
 
 
 def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: Path) -> Artifact:
@@ -66,7 +66,7 @@ def _as_erf(graph: Any) -> Any:
 
 
 def _without_xla(graph: Any, ends: list[str]) -> Any:
-    """Returns ``graph`` with the functions that are marked for XLA inlined. ``ends`` are the graph's inputs and
+    """Returns ``graph`` after inlining the functions that are marked for XLA. ``ends`` are the graph's inputs and
     outputs.
 
     Keras marks each grouped convolution for XLA, for example in ConvNeXt and ResNeXt.

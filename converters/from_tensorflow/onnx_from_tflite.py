@@ -14,7 +14,7 @@ from .layout import converted
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFromTfliteConfig(Tf2OnnxConfig):
-    """The options of every conversion by tf2onnx: ``opset`` and ``layout``."""
+    """The options are ``opset`` and ``layout``, as in every conversion by tf2onnx."""
 
 
 def onnx_from_tflite(src: Artifact, config: OnnxFromTfliteConfig, out: Path) -> Artifact:

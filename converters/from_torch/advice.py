@@ -1,4 +1,4 @@
-"""Finds the cause inside a PyTorch model whose ONNX file computes something else."""
+"""Checks whether the cause of wrong ONNX outputs lies in the PyTorch model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
-    """Returns why no exporter can do better, and the fix, as a clause that begins with ``; ``, or "" if unknown.
+    """Returns a clause, after a semicolon, that tells why no exporter can do better, and the fix. Returns "" if
+    unknown.
 
     ``module`` is the module of ``src``. ``off`` has each exporter's comparisons over the limit.
     """
@@ -29,7 +30,7 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
     feeds = src.signature.example_inputs(**sizes)
     try:
         found = run_named(module, src.signature, feeds)
-    except Exception:  # a model may raise anything; the caller already has the reasons of the exporters
+    except Exception:  # a model may raise anything; the caller reports the errors of the exporters anyway
         return ""
     outputs = {result.output for results in off for result in results}
     whole = sorted(name for name in outputs if name in found and not holds_floats(found[name]))
@@ -53,7 +54,7 @@ def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateRes
 def _from_float64(
     src: Artifact, module: NamedModule, feeds: dict[str, np.ndarray], found: dict[str, np.ndarray]
 ) -> float:
-    """Returns the largest relative error of a float output of ``found`` against the same model in float64.
+    """Returns the largest relative error of the float outputs ``found`` against the outputs of the model in float64.
 
     Returns 0 if the model can't run in float64.
     """

@@ -11,10 +11,10 @@ from unittest import mock
 
 @contextlib.contextmanager
 def every_expert() -> Iterator[None]:
-    """Makes each expert compute every token inside the ``with``. A token uses the results of its chosen experts.
+    """Makes each expert compute every token within the ``with`` block. A token uses the results of its chosen experts.
 
-    transformers sorts the tokens by expert, which ONNX can't express. Gathering the weights of each token's experts
-    instead would copy the weights for each token.
+    The library transformers sorts the tokens by expert. ONNX can't express this sort. Gathering the weights of each
+    token's experts instead would copy the weights for each token.
     """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)
@@ -30,8 +30,8 @@ def _taken(*_: Any) -> Any:
 
 
 def _forward(experts: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
-    """Returns the output of the experts, (tokens, size), for ``hidden`` (tokens, size), ``chosen`` and ``weights``
-    (both (tokens, top k))."""
+    """Returns the output of the experts. The shape of the output and of ``hidden`` is (tokens, size). The shape of
+    ``chosen`` and of ``weights`` is (tokens, top k)."""
     import torch
 
     def linear(x: Any, name: str) -> Any:

@@ -77,7 +77,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _exact_constants() -> Iterator[None]:
-    """Makes onnxscript remove additions of exactly 0 and multiplications by exactly 1 only.
+    """Makes onnxscript remove only additions of exactly 0 and multiplications by exactly 1.
 
     The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and so remove an eps that protects a division from zero.
     """
@@ -132,7 +132,7 @@ def _apart(out: Path) -> Iterator[Path]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations that replace torch's own: ``stable_operators``, and the table of accel's operators.
+    """Returns the translations that replace torch's own, for ``stable_operators`` and for accel's operators.
 
     A model can hold accel's operators only if their module is imported, because the import registers them.
     """
@@ -149,9 +149,9 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
     """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
-    Outputs are exported under unique names and get their own names here, because an output's name may also be the name
-    of an inner value. Input dims lose the exporter's symbols. An output dim that never changed in PyTorch is declared
-    fixed. The gate later runs the file at every shape.
+    Outputs are exported under unique names, because an output's own name may also be the name of an inner value. Here
+    the outputs get their own names back. Input dims lose the exporter's symbols. An output dim that never changed in
+    PyTorch is declared fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
@@ -181,8 +181,8 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
 
 
 def legacy(src: Artifact, opset: int, out: Path) -> None:
-    """Exports ``src`` with the older exporter, which records one run on an example. TorchScript
-    keeps its branches and loops."""
+    """Exports ``src`` with the older exporter, which records one run on an example. TorchScript modules keep their
+    branches and loops."""
     import torch
 
     outputs = _output_names(src)
@@ -219,8 +219,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
     """Yields ``module`` with one more output for each RNN that returns a packed sequence: the padded sequence.
 
-    The exporter fails on unread lengths, for example if a model uses the last hidden state alone. ``_finish_graph``
-    removes the added outputs from the graph.
+    The exporter fails if nothing reads the lengths, for example if the model uses only the last hidden state.
+    ``_finish_graph`` removes the added outputs from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence

@@ -63,7 +63,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
     the signature. ``proof`` checks contract and agreement with the gates of the run. If ``proof`` is None or has no
-    gate for outputs, the file has to meet the usual limit of the source's precision. The notes name the chosen
+    gate for outputs, the limit of the error is the default for the source's precision. The notes name the chosen
     exporter, and why each earlier exporter was refused.
 
     Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim is declared beyond the
@@ -73,8 +73,8 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     refused: dict[str, str] = {}
     missing: dict[str, str] = {}
     off: list[Sequence[GateResult]] = []
-    by_values = False  # torch.export found that the model's branches depend on values
-    branches = ""  # the lines of these branches in the model's code
+    by_values = False  # Whether torch.export found branches that depend on values.
+    branches = ""  # The lines of the model's code that choose a branch by values.
     for rung in config.ladder:
         if rung not in _RUNGS:
             raise ExportFailed(f"unknown exporter {rung!r}; use {' or '.join(_RUNGS)}")
@@ -102,9 +102,9 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     spec = src.source.get("spec", src.path)
     if _packs(src):
         raise ExportFailed(
-            f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; run the RNN on "
-            "the padded batch and select its outputs by the lengths or a mask (output.gather(1, lengths - 1)), which "
-            "gives the same numbers if the RNN has one direction; or call pad_packed_sequence directly after the RNN"
+            f"{spec} uses torch.nn.utils.rnn.pack_padded_sequence in a way that no exporter can write; call "
+            "pad_packed_sequence directly after the RNN, or (if the RNN has one direction) run the RNN on the padded "
+            "batch and select its outputs by the lengths or a mask, as with output.gather(1, lengths - 1)"
         )
     if branches:
         raise ExportFailed(
@@ -146,7 +146,7 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns the dim that is declared beyond the model's range (e.g. a table of positions), and its real bound.
+    """Returns a dim whose declared range the model can't take (e.g. beyond its table of positions), and the real bound.
 
     Returns an empty string if PyTorch runs the model at both ends of each dim.
     """
@@ -213,7 +213,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int, proof: Proof) -> Artifact:
-    """Returns the file that an exporter wrote to ``out``, proven on ``seeds`` inputs of the first case.
+    """Checks the file that an exporter wrote to ``out`` on ``seeds`` inputs of the first case, and returns the
+    artifact.
 
     Raises ``OpsetNotGiven``, ``OutputsOff`` or ``ExportFailed`` if the file is wrong.
     """
@@ -248,7 +249,8 @@ def _verified(src: Artifact, config: OnnxFromTorchConfig, out: Path, seeds: int,
 
 
 def _branches(said: Sequence[warnings.WarningMessage]) -> str:
-    """Returns the lines outside PyTorch at which the tracer saw a tensor become a condition, or "" if none."""
+    """Returns the lines of the user's code that used a tensor as a condition during tracing, or "" if there are
+    none."""
     import torch
 
     own = str(Path(torch.__file__).parent)

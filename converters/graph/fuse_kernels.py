@@ -1,7 +1,7 @@
 """ONNX to ONNX with fused products: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``.
 
-A convolution with such an epilogue becomes one ``accel::FusedConv2d``. Both operators have a function body that any
-runtime can run.
+A convolution with the same bias, activation and residual becomes one ``accel::FusedConv2d``. Both operators have a
+function body that any runtime can run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accel.stage import StageConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FuseKernelsConfig(StageConfig):
-    """``residual`` also fuses the following sum if its shape equals the product's shape."""
+    """``residual`` also fuses a following addition whose shape equals the product's shape."""
 
     residual: bool = True
 

@@ -88,7 +88,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         model = _converted(model, opset, path)
         as_weights(model, apart)
     if _quantizers(model) != before:
-        raise NotBroughtOver(f"at opset {opset} {path} loses quantized operators; leave out {option('opset')}")
+        raise NotBroughtOver(f"{path} loses quantized operators at opset {opset}; leave out {option('opset')}")
     least = int(onnx.helper.find_min_ir_version_for(list(model.opset_import), True))
     model.ir_version = max(int(model.ir_version), least)
     if config.max_ir is not None and model.ir_version > config.max_ir:
@@ -182,7 +182,7 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
     except Exception as error:
         if opset > before:
             raise NotBroughtOver(
-                f"{path} can't be brought from opset {before} to {opset} ({one_line(error)}); leave out "
+                f"{path} can't be converted from opset {before} to {opset} ({one_line(error)}); leave out "
                 f"{option('opset')}"
             ) from error
         made = _stepped_down(model, opset)
@@ -193,8 +193,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    onnx's converter has no adapters for many operators that only gained dtypes. Without an adapter, the operators stay
-    unchanged. The checker then decides whether the operators are valid, and the gate compares their outputs.
+    Many operators that only gained dtypes have no adapter in onnx's converter, and stay unchanged. The checker then
+    decides whether the operators are valid, and the gate compares their outputs.
     """
     from onnx import version_converter
 
@@ -220,8 +220,8 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
 
-    Removes only attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
-    The checker refuses all other newer attributes.
+    Removes only attributes with their default value, such as ``noop_with_empty_axes``, and ``allowzero`` if no size is
+    0. The checker refuses all other newer attributes.
     """
     import onnx
 
@@ -270,7 +270,7 @@ def _observe_outputs(
     path: Path,
     repaired: list[str],
 ) -> None:
-    """Declares the output shapes of ``model`` that runs of ``written`` give at several sizes.
+    """Runs the file ``written`` at several sizes, and declares the resulting output shapes in ``model``.
 
     Raises ``NotBroughtOver`` if ONNX Runtime can't load ``written`` or can't run it at one of the sizes.
     """
@@ -284,7 +284,7 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Only the ends of the ranges are run: many models take only multiples of a number, and the user gave the ends.
+    # Runs only the ends of the ranges, which the user gave, because many models take only multiples of a number.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

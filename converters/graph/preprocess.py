@@ -84,7 +84,8 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
 
 
 def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
-    """Returns the ranges of ``dims`` at the new input. Images to resize may have any size, without a step."""
+    """Returns the ranges of ``dims`` at the new input. The size of images that get resized is not restricted to
+    multiples of a number."""
     if config.resize is None:
         return dict(dims)
     return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
@@ -102,7 +103,7 @@ def image_input(signature: Signature) -> tuple[TensorSpec, int]:
     axes = [axis for axis in (1, 3) if images[0].shape[axis] in _CHANNELS]
     if len(axes) != 1:
         raise NotPreprocessed(
-            f"can't tell which dim of {images[0]} is the channels; exactly one of dims 1 and 3 has to be 1, 3 or 4"
+            f"can't tell which dim of {images[0]} is the channels; exactly one of dims 1 and 3 needs size 1, 3 or 4"
         )
     return images[0], axes[0]
 

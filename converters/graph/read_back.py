@@ -1,9 +1,10 @@
 """Reads the signature and properties of the files that stages write.
 
 ``accel.stage`` compares the signature with the stage's input, so that no stage vouches for its own work. Each function
-reads one kind of file. A function takes the path, and in ``known`` the signature of the source model. ``known``
-supplies only the facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that accel writes.
-Exported programs and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
+reads one kind of file. Each function takes the path of the file, and as ``known`` the signature of the source model.
+``known`` supplies only the facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that
+accel writes. Exported programs and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a
+batch.
 
 Engines have no reader, because only a machine with their GPU can open them. ``engine_from_onnx`` describes an engine by
 its TensorRT network.
@@ -156,8 +157,8 @@ def _shape(
 
 
 def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
-    """Tells whether the file may fix ``dim`` to ``size``: the dim allows this size alone, or the dim is an output's and
-    belongs to no input."""
+    """Tells whether the file may fix ``dim`` to ``size``. The file may fix a dim that allows no other size, or that no
+    input has."""
     allowed = known.dims.get(dim)
     return output if allowed is None else allowed.min == allowed.max == size
 

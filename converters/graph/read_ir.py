@@ -29,8 +29,9 @@ _WEIGHTS = 16  # a constant of fewer 8-bit numbers is an axis or a flag, not a w
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     """Returns the signature and the properties (``precision``) that the IR itself declares.
 
-    dtypes and shapes come from the model, names of dynamic dims from the ``accel`` entry of its rt_info. If the IR has
-    no such entry, a dynamic dim is called ``<tensor>_<axis>``. Raises ``InvalidModel`` if the IR can't be read.
+    The dtypes and shapes come from the model, and the names of dynamic dims from the ``accel`` entry of its rt_info.
+    Without an ``accel`` entry, a dynamic dim is called ``<tensor>_<axis>``. Raises ``InvalidModel`` if the IR can't be
+    read.
     """
     ov = load_openvino()
     for file in (path, path.with_suffix(".bin")):
@@ -47,7 +48,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
 
 
 def _recorded(model: Any) -> dict[str, dict[str, list[Dim]]]:
-    """Returns the recorded dims of each tensor, which are empty if the IR has no record."""
+    """Returns the recorded dims of each tensor, or an empty dict if the IR has no record."""
     empty: dict[str, dict[str, list[Dim]]] = {"inputs": {}, "outputs": {}}
     if not model.has_rt_info(list(RT_INFO)):
         return empty
@@ -74,7 +75,7 @@ def _spec(port: Any, known: Mapping[str, list[Dim]]) -> TensorSpec:
             shape.append(int(size.get_length()))
             continue
         recorded = dims[axis] if len(dims) == len(sizes) else None
-        # OpenVINO may leave a size open that ONNX declared. A recorded size that OpenVINO rules out is not used.
+        # OpenVINO may leave open a size that ONNX declared. A recorded size that OpenVINO rules out is not used.
         open_to_it = isinstance(recorded, int) and recorded in _bounds(size)
         shape.append(recorded if isinstance(recorded, str) or open_to_it else f"{name}_{axis}")  # type: ignore[arg-type]
     return TensorSpec(name, _DTYPES[kind], tuple(shape))
@@ -86,8 +87,9 @@ def _bounds(size: Any) -> range:
 
 
 def _precision(model: Any) -> str:
-    """Returns the precision of ``model``: ``int8`` if it holds a FakeQuantize, else the kind of its quantized weights
-    (``int4`` or ``int8``), else the format of most of its float weights."""
+    """Returns the precision of ``model``. A model with a FakeQuantize is ``int8``. Otherwise, the precision is the
+    dtype of the quantized weights (``int4`` or ``int8``), or without quantized weights the dtype of most float
+    weights."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()

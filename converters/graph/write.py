@@ -69,7 +69,7 @@ def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
 def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -> tuple[str, ...]:
     """Writes ``model`` to ``out``; returns the names of the files beside ``out`` that hold its weights.
 
-    The weights go into a second file if the model exceeds ``limit`` bytes (default: ``SINGLE_FILE_BYTES``), or if too
+    The weights go into a second file if the model exceeds ``limit`` bytes (``SINGLE_FILE_BYTES`` by default), or if too
     many weights are detached. The second file is named by a hash of its content, so that two models of one name never
     mix their weights. ``model`` must not be used afterwards.
     """

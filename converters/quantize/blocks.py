@@ -25,7 +25,7 @@ _STEPS = {"int4-weights": ("int4", 7), "int8-weights": ("int8", 127)}
 
 
 def run_blocks(task: Task) -> dict[str, Any]:
-    """Quantizes symmetrically, with one scale for ``block_size`` weights of a column; returns the notes.
+    """Quantizes symmetrically, with one scale for every ``block_size`` weights of a column; returns the notes.
 
     Products whose depth is not a multiple of ``block_size`` stay float.
     """

@@ -86,7 +86,7 @@ class Histograms:
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
         self._model = model
         self._plain = RoundedModel(model)
-        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # by the shapes of the feeds
+        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # the names by chunk, for each set of feed shapes
         made = set(self._plain.tensors)
         self._inner = [name for name in names if name in made]
         self.found = {name: Histogram() for name in names}

@@ -2,8 +2,8 @@
 ``quantize``.
 
 E4M3 has 4 bits of exponent and 3 of mantissa, and its largest number is 448 (Micikevicius et al., "FP8 formats for deep
-learning", arXiv 2209.05433). The steps of int8 are equal, while those of E4M3 grow with the value, so that outliers
-don't make small values coarser.
+learning", arXiv 2209.05433). The steps of int8 are equal. The steps of E4M3 grow with the value, so that outliers don't
+make small values coarser.
 """
 
 from __future__ import annotations

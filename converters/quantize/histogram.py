@@ -1,4 +1,4 @@
-"""Histograms of a fixed size that need no range beforehand, and the ranges that calibration takes from them.
+"""Histograms of a fixed size that need no range beforehand. Calibration takes its ranges from these histograms.
 
 A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
 grows and neighboring bins are merged. Every edge is a multiple of a power of two, so the counts equal those of a
@@ -16,7 +16,7 @@ import numpy as np
 BINS = 8192
 _HALF = BINS // 2
 
-# Values are counted in pieces of this size, because counting makes copies of a piece.
+# At most this many values are counted at a time, because counting makes copies of the values.
 _PIECE = 1 << 18
 
 _INT8_STEPS = 255  # between the lowest and the highest 8-bit value
@@ -95,11 +95,11 @@ def value_range(
 ) -> tuple[float, float]:
     """Returns the lowest and the highest value to represent in 8 bits. If ``symmetric``, lowest = -highest.
 
-    ``minmax`` takes the range of all values. ``percentile`` takes the range of that percentage of the values, and cuts
-    off equal shares on both sides. ``entropy`` takes the range [-t, t] whose 128 levels keep the distribution of the
-    absolute values best, by Kullback-Leibler divergence (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
-    takes the range with the least squared error: the sum of the rounding errors (step**2 / 12 for each value inside)
-    and of the squared distances of the values outside.
+    ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
+    and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which 128 levels have the least
+    Kullback-Leibler divergence from the absolute values (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
+    takes the range with the least squared error. A value inside the range adds its rounding error, step**2 / 12. A
+    value outside adds its squared distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -155,7 +155,7 @@ def _entropy(found: Histogram) -> float:
 def _divergence(inside: np.ndarray, outside: float) -> float:
     """Returns the divergence between the counts ``inside`` and the same counts in ``_ENTROPY_LEVELS`` levels.
 
-    ``outside`` is the number of cut-off values beyond the last bin, which count for the last bin.
+    ``outside`` is the number of cut-off values beyond the last bin. The last bin takes these values too.
     """
     wanted = inside.copy()
     wanted[-1] += outside
@@ -173,7 +173,7 @@ def _divergence(inside: np.ndarray, outside: float) -> float:
 def _smoothed(counts: np.ndarray) -> np.ndarray | None:
     """Returns the counts as shares, with a small share in each empty bin, so that the divergence is finite.
 
-    Returns None if the counts are all zero, or too small to give up the small shares.
+    Returns None if all counts are zero, or if a count is too small to give shares to the empty bins.
     """
     empty = counts == 0
     filled = counts.size - int(empty.sum())

@@ -38,7 +38,8 @@ _BETWEEN = (
 
 
 def run_static(task: Task) -> dict[str, Any]:
-    """Quantizes for ONNX Runtime on CPUs: QDQ, uint8 activations with a zero point, int8 weights. Returns the notes."""
+    """Quantizes for ONNX Runtime on CPUs in QDQ, with int8 weights and with uint8 activations that have a zero point.
+    Returns the notes."""
     if task.transformer:
         # In a transformer, only products are quantized: other quantized operators cost more time than they save.
         return _static(task, task.config.ops or PRODUCTS, ort.QuantType.QUInt8, inputs_only=True)
@@ -46,7 +47,7 @@ def run_static(task: Task) -> dict[str, Any]:
 
 
 def run_symmetric(task: Task) -> dict[str, Any]:
-    """Quantizes for TensorRT: QDQ in int8 without zero points before products with weights. Returns the notes.
+    """Quantizes the inputs of products with weights for TensorRT, in int8 QDQ without zero points. Returns the notes.
 
     Outputs and biases stay float.
     """
@@ -57,9 +58,9 @@ def run_dynamic(task: Task) -> dict[str, Any]:
     """Quantizes weights to int8, and activations at run time. On CPUs, dynamic quantization speeds up only products
     with weights."""
     config = task.config
-    # The quantizer turns a Gemm into a MatMul of this name before it applies the list of excluded nodes.
+    # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # the library would hold the weights in memory three times
+    if _is_large(task.path):  # otherwise the library holds the weights in memory three times
         onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),
@@ -141,7 +142,7 @@ def _without_weights(path: Path, ops: tuple[str, ...]) -> list[str]:
 def _around(path: Path, ops: tuple[str, ...], excluded: set[str]) -> list[str]:
     """Returns the names of the nodes that produce the input or read the output of an excluded product.
 
-    If quantized, these nodes would round that input or output.
+    A quantized neighbor would round the input or output of the excluded product.
     """
     nodes = onnx.load(str(path), load_external_data=False).graph.node
     read = {node.input[0] for node in nodes if node.name in excluded and node.op_type in PRODUCTS}
@@ -161,7 +162,7 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
     for value in model.graph.output:
         if value.name in originals:
             raise QuantizeFailed(
-                f"the output {value.name!r} would be quantized; keep the node that makes it in float with "
+                f"the output {value.name!r} would be quantized; keep its producer in float with "
                 f"{option('quantize', ['keep=NAME'])}"
             )
     onnx.save(model, str(path))
@@ -170,8 +171,8 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
 def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], bool]) -> dict[str, str]:
     """Makes the ``spared`` nodes read original tensors in place of dequantized ones.
 
-    The quantizer makes all readers of a quantized tensor read the dequantized one. Returns the names of the original
-    tensors by the names of the dequantized ones.
+    The quantizer makes all readers of a quantized tensor read the dequantized one. Returns a dict from the name of each
+    dequantized tensor to the name of the original tensor.
     """
     quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     originals = {

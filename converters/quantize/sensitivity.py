@@ -37,8 +37,8 @@ _ROWS_A_READ = 16
 @dataclass(frozen=True)
 class Sensitivity:
     """``error`` is the largest relative l2 error of an output on any batch if only this node is int8. ``error_in_base``
-    is the largest error if only this node is fp16 or bf16. ``work`` counts the node's multiply-adds for a sample, or
-    the equivalent of reading the weights if larger."""
+    is the largest error if only this node is fp16 or bf16. ``work`` is the larger of two numbers: the node's
+    multiply-adds for a sample, and the reads of its weights expressed in multiply-adds."""
 
     node: str
     op: str

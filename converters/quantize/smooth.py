@@ -66,7 +66,7 @@ def smooth(
 
 
 def _rows_axis(node: NodeProto, weights: Mapping[str, onnx.TensorProto]) -> int | None:
-    """Returns the axis of the weights that is summed with the last axis of the activation.
+    """Returns the axis of the weights that the product sums over.
 
     Returns None if ``node`` is not a product with a constant matrix, or transposes the activation.
     """

@@ -40,8 +40,9 @@ class QuantizeFailed(StageFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The quantization for a kind of target. ``runs`` has the function of each mode, called in a child process.
-    ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, from ``extra``.
+    """The quantization for a kind of target. ``runs`` maps each mode to the function that a child process calls.
+    ``calibrations`` lists the supported calibration methods. ``module`` is the required Python module, and ``extra`` is
+    the extra that installs it.
     """
 
     runs: dict[str, str]
@@ -50,13 +51,13 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each kind of target (measured; that of another kind is up to four times slower):
-# ort-cpu: uint8 activations with a zero point, int8 weights, QDQ around everything between two convolutions. Dynamic:
-#     activations are quantized at run time, without calibration.
-# openvino: NNCF decides where to quantize, by rules made for OpenVINO's kernels.
-# tensorrt: int8 activations and weights without zero points, before products with weights only. The products of
-#     attention are fused only if they stay float. TensorRT refuses or never fuses a bias or output in int32 or int8.
-#     Cast to fp16 after this stage, not before: the cast gives the scales the dtype of the engine's layers.
+# The quantization for each kind of target. As measured, the quantization for another kind is up to four times slower.
+# For ort-cpu, activations are uint8 with a zero point and weights are int8. QDQ is around everything between two
+#     convolutions. Mode dynamic quantizes activations at run time, without calibration.
+# For openvino, NNCF decides where to quantize, by rules made for OpenVINO's kernels.
+# For tensorrt, only the inputs of products with weights are int8, without zero points. The products of attention are
+#     fused only if they stay float. TensorRT refuses or never fuses a bias or output in int32 or int8. Cast to fp16
+#     after this stage, not before, because the cast gives the scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -92,13 +93,14 @@ class QuantizeConfig(StageConfig):
     """The options of a quantization.
 
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
-    (tensorrt only), int8-weights or int4-weights. fp8 means E4M3, calibrated by minmax or percentile. int8-weights and
-    int4-weights quantize only the weights of products with at least ``smallest`` weights, with one scale for
-    ``block_size`` weights (8 bits for openvino: one scale for each channel). ``data`` is the calibration data, of which
-    at most ``samples`` samples are used. ``calibration`` is minmax, percentile (``percentile`` percent of the values
-    are inside the range), entropy or mse, see ``histogram.value_range``; openvino has minmax and percentile. ``smooth``
-    is the share of the activations' outliers that moves into the weights of a transformer, from 0 (none) to 1 (all).
-    For openvino, NNCF smooths by itself, and fp8 needs no smoothing. ``ops`` limits quantization to these operators.
+    (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
+    int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Every
+    ``block_size`` weights have one scale, except that 8-bit weights for openvino have one scale for each channel.
+
+    ``data`` is the calibration data, of which at most ``samples`` samples are used. ``calibration`` is minmax,
+    percentile, entropy or mse (see ``histogram.value_range``), for openvino only minmax or percentile. ``smooth`` is
+    the share of the activations' outliers that moves into the weights of a transformer, from 0 (none) to 1 (all). For
+    openvino, NNCF smooths by itself, and fp8 needs no smoothing. ``ops`` limits quantization to these operators.
     ``keep`` lists nodes that stay float32, by name or operator, with * and ?.
     """
 
@@ -109,7 +111,7 @@ class QuantizeConfig(StageConfig):
     calibration: str = "minmax"
     percentile: float = 99.999
     per_channel: bool = True
-    smooth: float = 0.85  # error of MiniLM for tensorrt: 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
+    smooth: float = 0.85  # MiniLM's error for tensorrt is 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     block_size: int = 32
@@ -118,7 +120,7 @@ class QuantizeConfig(StageConfig):
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.reduce_range is None:  # decided here, so that the manifest and the cache key record the decision
+        if self.reduce_range is None:  # decided here, so that manifest and cache key record reduce_range
             products = self.form == "ort-cpu" and self.mode in ("static", "dynamic")
             object.__setattr__(self, "reduce_range", products and int8_saturates())
 
@@ -133,8 +135,8 @@ class Task:
     config: QuantizeConfig
     excluded: tuple[str, ...]
     transformer: bool
-    unfinished: Path | None = None  # a folder for the state of a killed calibration, see ``collect``
-    base: str = "fp32"  # the precision of layers that aren't int8, for ``sensitivity.measure``
+    unfinished: Path | None = None  # The folder for the state of a killed calibration, see ``collect``.
+    base: str = "fp32"  # The precision of layers that aren't int8, for ``sensitivity.measure``.
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
@@ -142,9 +144,9 @@ def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
 
     Without ``data``, static quantization is calibrated on random inputs, and ``notes["warning"]`` says so.
 
-    Raises ``QuantizeFailed``; ``UnknownName`` for an unknown form, mode or calibration, or a pattern that matches
-    nothing; ``UnsupportedHere`` if the model is not float32 or its opset is below 13 (fp8: 19, blocks: 21);
-    ``MissingExtra``; ``BadData``.
+    Raises ``UnknownName`` for an unknown form, mode or calibration, or a pattern that matches nothing. Raises
+    ``UnsupportedHere`` if the model is not float32 or its opset is below 13 (fp8: 19, blocks: 21). Also raises
+    ``QuantizeFailed``, ``MissingExtra`` and ``BadData``.
     """
     from accel.sources.onnx.file import read_proto
     from accel.sources.onnx.weights import read_detached
@@ -306,9 +308,9 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     except ChildCrashed as error:
         if _NO_RANGE in str(error):
             raise QuantizeFailed(
-                f"a tensor inside the model is NaN on the calibration data for {task.config.form}, so it has "
-                "no range; correct the operation that makes the NaN, leave such samples out, or keep the nodes that "
-                f"read the tensor in float with {option('quantize', ['keep=NODE'])}"
+                f"a tensor inside the model is NaN on the calibration data, so quantization for {task.config.form} "
+                "finds no range; correct the operation that gives NaN, leave out such samples, or pass "
+                f"{option('quantize', ['keep=NODE'])} for each node that reads the tensor"
             ) from error
         raise QuantizeFailed(
             f"quantization for {task.config.form} failed ({error}); use fp32 or fp16 instead"
@@ -320,7 +322,7 @@ def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
 
 
 def _restore_header(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Restores the fields that quantization libraries change: IR, unused operator sets, metadata, producer."""
+    """Restores the IR, operator sets, metadata and producer, which quantization libraries change."""
     after.ir_version = before.ir_version
     after.producer_name, after.producer_version = before.producer_name, before.producer_version
     used = {node.domain for node in after.graph.node} | {entry.domain for entry in before.opset_import}

@@ -25,7 +25,8 @@ _ACCURACY_LEVEL = 4
 
 
 def run_nbits(task: Task) -> dict[str, Any]:
-    """Quantizes weights for ONNX Runtime's MatMulNBits: one float32 scale for ``block_size`` weights of a column.
+    """Quantizes weights for ONNX Runtime's MatMulNBits, with one float32 scale for every ``block_size`` weights of a
+    column.
 
     There are no zero points. Returns the notes.
     """

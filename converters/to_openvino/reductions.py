@@ -1,4 +1,5 @@
-"""Rewrites reductions before quantized activations, because OpenVINO computes reductions wrongly that drop dims."""
+"""Rewrites reductions that drop dims before quantized activations, because OpenVINO computes such reductions
+wrongly."""
 
 from __future__ import annotations
 
@@ -39,5 +40,5 @@ def keep_reduced_dims(model: Any) -> int:
 
 
 def _snake(name: str) -> str:
-    """Returns the name of OpenVINO's function for an operator: ``reduce_mean`` for ``ReduceMean``."""
+    """Returns the name of OpenVINO's function for an operator, such as ``reduce_mean`` for ``ReduceMean``."""
     return name.replace("Reduce", "reduce_").lower()

@@ -18,12 +18,12 @@ _FRACTIONS = frozenset({"f16", "bf16", "f32", "f64"})
 def remove_softmax_guards(model: Any) -> int:
     """Replaces ``Select(IsNaN(s), 0, s)`` by ``s`` for every softmax ``s`` whose input can't be infinite.
 
-    Returns the number of removed guards. torch's exporter puts a guard behind each softmax, because a row that is -inf
-    everywhere gives NaN. With a finite mask (transformers adds the dtype's lowest number) no row gives NaN. OpenVINO
-    fuses an attention into one kernel only without the guard.
+    Returns the number of removed guards. PyTorch's exporter puts a guard behind each softmax, because a row that is
+    -inf everywhere gives NaN. With a finite mask (transformers adds the dtype's lowest number) no row gives NaN.
+    OpenVINO fuses an attention into one kernel only without the guard.
 
-    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. Added to scores below
-    1e30, the raised mask gives the same float32 row as before, up to a constant.
+    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. For scores below 1e30,
+    scores plus mask still give the same float32 row, up to a constant.
     """
     count = 0
     for guard in model.get_ordered_ops():

@@ -1,4 +1,4 @@
-"""ONNX to formats beyond the optimizer's targets: PyTorch, SavedModel, TFLite, ncnn.
+"""ONNX to the formats that no target of the optimizer uses, namely PyTorch, SavedModel, TFLite and ncnn.
 
 In: an ONNX artifact (for TFLite, a SavedModel). Out: an artifact of kind `torch`, `tensorflow`, `tflite` or `ncnn`.
 """

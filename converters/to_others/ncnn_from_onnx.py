@@ -136,7 +136,7 @@ def _advice(src: Artifact) -> str:
 
 
 def _left_over(param: Path) -> list[str]:
-    """Returns the layer types that ncnn lacks. pnnx writes an untranslated operator under the operator's own name."""
+    """Returns the layer types that ncnn lacks. An operator that pnnx can't translate has its own name as layer type."""
     found: dict[str, None] = {}
     for line in param.read_text(encoding="utf-8", errors="replace").splitlines()[2:]:
         kind = line.split()[0] if line.split() else ""

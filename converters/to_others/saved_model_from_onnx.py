@@ -20,15 +20,15 @@ from accel.tables.limits import AXES_LIMIT
 
 from .keras2_process import NotTensorFlow, run_with_keras2
 
-# onnx2tf can't be an extra: the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) exclude every other
-# part of accel. onnx2tf runs with newer versions, too, so onnx2tf is installed without its dependencies.
+# onnx2tf can't be an extra: the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) conflict with every
+# other part of accel. onnx2tf runs with newer versions, too, so onnx2tf is installed without its dependencies.
 ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
 )
-# The options of onnx2tf that keep the ONNX layout of the inputs. The first option converts to channels last inside,
-# which convolutions in TensorFlow need. The second option transposes nothing, because models from TensorFlow have their
-# own transposes.
+# The options of onnx2tf that keep the ONNX layout of the inputs. With the first option, the SavedModel computes in
+# channels last, as TensorFlow's convolutions do. With the second option, onnx2tf adds no transposes, because models
+# from TensorFlow already have transposes.
 _RUNGS = {
     "channels last inside": "keep_ncw_or_nchw_or_ncdhw_input_names",
     "as it is": "keep_shape_absolutely_input_names",
@@ -156,7 +156,7 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
 
 
 def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
-    """Returns the arguments of onnx2tf for ``rung``.
+    """Returns the arguments of onnx2tf for the layout option ``rung``.
 
     The option to keep channels first takes only inputs of rank 3 to 5. onnx2tf doesn't move channels of other inputs.
     """
@@ -197,7 +197,8 @@ def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
 def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
-    """Returns the transposition of each output into the layout of the ONNX file, empty if the layout is the same.
+    """Returns how to transpose each output into the layout of the ONNX file. Outputs in the right layout get an empty
+    list.
 
     onnx2tf prefers channels last. Both models are run, because shapes can't tell a square from its transpose. Raises
     ``NotTensorFlow`` if no transposition gives the right values.

@@ -39,7 +39,7 @@ def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Ar
     """Writes ``src`` to ``out`` (``.pt2``): ``torch.export.load(out).module()`` is a module whose float weights are
     parameters.
 
-    Raises ``OperatorNotThere`` with the operators that have no translation, and ``NotTorch`` for any other reason.
+    Raises ``OperatorNotThere`` with the operators that have no translation, and ``NotTorch`` for other failures.
     """
     model = read_proto(src.path, weights=True)
     if opset_of(model) < _OPSET:

@@ -37,7 +37,7 @@ from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 # take memory. The smaller sizes are for machines that limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# The fix for each text in the reason that TensorRT's parser gives. The first text that occurs in the reason counts.
+# Texts in the errors of TensorRT's parser, each with the fix. The first text that occurs in the error decides.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),
@@ -102,7 +102,7 @@ def build(
             raise EngineNotBuilt(_refused(f"{toolkit} can't build {model.name}", _first_reason(log.errors)))
         content = bytes(data)
         if problem := engine_problem(trt, Log(), trt.Runtime(logger), content):
-            raise EngineNotBuilt(f"{toolkit} built an engine of {model.name} that it refuses itself: {problem}")
+            raise EngineNotBuilt(f"{toolkit} can't load its own engine of {model.name}: {problem}")
         out.write_bytes(content)
         rows = parse_layers(log.layers)
         chosen = [choice.to_json() for choice in plugins]
@@ -125,7 +125,7 @@ def build(
 def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     """Returns the fault that the toolkit finds in an engine file, without the file's name, or None.
 
-    ``plugins`` tells that the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if that
+    ``plugins`` is True if the engine calls accel's plugin library. Raises the errors of ``load_plugin_library`` if that
     library can't be loaded.
     """
     trt = load_toolkit(toolkit)
@@ -137,7 +137,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     if problem := engine_problem(trt, log, runtime, data):
         return problem
     capability = _capability() if plugins else None
-    # Without a GPU the right library is unknown. Whoever runs the engine learns that the library is missing.
+    # Without a GPU the right library is unknown. A missing library is reported when the engine is run.
     if plugins and (capability is None or load_plugin_library(trt, capability) is None):
         return None
     log.errors.clear()
@@ -168,7 +168,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except BaseException as error:
             failed.append(error)
 
-    context = contextvars.copy_context()  # holds the progress watcher
+    context = contextvars.copy_context()  # carries the progress watcher to the thread
     before = threading.stack_size()
     for megabytes in STACK_MEGABYTES:
         threading.stack_size(megabytes << 20)
@@ -190,15 +190,15 @@ def _builder(trt: Any, toolkit: str, logger: Any) -> Any:
         builder = trt.Builder(logger)
     except (TypeError, RuntimeError) as error:  # pybind raises these errors if a factory returns nothing
         raise UnsupportedHere(
-            f"{toolkit} can't build on this machine ({one_line(error)}); build where an NVIDIA GPU is, or for "
-            "the target tensorrt-rtx"
+            f"{toolkit} can't build on this machine ({one_line(error)}); build on a machine with an "
+            "NVIDIA GPU, or for the target tensorrt-rtx"
         ) from error
     return builder
 
 
 def _parse(trt: Any, builder: Any, logger: Any, model: Path, content: bytes | None = None) -> Any:
-    """Returns the network of ``model``. ``content`` has bytes to parse in place of the file, whose weights lie beside
-    the file.
+    """Returns the network of ``model``. ``content`` has bytes to parse in place of the file. The weights lie beside the
+    file.
 
     Raises ``EngineNotBuilt`` if the parser refuses a node.
     """
@@ -232,7 +232,7 @@ def _config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     if builder_level is not None:
         config.builder_optimization_level = builder_level
-        if config.builder_optimization_level != builder_level:  # TensorRT only logs a level out of range
+        if config.builder_optimization_level != builder_level:  # for a level out of range, TensorRT only logs an error
             raise UnsupportedHere(f"this TensorRT has no builder level {builder_level}; leave it out")
     return config
 
@@ -276,8 +276,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
     """Reports the build's progress. The caller has to keep the result until the build ends."""
     if not hasattr(trt, "IProgressMonitor") or not hasattr(config, "progress_monitor"):
         return None
-    lock = threading.Lock()  # TensorRT calls from its own threads
-    context = contextvars.copy_context()  # TensorRT's threads don't inherit the progress watcher
+    lock = threading.Lock()  # TensorRT calls ``Monitor`` from its own threads.
+    context = contextvars.copy_context()  # TensorRT's threads don't inherit the progress watcher.
     progress = BuildProgress()
     sent = [-1.0]
 
@@ -313,8 +313,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
 def _capability_here(trt: Any) -> list[str]:
     """Returns the compute capability of an engine that was built without a list of compute capabilities.
 
-    A toolkit without a choice of compute capabilities builds for this machine's GPU. Returns an empty list for a
-    toolkit with a choice.
+    A toolkit that offers no choice of compute capabilities builds for this machine's GPU. Returns an empty list for any
+    other toolkit.
     """
     if offered_capabilities(trt):
         return []
@@ -326,7 +326,8 @@ def _tensor(trt: Any, tensor: Any) -> dict[str, Any]:
 
 
 def _first_reason(messages: Sequence[str]) -> str:
-    """Returns the first informative line, without source locations and the noise of a machine without a GPU."""
+    """Returns the first informative line, without source locations and without the noise of a machine that has no
+    GPU."""
     for line in (line.strip() for message in messages for line in message.splitlines()):
         if line.startswith(("[checkMacros", "Invalid Node")) or line in ("", "false"):
             continue

@@ -33,10 +33,10 @@ class EngineFromOnnxConfig(StageConfig):
     with the signature's ranges. ``compute_capabilities`` lists the GPUs to build for, such as ``8.6`` (empty: the
     toolkit's default). ``workspace_bytes`` limits the device memory that a kernel may use as scratch (None: no limit).
     ``builder_level`` is 0 (quick to build) to 5 (quick to run), or None for the toolkit's default.
-    ``version_compatible`` lets later versions of TensorRT run the engine. ``hardware`` lets other GPUs run the engine,
-    ``ampere-plus`` or ``same-capability``. ``kernels`` builds accel's operators as plugins if ``tensorrt`` has a
-    plugin, else from their function bodies. ``plugin_library`` is the sha256 of this machine's plugin library, empty
-    without such a library. ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps engines of
+    ``version_compatible`` lets later versions of TensorRT run the engine. ``hardware`` (``ampere-plus`` or
+    ``same-capability``) lets other GPUs run the engine. ``kernels`` builds accel's operators as plugins if ``tensorrt``
+    has a plugin, else from their function bodies. ``plugin_library`` is the sha256 of this machine's plugin library,
+    empty without such a library. ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps engines of
     different libraries apart.
     """
 
@@ -70,7 +70,7 @@ class EngineFromOnnxConfig(StageConfig):
 
         if self.toolkit == "tensorrt-rtx" and self.kernels:
             raise UnsupportedHere(
-                "tensorrt-rtx can't use accel's plugins; leave out kernels to build their function bodies"
+                "tensorrt-rtx can't use accel's plugins; leave out kernels, and the engine has their function bodies"
             )
         if self.kernels and not self.plugin_library:
             object.__setattr__(self, "plugin_library", _plugin_digest())
@@ -91,12 +91,12 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
 
     The signature is that of the built network. The network's dims have the names of the dims of ``src``, and the ranges
-    of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. For an operator
-    with two implementations, ``plugins`` has the library, because the engine needs the library. The notes have the ONNX
-    nodes of each kernel, the warnings, and the reason for each function body.
+    of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. If an operator
+    uses the plugin library and another implementation, ``plugins`` names the library, because the engine needs the
+    library. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
 
-    Raises ``MissingExtra``, ``BadInputSpec`` for a profile, ``UnsupportedHere`` for a compute capability,
-    ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for any other failure.
+    Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, ``UnsupportedHere`` for an
+    unsupported compute capability, ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for other failures.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -199,9 +199,9 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
 
     First compares the bytes with the manifest beside the file, if present. Only this comparison finds a flipped bit in
     the weights. Then the toolkit (default: the toolkit that the manifest names, else ``tensorrt-rtx``) reads the file
-    in a child process. Without a GPU the toolkit reads only header and layout, which finds a truncated or foreign file
-    and a damaged header. Accel's plugins are loaded before an engine that calls them. Raises ``BadConfig`` or
-    ``UnsupportedHere`` if a present plugin library can't be loaded.
+    in a child process. Without a GPU the toolkit reads only header and layout, which is enough to find a truncated or
+    foreign file, or a damaged header. Accel's plugins are loaded before an engine that calls them. Raises ``BadConfig``
+    or ``UnsupportedHere`` if a present plugin library can't be loaded.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"

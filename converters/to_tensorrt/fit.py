@@ -38,8 +38,8 @@ class FitTensorRtConfig(StageConfig):
 
 @dataclass
 class _Scale:
-    """A scale and zero point. ``symmetric`` returns the int8 scale with zero point 0 for the larger half of the old
-    range."""
+    """A scale and zero point. ``symmetric`` returns the int8 scale, with zero point 0, that covers the larger half of
+    the old range."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -50,7 +50,7 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # the same scale with another offset
+        if self.low == 0 and (offset == 128).all():  # int8 with zero point 0 has the same scale
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
@@ -60,10 +60,10 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
     """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
 
     An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. uint8 with zero point 128
-    stays exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 compute in
-    float32, as an engine silently does; inputs and outputs in float64 stay. The notes count the changed ``biases``,
-    ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises ``NotFitted`` if the
-    result fails the checker.
+    stays exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
+    float32, as they silently would in an engine. Float64 inputs and outputs stay. The notes count the changed
+    ``biases``, ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises
+    ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)
     # A local function with float64 inside is inlined first, so that its nodes can be rewritten.
@@ -101,7 +101,7 @@ def _in_float32(graph: onnx.GraphProto) -> None:
 
 
 def _narrow(tensors: Iterable[onnx.TensorProto]) -> None:
-    """Converts float64 tensors to float32. Finite values stay finite, such as a mask of the lowest float64 number."""
+    """Converts float64 tensors to float32. Finite values, such as a mask of the lowest float64 number, stay finite."""
     largest = np.finfo(np.float32).max
     for tensor in tensors:
         if tensor.data_type != TensorProto.DOUBLE:
@@ -117,9 +117,9 @@ class _Fit:
         self.types = dict(types)
         self.constants = constant_tensors(graph)
         self.counts: dict[str, Any] = {"biases": 0, "weights": 0, "activations": 0}
-        self.gone: set[str] = set()  # outputs of the nodes to remove
-        self.before: dict[str, onnx.NodeProto] = {}  # nodes to insert, by the output of the following node
-        for node in graph.node:  # a DequantizeLinear without zero point has the type of its QuantizeLinear
+        self.gone: set[str] = set()  # The outputs of the nodes to remove.
+        self.before: dict[str, onnx.NodeProto] = {}  # The nodes to insert, by the output of the following node.
+        for node in graph.node:  # A DequantizeLinear without zero point has the type of its QuantizeLinear.
             if node.op_type == "QuantizeLinear":
                 self.types[node.output[0]] = quantized_type(node, self.types)
 

@@ -17,8 +17,8 @@ _END = ("I/O Tensors:", "Engine Metadata:", "Bindings:")
 
 
 def parse_layers(listing: str) -> list[dict[str, Any]]:
-    """Returns a dict for each kernel: ``name``, ``type``, ``inputs`` and ``outputs`` (distinct dtypes), and ``onnx``
-    (the names of the ONNX nodes). Skips lines that don't describe a kernel."""
+    """Returns a dict for each kernel, with ``name``, ``type``, ``inputs`` and ``outputs`` (distinct dtypes), and
+    ``onnx`` (the names of the ONNX nodes). Skips lines that don't describe a kernel."""
     rows = []
     for line in listing.splitlines():
         if line.strip() in _END:

@@ -3,11 +3,11 @@
 An operator has up to three implementations:
 
 - The plugin library (``accel kernels build --tensorrt-include``) has tensor-core kernels for products on this GPU. The
-  library's plugins read weights as (N, K), so constant weights in (K, N) are transposed. For a convolution, the
-  library multiplies patches.
+  library's plugins read weights as (N, K), so constant weights in (K, N) are transposed. The library computes a
+  convolution as the product of its patches.
 - Quick plugins are Triton kernels that the engine itself holds. Quick plugins take convolutions whole, so quick plugins
   are preferred for convolutions. Quick plugins also take the products that the library can't.
-- The function body of the operator, in standard ONNX operators, takes the rest.
+- All other nodes use the operator's function body, which consists of standard ONNX operators.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # equals the domain in accel.kernels.onnx.function, whose import would load torch
+DOMAIN = "accel"  # Equals the domain in accel.kernels.onnx.function, whose import would load torch.
 # The library's plugins. Plugin fields hold the options that an operator's name encodes.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
-_VERSION = "1"  # the version of accel's plugins, and of TensorRT's quick plugins
+_VERSION = "1"  # The version of accel's plugins, and of TensorRT's quick plugins.
 # The library's kernels load this many bytes at a time. A row length that is not a multiple of ``_ALIGNED`` rules out
 # some kernels.
 _ALIGNED = 16
@@ -55,8 +55,8 @@ class PluginChoice:
 def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[PluginChoice]:
     """Chooses an implementation for each of accel's operators in ``model``, and registers the plugins with TensorRT.
 
-    ``capability`` is the compute capability of the GPU. An operator with two implementations has two choices, the
-    library's last. Returns an empty list if the model has none of accel's operators. Raises the errors of
+    ``capability`` is the compute capability of the GPU. An operator with two implementations has two choices, of which
+    the library's is the last. Returns an empty list if the model has none of accel's operators. Raises the errors of
     ``load_plugin_library``.
     """
     nodes = defaultdict(list)

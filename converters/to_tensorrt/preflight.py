@@ -23,7 +23,7 @@ STANDARD = "rewrite it with standard ONNX operators or export with another opset
 NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
-# The first compute capability that has the dtype.
+# The first compute capability that supports each dtype.
 FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISIONS["fp8"].min_capability}
 
 # The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
@@ -58,9 +58,9 @@ def preflight(
 ) -> list[Refusal]:
     """Returns every node of ``path`` that TensorRT refuses or silently computes as something else.
 
-    ``capabilities`` lists the GPUs to build for. ``supported`` tells whether the toolkit's parser knows each operator,
-    and may be empty. ``read`` is the model in the file, if already loaded. Raises ``InvalidModel`` if ``path`` is not
-    an ONNX file.
+    ``capabilities`` lists the GPUs to build for. ``supported`` maps an operator to whether the toolkit's parser knows
+    it, and may be empty. ``read`` is the model in the file, if already loaded. Raises ``InvalidModel`` if ``path`` is
+    not an ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 
@@ -68,7 +68,7 @@ def preflight(
     graph = model.graph
     try:
         types = elem_types(tensor_types(model).graph)
-    except Exception:  # the checker will name the fault better
+    except Exception:  # the checker describes the fault better
         types = elem_types(graph)
     found = [*_quantization(graph, types), *_types(graph, types, capabilities), *_operators(graph, supported or {})]
     if (depth := _depth(graph)) > LONGEST_CHAIN:

@@ -139,9 +139,10 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 
 
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
-    """Raises ``BadInputSpec`` with the shapes to add if a dynamic input isn't ``given``.
+    """Raises ``BadInputSpec`` if a dynamic input isn't ``given``, and names the shapes to add.
 
-    The advised shapes take the ranges of ``dims`` from the other inputs, and all other ranges from the signature.
+    In these shapes, a dim has the range that the shapes of other inputs give it (``dims``), or by default the
+    signature's.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

@@ -21,8 +21,9 @@ def check_onnx(
 ) -> None:
     """Raises an error if TensorRT can't build ``path``. ``model`` is the result of ``read_proto(path)``.
 
-    Raises ``InvalidModel`` if the ONNX checker refuses the file (TensorRT takes an empty or text file for an empty
-    network), and ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes as something else.
+    Raises ``InvalidModel`` if the ONNX checker refuses the file, because TensorRT reads an empty or text file as an
+    empty network. Raises ``EngineNotBuilt`` with every node that TensorRT refuses or silently computes as something
+    else.
     """
     import onnx
 

@@ -14,7 +14,7 @@ ARCHS = (80, 86, 89, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # The PTX instruction that a matrix product has to compile to, by architecture.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-# PTX's names of the operand types. kind::f16 of the tensor memory covers fp16 and bf16, which a descriptor tells apart.
+# PTX's names of the operand types. The kind::f16 of tcgen05.mma covers fp16 and bf16, which a descriptor tells apart.
 _OPERAND = {"fp16": "f16", "bf16": "bf16", "int8": "s8", "fp8_e4m3": "e4m3"}
 _KIND = {"fp16": "kind::f16", "bf16": "kind::f16", "int8": "kind::i8", "fp8_e4m3": "kind::f8f6f4"}
 FIRST_FP8 = 89
@@ -49,7 +49,7 @@ class Config:
 
 
 def product(config: Config, dtype: str, arch: int) -> str:
-    """Returns the tensor-core instruction and operand type that ``config`` has to compile to in PTX, e.g. ``mma.sync
+    """Returns the tensor-core instruction and operand type that ``config`` has to compile to in PTX, such as ``mma.sync
     s8``.
 
     Returns "" if the kernel uses no tensor cores (fp32, quantization).
@@ -102,7 +102,7 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class HandWritten:
-    """A kernel of ``csrc`` without tensor cores, which every compiled library has.
+    """A kernel of ``csrc`` that uses no tensor cores. Every compiled library has this kernel.
 
     ``tile`` has M, N and K as in ``rows``. gemv takes at most 16 rows.
     """

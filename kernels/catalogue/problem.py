@@ -21,7 +21,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """Returns the output dtype: ``asked``, else the dtype of ``a``. int8 and fp8 inputs need ``asked``."""
+    """Returns the output dtype, which is ``asked`` or by default the dtype of ``a``. For int8 and fp8 inputs, ``asked``
+    is required."""
     found = a.dtype if asked is None else asked
     if NAMES.get(found) not in OUT_DTYPES:
         wanted = "pass out_dtype=torch.float16, torch.bfloat16 or torch.float32"
@@ -110,7 +111,7 @@ def _epilogue(operands: dict[str, torch.Tensor], act: str, out: torch.dtype) -> 
 def _check(a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], shapes: dict[str, list[int]]) -> None:
     for name, tensor in {"b": b, **operands}.items():
         if tensor.device != a.device:
-            raise BadFeeds(f"{name} is on {tensor.device} and the input on {a.device}; move it there")
+            raise BadFeeds(f"{name} is on {tensor.device} and the input on {a.device}; move {name} to {a.device}")
     for name, tensor in operands.items():
         if list(tensor.shape) != shapes[name]:
             raise BadFeeds(f"{name} is {list(tensor.shape)}, but has to be {shapes[name]}; reshape it")

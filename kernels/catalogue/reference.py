@@ -29,14 +29,15 @@ TORCH_DTYPES = {
 QMAX = {"int8": 127.0, "fp8_e4m3": 448.0}
 SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
 
-# For each output dtype: half a unit in the last place, relative, and the smallest step near zero.
+# For each output dtype, the largest relative rounding error, and the smallest step near zero.
 ROUNDING = {"fp32": (2.0**-24, 2.0**-149), "fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
-# The largest |act'|: GELU 1.129 at x = 1.41, SiLU 1.0998 at x = 2.40 (both from the second derivative's root).
+# The largest |act'|, at the root of the second derivative, is 1.129 for GELU (x = 1.41) and 1.0998 for SiLU (x = 2.40).
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu_tanh": 1.13, "gelu_erf": 1.13, "silu": 1.1}
 
 
 def act_numpy(name: str, x: Float64) -> Float64:
-    """Returns the activation in float64. GELU: Hendrycks and Gimpel 2016, by erf or tanh. SiLU: x * sigmoid(x)."""
+    """Returns the activation in float64. GELU: GELU follows Hendrycks and Gimpel (2016), by erf or tanh. SiLU: x *
+    sigmoid(x)."""
     if name == "relu":
         return np.maximum(x, 0.0)
     if name == "gelu_erf":
@@ -142,9 +143,9 @@ def conv2d_torch(
 def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes ``x`` (M, K) to ``dtype`` (int8 or fp8_e4m3) with one fp32 scale per row.
 
-    ``x`` is about q * scale[:, None]. scale = max|row| / 127 (int8) or / 448 (fp8), 1 for a row of zeros, at least
-    2**-126. q = x / scale, rounded to nearest even, within the range. A NaN in a row makes its scale NaN, so that the
-    NaN can't vanish in an integer.
+    ``x`` is about q * scale[:, None]. The scale of a row is max|row| / 127 (int8) or max|row| / 448 (fp8), but at least
+    2**-126. A row of zeros has scale 1. The values q are x / scale, rounded to nearest even and clamped to the range. A
+    NaN in a row makes its scale NaN, so that the NaN can't vanish in an integer.
     """
     wide = x.float()
     largest = wide.abs().amax(dim=1)
@@ -161,10 +162,10 @@ def gemm_bound(
 ) -> torch.Tensor:
     """Returns the largest error that a correct implementation can have, for each element: (M, N) float64.
 
-    The sum of K products in any order is within K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1), u = 2**-23
-    because tensor cores truncate and the CPU rounds. The scales and the bias add four roundings. The activation
-    multiplies the error by its slope and adds the error of its own exp or erf (2**-20 of its input, a GPU's fast exp).
-    The residual and the rounding to the output dtype add the last errors.
+    The sum of K products in any order is within K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1). Here u is
+    2**-23, because tensor cores truncate while the CPU rounds. The scales and the bias add four roundings. The
+    activation multiplies the error by its slope and adds the error of its own exp or erf (2**-20 of its input, a GPU's
+    fast exp). The residual and the rounding to the output dtype add the last errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

@@ -52,7 +52,7 @@ class EpilogueSpec:
 
     @property
     def key(self) -> str:
-        """Returns a short name, equal for equal epilogues: ``gelu_erf+bias+residual:fp16``."""
+        """Returns a short name, such as ``gelu_erf+bias+residual:fp16``. Equal epilogues have equal names."""
         return "+".join((self.act, *self.operands)) + f":{self.out_dtype}"
 
 
@@ -87,7 +87,7 @@ class GemmSpec:
 
     @property
     def bytes_moved(self) -> int:
-        """Returns the bytes read and written if every operand crosses memory once."""
+        """Returns the bytes of memory traffic if every operand is read or written once."""
         e, out = self.epilogue, BYTES[self.epilogue.out_dtype]
         operands = (self.m * self.k + self.k * self.n) * BYTES[self.in_dtype]
         vectors = 4 * (e.row_scale * self.m + e.col_scale * self.n + e.bias * self.n)

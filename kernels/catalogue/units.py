@@ -1,7 +1,7 @@
 """Lists the tensor-core GEMMs in CUTLASS: families of tiles, and the translation units that hold the tiles.
 
 A family is one source, ``csrc/cutlass/<family>.cu``. A unit is a family's source for one pair of input and output
-dtypes, with all tiles of the family. The source names each configuration, e.g. ``sm90_int8_bf16_pingpong_64x128``.
+dtypes, with all tiles of the family. The source names each configuration, such as ``sm90_int8_bf16_pingpong_64x128``.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """Returns the pair of dtypes as in configuration names: ``fp16``, ``int8_bf16``."""
+        """Returns the pair of dtypes as in configuration names, such as ``fp16`` or ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property

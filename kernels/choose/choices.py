@@ -1,7 +1,8 @@
 """Chooses the implementation that computes a problem.
 
-Compute capability and layout decide which kernels can run. The tuner's choice wins, else the choice by size. If no
-kernel can run, the reference computes the problem, with the same dtype semantics. The dtype never changes.
+Compute capability and layout decide which kernels can run. The tuner's choice is preferred. Without a tuner's choice,
+the sizes of the problem decide. If no kernel can run, the reference computes the problem, with the same dtype
+semantics. The dtype never changes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def family(capability: tuple[int, int]) -> int | None:
 
 
 def native_arch(capability: tuple[int, int]) -> str:
-    """Returns the architecture that a library for this compute capability is compiled for: ``sm_90a`` for 9.0.
+    """Returns the architecture that a library for this compute capability is compiled for, such as ``sm_90a`` for 9.0.
 
     Raises ``UnsupportedHere`` below 8.0.
     """
@@ -131,11 +132,11 @@ def choose(
 ) -> Choice:
     """Chooses the implementation of ``spec`` on a device of this compute capability (None for the CPU).
 
-    ``dense`` tells that ``a`` is (M, K) and ``b`` (N, K) transposed, both dense. ``tma_layout`` tells that both
-    operands (the weights of a convolution) are dense and at addresses that are multiples of 16. ``native`` names the
+    ``dense`` is True if ``a`` (M, K) and the transpose (N, K) of ``b`` are dense. ``tma_layout`` is True if both
+    operands, or the weights of a convolution, are dense and at addresses that are multiples of 16. ``native`` names the
     kernels of the compiled library, from CUTLASS and ``HAND_WRITTEN``. ``residual_dtype`` is None for the dtype of the
-    output. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` tells that each operand has one stride of
-    1, and its other strides and its address are multiples of 16 (see ``in_vectors``).
+    output. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if each operand has one stride of
+    1, and other strides and an address that are multiples of 16 (see ``in_vectors``).
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")

@@ -27,7 +27,7 @@ from ..catalogue.units import NativeConfig
 from . import tuned
 from .choices import AnyConfig, Choice, choose, choose_quantize, of_patches
 
-# The bytes of patches that a convolution multiplies at a time.
+# The number of bytes of patches that a convolution multiplies at a time.
 PATCH_BYTES = 256 << 20
 
 
@@ -44,8 +44,8 @@ def why(
 ) -> str:
     """Says in one sentence which implementation would run, and why. The arguments are those of ``choose``.
 
-    ``native`` is None for the kernels of the built library. ``tuned_name`` is None for the tuner's choice on the
-    current GPU, if that GPU has this compute capability.
+    ``native`` is None for the kernels of the built library. If ``tuned_name`` is None, the tuner's choice for the
+    current GPU is used, provided the GPU has this compute capability.
     """
     if native is None:
         native = native_names(capability)
@@ -215,7 +215,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def is_dense(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tells whether ``a`` (M, K) and ``b`` (K, N), transposed, are dense.
+    """Tells whether ``a`` (M, K) and the transpose (N, K) of ``b`` are dense.
 
     Returns True for an image and weights, because both are made dense if needed.
     """
@@ -257,7 +257,7 @@ def device_of(index: int) -> tuned.Device:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Returns the version of the loaded driver, e.g. ``580.65.06``.
+    """Returns the version of the loaded driver, such as ``580.65.06``.
 
     Falls back to the driver's CUDA version, e.g. 13000, which most updates don't change. Returns 0 without a driver.
     """

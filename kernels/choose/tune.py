@@ -24,11 +24,11 @@ from .tuned import Entry, Key, Table, key_of
 Run = Callable[[], object]
 Operands = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
-# The products of BERT-base and of a 7B decoder: N, K.
+# The sizes (N, K) of the products of BERT-base and of a 7B decoder.
 LAYERS = ((768, 768), (3072, 768), (768, 3072), (4096, 4096), (11008, 4096), (4096, 11008))
 ROWS = (1, 16, 128, 1024, 4096)
-# The convolutions of ResNet-50 at a batch of 8: the first convolution, the 3x3 convolution of each stage, and those
-# between two stages.
+# The convolutions of ResNet-50 at a batch of 8: the first convolution, the 3x3 convolution of each stage, and the 3x3
+# convolutions between two stages.
 CONVOLUTIONS = (
     ConvSpec(images=8, height=224, width=224, c_in=3, c_out=64, kernel=(7, 7), stride=(2, 2), padding=(3, 3)),
     *(
@@ -43,9 +43,9 @@ CONVOLUTIONS = (
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # Python's overhead may dominate a shorter call
-MOST_SETS = 256  # sets of operands: enough for sets of 1 MiB, the weights of BERT-base's smallest layer
-RECORDED_CALLS = MOST_SETS  # calls in a CUDA graph, one per set, which take milliseconds even with the smallest kernel
+LAUNCH_MICROSECONDS = 500.0  # Python's overhead may dominate a shorter call.
+MOST_SETS = 256  # Enough sets of operands even if a set has 1 MiB, as in BERT-base's smallest layer.
+RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, and takes milliseconds or more.
 BLOCKS = 5
 
 
@@ -66,7 +66,7 @@ class Tuned:
     """The result of tuning a problem.
 
     ``entry`` is the winner, or None if no candidate was right. ``timed`` has the microseconds of each candidate.
-    ``refused`` has the reasons of candidates that failed, or were faster than the winner and wrong.
+    ``refused`` has the reason for each candidate that failed, or that was wrong although faster than the winner.
     """
 
     key: Key
@@ -76,7 +76,8 @@ class Tuned:
 
 
 def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable[[Run], float], table: Table) -> Tuned:
-    """Times every candidate, verifies from the fastest on, and puts the first right candidate into ``table``.
+    """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct one into
+    ``table``.
 
     ``timer`` returns the microseconds of a call. A candidate that raises, or whose error is over the bound, is refused.
     """
@@ -110,10 +111,11 @@ def specs(
     *,
     added: Sequence[str] = ("bias",),
 ) -> list[GemmSpec]:
-    """Returns the products to tune: ``shapes`` (M, N, K), by default the layers of BERT-base and of a 7B decoder.
+    """Returns the products to tune. The ``shapes`` (M, N, K) are by default the layers of BERT-base and of a 7B
+    decoder.
 
-    ``added`` lists the terms added to the product, each one of ``ADDED``. int8 and fp8 are tuned for fp16 and bf16
-    output. Raises ``UnknownName`` for another term.
+    ``added`` lists the terms added to the product, each one of ``ADDED``. Products in int8 and fp8 are tuned for fp16
+    and bf16 output. Raises ``UnknownName`` for another term.
     """
     for words in added:
         if words not in ADDED:
@@ -203,7 +205,8 @@ def _out_shape(spec: GemmSpec | ConvSpec) -> tuple[int, ...]:
 
 
 def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Operands]:
-    """Returns several sets of operands, together so large (``ROTATED_BYTES``) that no call finds its set in a cache.
+    """Returns several sets of operands. All sets together have ``ROTATED_BYTES``, so that no call finds its set in a
+    cache.
 
     Returns at most ``MOST_SETS`` sets, even if these have fewer bytes in all.
     """
@@ -214,10 +217,10 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
 
 
 def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tensor) -> float:
-    """Returns the largest error of ``got`` over its bound, against the float64 reference.
+    """Returns the largest ratio of an error of ``got`` to the error's bound. The float64 reference has no error.
 
     Returns infinity for a NaN or a wrong shape. Checks at most 256 rows (output pixels of a convolution), spread over
-    all rows, because a float64 product of a large problem takes a GPU seconds.
+    all rows, because a GPU needs seconds for a large product in float64.
     """
     a, b, given = operands
     if got.shape != _out_shape(spec) or got.dtype != TORCH_DTYPES[spec.epilogue.out_dtype]:
@@ -283,8 +286,8 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
 def microseconds(run: Run) -> float:
     """Returns the median microseconds of a call on the current GPU, over several blocks of calls between two events.
 
-    Records the calls in a CUDA graph and replays it, so that Python's launch overhead, often longer than the kernel, is
-    not measured. Calls ``run`` directly if it can't be recorded.
+    Replays a CUDA graph of the calls, because Python's overhead for a launch often takes longer than the kernel. Calls
+    ``run`` directly if it can't be recorded.
     """
 
     def block(calls: int, step: Run = run) -> float:
@@ -296,11 +299,11 @@ def microseconds(run: Run) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / calls
 
-    block(3)  # compiles the kernel, and raises the GPU's clocks
+    block(3)  # compiles the kernel and raises the GPU's clocks
     once = max(block(3), 0.1)
     calls = max(3, min(1000, int(BLOCK_MICROSECONDS / once)))
     if once < LAUNCH_MICROSECONDS:
-        calls = max(calls, RECORDED_CALLS)  # the measured time of one call is mostly its launch
+        calls = max(calls, RECORDED_CALLS)  # for a single call, the measured time is mostly the launch
     replay = recorded(run, calls)
     if replay is None:
         return statistics.median(block(calls) for _ in range(BLOCKS))
@@ -330,7 +333,7 @@ def recorded(run: Run, calls: int) -> Run | None:
 def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
     """Tunes ``spec`` on the GPU ``device``, with dense operands and every configuration for it.
 
-    Raises ``UnsupportedHere`` if there is no GPU, or no configuration for the problem on it.
+    Raises ``UnsupportedHere`` if there is no GPU, or if no configuration fits the problem and the GPU.
     """
     if not torch.cuda.is_available():
         raise UnsupportedHere("no NVIDIA GPU here; run accel kernels tune on the machine with the GPU")

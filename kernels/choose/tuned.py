@@ -28,7 +28,7 @@ def bucket(m: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device that a measurement holds for.
+    """The device for which a measurement is valid.
 
     ``library`` is the hash of all kernel sources and the compiler's version.
     """
@@ -41,7 +41,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """The features of a problem that the choice depends on. ``op`` names a convolution's geometry."""
+    """The features of a problem that the choice depends on. The ``op`` of a convolution includes its geometry."""
 
     device: Device
     op: str

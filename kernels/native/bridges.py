@@ -55,12 +55,12 @@ def build_for_onnxruntime(
 ) -> Built:
     """Builds accel's operators for the CPU as a library for ``SessionOptions.register_custom_ops_library``.
 
-    The names of a model's convolutions hold sizes, so the session options have to list each name:
+    The names of a model's convolutions hold sizes, so the session options have to list each name under a key such as
     ``custom_op.FusedConv2d.0``.
 
-    ``include`` is the folder of ``onnxruntime_cxx_api.h``, of the runtime's version or older. ONNX Runtime's release
-    archives have this header, and its wheels don't. Raises ``UnsupportedHere`` without the header or g++, and
-    ``BuildFailed`` with the compiler's first error.
+    ``include`` is the folder of ``onnxruntime_cxx_api.h``, which has to have the runtime's version or an older version.
+    ONNX Runtime's release archives have this header, and its wheels don't. Raises ``UnsupportedHere`` without the
+    header or g++, and ``BuildFailed`` with the compiler's first error.
     """
     check_headers(onnxruntime=include)
     compiler = shutil.which("g++")
@@ -130,7 +130,8 @@ def build_for_tensorrt(
 
 
 def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None = None) -> Path | None:
-    """Returns the library of TensorRT plugins to load, or None: ``$ACCEL_TENSORRT_LIBRARY``, else the newest that fits.
+    """Returns the library of TensorRT plugins to load, or None. ``$ACCEL_TENSORRT_LIBRARY`` is preferred to the newest
+    library that fits.
 
     Plugins fit if they were built from the present sources, and their kernel library has tensor-core GEMMs for this
     compute capability (None for any).
@@ -153,7 +154,7 @@ def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None
 def cuda_includes() -> list[Path]:
     """Returns the folders with CUDA's headers on this machine, from nvcc and from Triton.
 
-    nvcc may be a script that calls another nvcc.
+    The nvcc command may be a script that calls another nvcc.
     """
     found: list[Path] = []
     if nvcc := find_nvcc():

@@ -135,7 +135,8 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
 
 
 def find_library(cache: Path | None = None, *, capability: tuple[int, int] | None = None) -> Path | None:
-    """Returns the library to run, or None: ``$ACCEL_KERNEL_LIBRARY``, else the best built from the present sources.
+    """Returns the library to run, or None. ``$ACCEL_KERNEL_LIBRARY`` is preferred to the best library built from the
+    present sources.
 
     The best library has the most tensor-core GEMMs, and among equals is the newest. The library needs code for the
     compute capability ``capability`` (None for any).

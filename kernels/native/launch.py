@@ -37,7 +37,7 @@ def installed(capability: tuple[int, int] | None = None) -> Library | None:
                 f"{CHOSEN} is {path}, which can't be loaded ({error}); set it to a library that accel kernels build "
                 "wrote, or unset it"
             ) from error
-        return None  # the library is damaged; Triton or the reference takes over
+        return None  # the library is damaged; Triton or the reference runs instead
 
 
 def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
@@ -80,7 +80,8 @@ def _library_for(device: torch.device) -> tuple[Library, int]:
 def run_gemm(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor], config: NativeConfig
 ) -> torch.Tensor:
-    """Computes ``spec`` by ``config`` of the installed library: ``a`` (M, K) and ``b`` (N, K) transposed, both dense.
+    """Computes ``spec`` by ``config`` of the installed library. ``a`` (M, K) and the transpose (N, K) of ``b`` are
+    dense.
 
     Raises ``BadFeeds`` for a residual in another dtype than the output's. Dispatch never passes such a residual.
     """
@@ -119,7 +120,8 @@ def run_gemm(
 def run_gemv(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, torch.Tensor]) -> torch.Tensor:
     """Computes ``spec`` by the hand-written kernel for at most 16 rows.
 
-    ``a`` (M, K) and ``b`` (N, K) transposed are dense, at any address. Residual and output have the dtype of ``a``.
+    ``a`` (M, K) and the transpose (N, K) of ``b`` are dense, at any address. Residual and output have the dtype of
+    ``a``.
     """
     library, stream = _library_for(a.device)
     out = torch.empty(spec.m, spec.n, dtype=a.dtype, device=a.device)

@@ -83,7 +83,8 @@ class Library:
         row_stride: int,
         stream: int = 0,
     ) -> None:
-        """Quantizes ``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``, all addresses.
+        """Quantizes ``x`` (rows, columns) to ``q`` in ``q_dtype`` (int8, fp8_e4m3) and fp32 ``scales``. All three are
+        addresses.
 
         Raises the errors of ``check``.
         """

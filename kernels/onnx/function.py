@@ -1,7 +1,7 @@
 """``accel::FusedGemm``, ``accel::FusedConv2d`` and ``accel::QuantizeRowwise`` as ONNX operators with a function body.
 
-A runtime that has the kernel finds it by the operator's name. Any other runtime inlines the body. Each epilogue has a
-function with its own name: ``FusedGemm_nt_bias_gelu_erf_residual_fp32``.
+A runtime that has the kernel finds the kernel by the operator's name. Any other runtime inlines the body. Each epilogue
+has a function with its own name, such as ``FusedGemm_gemm_nt_bias_gelu_erf_residual_fp32``.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _epilogue(bias: bool, act: str, residual: bool, dtype: int) -> list[str]:
 class FusedGemm:
     """The operator ``act(row_scale * col_scale * (A @ B) + bias) + residual``.
 
-    ``product`` is ``matmul`` (A of any rank), ``gemm_nn`` or ``gemm_nt`` (matrices; with ``nt``, B is (N, K)).
-    ``dtype`` is the dtype of every operand and of the output, one of ``DTYPES``. ``operand`` is another dtype for A and
-    B. With ``operand`` or scales the body computes in fp32, and scales are fp32. The existing inputs are in this order:
-    A, B, bias, row_scale, col_scale, residual.
+    ``product`` is ``matmul`` for A of any rank, else ``gemm_nn`` or ``gemm_nt``. B is (N, K) in ``gemm_nt``. ``dtype``
+    is the dtype of every operand and of the output, one of ``DTYPES``. ``operand`` is the dtype of A and B if it
+    differs from ``dtype``. With ``operand`` or scales the body computes in fp32, and scales are fp32. The inputs are in
+    the order A, B, bias, row_scale, col_scale, residual, of which the last four are optional.
     """
 
     product: str
@@ -150,8 +150,8 @@ class FusedGemm:
         formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
         a, b = formal["a"], formal["b"]
         if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
-            # DequantizeLinear has a scale of 1, because TensorRT takes neither MatMulInteger nor a cast. ONNX Runtime
-            # fuses the nodes to MatMulInteger.
+            # DequantizeLinear with a scale of 1 replaces a Cast, because TensorRT takes neither MatMulInteger nor the
+            # Cast. ONNX Runtime fuses the nodes to MatMulInteger.
             unit = body.constant(1.0, "unit")
             a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:

@@ -1,6 +1,6 @@
 """Replaces ``act(A @ W + bias) + residual`` by ``accel::FusedGemm`` in an ONNX graph.
 
-Replaces a convolution with such an epilogue by ``accel::FusedConv2d``.
+Replaces a convolution with a bias, activation or residual by ``accel::FusedConv2d``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..catalogue.reference import act_numpy
 from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-_ROUNDED = 2e-3  # the largest change of an activation at _POINTS if its constants are bf16
-_LONGEST = 12  # the largest number of nodes of an activation; GELU by tanh has nine
+_ROUNDED = 2e-3  # The largest change of an activation at _POINTS if its constants are bf16.
+_LONGEST = 12  # The largest number of nodes of an activation. GELU by tanh has nine.
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -64,8 +64,8 @@ class _Graph:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = onnx.shape_inference.infer_shapes(model).graph
-        self.nodes = list(model.graph.node)  # keeps the nodes alive, so that their ids stay unique
-        self.gone: set[int] = set()  # ids of the nodes in matches
+        self.nodes = list(model.graph.node)  # The list keeps the nodes alive, so that ids of nodes stay unique.
+        self.gone: set[int] = set()  # The ids of the nodes in matches.
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         for node in model.graph.node:
             if node.op_type == "Constant" and node.attribute[0].name == "value":
@@ -161,7 +161,8 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
 
 
 def _drop_unused_constants(model: onnx.ModelProto) -> None:
-    """Removes constants that only removed nodes read, e.g. the numbers in a GELU, because runtimes warn of them."""
+    """Removes constants that only removed nodes read, such as the numbers in a GELU. Runtimes warn of unused
+    constants."""
     used = _names(model.graph) | {value.name for value in model.graph.input}
     for held in (model.graph.initializer, model.graph.node):
         for at in reversed(range(len(held))):
@@ -264,7 +265,7 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     """Finds an activation of ``x`` written out in arithmetic. Returns its name and its nodes, the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains, and compares that value with the activation that uses the same function (e.g. Erf).
+    until a single value remains, and compares that value with the activation that uses the same function, such as Erf.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

@@ -122,7 +122,7 @@ def _on_host(progress: Progress) -> Proof:
 def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "nothing was run") -> Proof:
     """Returns a proof that all errors are within their bounds.
 
-    The proof counts as not run if ``errors`` has no case.
+    The proof is marked as not run if ``errors`` is empty.
     """
     try:
         found = errors()

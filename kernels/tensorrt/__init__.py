@@ -1,4 +1,4 @@
-"""The kernels as TensorRT quick plugins: Triton kernels, compiled ahead of time to PTX.
+"""The kernels as TensorRT quick plugins, which are Triton kernels that are compiled to PTX ahead of time.
 
 In: a `FusedGemm` or `FusedConv2d` of an ONNX file. Out: a plugin in TensorRT's registry, whose PTX the engine holds.
 """

@@ -23,7 +23,7 @@ from ..onnx.function import DOMAIN, OPERANDS, FusedConv2d, FusedGemm
 from ..triton.cross import POINTERS
 from ..triton.launch import GROUP, tile
 
-TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # output dtypes, as attributes of tensorrt
+TENSORRT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # Output dtypes, as named in tensorrt.
 # Plain PTX of this architecture runs on every later architecture. PTX with wgmma or tensor memory runs on one
 # architecture only.
 PORTABLE_ARCH = 80
@@ -35,7 +35,7 @@ class PluginKernel:
 
     Each program computes ``block_m`` x ``block_n`` elements. The parameters are the inputs, the sizes and the output.
     The sizes of a product are M, N, K. The sizes of a convolution are pixels and channels of the output, then channels,
-    height and width of the image, height and width of the output.
+    height and width of the image, and last height and width of the output.
     """
 
     name: str
@@ -60,7 +60,7 @@ def compile_kernel(function: FusedGemm | FusedConv2d, arch: int = PORTABLE_ARCH)
     if arch < arch_for(function):
         raise UnsupportedHere(
             f"{function.name} has no plugin for sm_{arch}; pass arch={arch_for(function)} or a later one, or don't "
-            "register it, and TensorRT inlines its body"
+            "register it: without a plugin, TensorRT inlines its body"
         )
     if importlib.util.find_spec("triton") is None:
         raise MissingExtra("Triton", "kernels")
@@ -144,7 +144,9 @@ def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) ->
     except ImportError as error:
         raise UnsupportedHere(f"this TensorRT has no quick plugins ({one_line(error)}); update it") from error
     if not hasattr(plugin, "aot_impl"):
-        raise UnsupportedHere("quick plugins of this TensorRT hold no compiled kernels; update it to 10.10 or later")
+        raise UnsupportedHere(
+            "quick plugins of this TensorRT hold no compiled kernels; update TensorRT to 10.10 or later"
+        )
 
     kernel = compile_kernel(function, arch)
     identity = f"{DOMAIN}::{function.name}"

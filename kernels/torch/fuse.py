@@ -65,13 +65,13 @@ class FuseReport:
 def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None = None) -> tuple[nn.Module, FuseReport]:
     """Returns a fused copy of ``module``, and the report. ``module`` itself stays unchanged.
 
-    ``example_inputs`` are the positional inputs to verify the copy with. Without example inputs, residual sums aren't
-    fused, because no shape is known. A module that can't be traced (control flow, optional inputs) is then fused layer
-    by layer, and each fused layer is verified alone with random inputs.
+    ``example_inputs`` are the positional inputs on which the copy is verified. Without example inputs, residual sums
+    aren't fused, because no shape is known. Without example inputs, each fused layer is verified alone on random
+    inputs. A module that can't be traced, for example because of control flow, is fused layer by layer.
 
     Raises ``UnsupportedHere`` if a submodule is in training mode, and ``GateFailed`` if the outputs differ.
     """
-    # Checks every submodule, because a folded batch norm can't compute new statistics as in training mode.
+    # Checks every submodule, because a folded batch norm can't update its statistics, as it would in training mode.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
@@ -137,7 +137,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             taken, act = [*taken, after], name
         if (after := _only_user(taken[-1])) is not None and (other := _residual_of(after, taken[-1])) is not None:
             taken, residual = [*taken, after], other
-        if writes_between(taken, modules):  # the layer would read values that are written later
+        if writes_between(taken, modules):  # the fused layer would read after these writes
             taken, following, act, residual = [node], None, "none", None
         last = taken[-1]
         name = f"fused_{len(matches)}"
@@ -148,7 +148,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             new = traced.graph.call_module(name, arguments)
         new.meta = dict(last.meta)
         last.replace_all_uses_with(new)
-        for gone in reversed(taken):  # no other nodes: an unused node may still write to its input
+        for gone in reversed(taken):  # erases only these: other unused nodes may write to their inputs
             traced.graph.erase_node(gone)
         match = _match(str(node.target), layer, following, act, residual is not None)
         matches.append(_verified(match, layer, following, fused) if alone else match)
@@ -162,8 +162,8 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    ``joined`` fuses a layer with the modules after it in a Sequential, which is wrong if code calls the modules one by
-    one.
+    ``joined`` fuses a layer with the modules after it in a Sequential. The result is wrong if code calls the modules
+    one by one.
     """
     # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
@@ -255,7 +255,7 @@ def _residual_of(node: fx.Node, last: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return None
     if node.target is operator.iadd and node.args[0] is not last:
-        return None  # the sum writes to the other operand
+        return None  # ``iadd`` writes to the other operand
     other = node.args[1] if node.args[0] is last else node.args[0]
     mine, theirs = last.meta.get("tensor_meta"), other.meta.get("tensor_meta") if isinstance(other, fx.Node) else None
     if other is last or mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):

@@ -1,8 +1,8 @@
-"""The Python interface of the kernels: ``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``.
+"""``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``, the Python interface of the kernels.
 
-The three functions are PyTorch operators (``torch.ops.accel``), which are differentiable and which ``torch.compile``
-keeps whole. On the CPU, an operator runs the reference with the GPU's arithmetic. On a GPU, an operator runs the kernel
-that ``accel.kernels.choose.dispatch`` chooses.
+The three functions are PyTorch operators (``torch.ops.accel``), which ``torch.compile`` doesn't split. ``fused_gemm``
+and ``fused_conv2d`` are differentiable. On the CPU, an operator runs the reference with the GPU's arithmetic. On a GPU,
+an operator runs the kernel that ``accel.kernels.choose.dispatch`` chooses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def fused_conv2d(
     """Returns ``act(col_scale * conv2d(x, weight) + bias) + residual``, NHWC, in ``out_dtype``.
 
     ``x`` is (N, H, W, C), ``weight`` (O, kernel height, kernel width, C), one group. ``bias`` and ``col_scale`` are
-    (O,), and ``residual`` has the shape of the output. dtypes, ``act`` and errors are those of ``fused_gemm``.
+    (O,), and ``residual`` has the shape of the output. The dtypes, ``act`` and errors are those of ``fused_gemm``.
     """
     geometry = [_pair(*named) for named in (("stride", stride), ("padding", padding), ("dilation", dilation))]
     col_scale = _spread(col_scale, weight.shape[0] if weight.dim() else 1)

@@ -20,7 +20,8 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
         shape = (*x.shape[:-1], weight.shape[0])
-        # A residual that broadcasts or promotes would change the output's shape or dtype, so it is added outside.
+        # A residual that broadcasts or promotes would change the output's shape or dtype, so such a residual is added
+        # outside the kernel.
         inside = residual is not None and residual.shape == shape and residual.dtype == x.dtype
         flat = residual.reshape(-1, shape[-1]) if residual is not None and inside else None
         if x.numel():
@@ -91,7 +92,7 @@ class FusedConv2d(nn.Module):
 def _autocast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns the operands in autocast's dtype if autocast is on, like Linear and Conv2d, whose bias is rounded too."""
+    """Returns the operands in autocast's dtype if autocast is on. The bias is rounded too, as in Linear and Conv2d."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x, weight, bias

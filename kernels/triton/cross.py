@@ -19,9 +19,9 @@ from .launch import GROUP, PARTS_TILE, flags, tile
 
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
-MOST_IMPRECISE = 128  # as in csrc/cutlass/sm90.cu
-# The arguments that dispatch requires to be multiples of 16 for a large tile (one of the strides is 1), and the
-# kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
+MOST_IMPRECISE = 128  # As in csrc/cutlass/sm90.cu.
+# Dispatch gives a large tile only arguments that are multiples of 16, except for one stride of 1. ``DIVISIBLE`` adds
+# the kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -140,15 +140,15 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
 
 
 def _imprecise(ttgir: str) -> int:
-    """Returns the largest K in Triton's intermediate code that a warpgroup's fp8 product doesn't add up in fp32."""
+    """Returns how much of K a warpgroup's fp8 product sums up before fp32 takes over, from Triton's intermediate
+    code."""
     products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
     return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 
 
 def _instruction(ptx: str) -> str:
-    """Names each tensor-core product in the PTX, e.g.
-
-    ``mma.sync s8`` for mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32.
+    """Names each tensor-core product in the PTX, such as ``mma.sync s8`` for
+    mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32.
     """
     found = set()
     for name, rest in re.findall(r"^\s*(?:@\S+ )?(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.(\S+)", ptx, re.MULTILINE):
@@ -171,5 +171,5 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     if found is None:
-        raise UnsupportedHere(f"cuobjdump said nothing about a kernel's registers: {text.strip()[:200]}")
+        raise UnsupportedHere(f"cuobjdump printed nothing about a kernel's registers: {text.strip()[:200]}")
     return int(found[1]), int(found[2]) + int(found[3])

@@ -135,7 +135,7 @@ def gemm_tma(
 ):  # fmt: skip
     """The persistent GEMM: PROGRAMS programs share the tiles.
 
-    ``a`` (M, K) and ``b`` as (N, K) have rows of 16n bytes.
+    The row lengths of ``a`` (M, K) and of ``b``, stored as (N, K), are multiples of 16 bytes.
     """
     a_tiles = tl.make_tensor_descriptor(a, shape=[M, K], strides=[K, 1], block_shape=[BM, BK])
     b_tiles = tl.make_tensor_descriptor(b, shape=[N, K], strides=[K, 1], block_shape=[BN, BK])

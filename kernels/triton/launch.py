@@ -11,8 +11,8 @@ from ..catalogue.configs import Config, get
 from ..catalogue.reference import QMAX, TORCH_DTYPES
 from ..catalogue.spec import BYTES, ConvSpec, EpilogueSpec, GemmSpec
 
-GROUP = 8  # rows of tiles that programs take together
-PARTS_TILE = {"BM": 16, "BN": 64}  # the tile in which the parts of a split K are summed
+GROUP = 8  # The number of rows of tiles in a group of programs.
+PARTS_TILE = {"BM": 16, "BN": 64}  # The tile in which the parts of a split K are summed.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -43,8 +43,8 @@ def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> d
 
 
 def _epilogue_of(operands: dict[str, torch.Tensor], placeholder: torch.Tensor) -> list[torch.Tensor]:
-    """Returns every operand that an epilogue can have, dense. A missing operand is ``placeholder``, which isn't
-    read."""
+    """Returns every operand that an epilogue can have, as a dense tensor. A missing operand is ``placeholder``, which
+    isn't read."""
     names = ("bias", "residual", "row_scale", "col_scale")
     return [operands[name].contiguous() if name in operands else placeholder for name in names]
 

@@ -53,7 +53,7 @@ def gemm_plugin_2(
     HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Two of the four operands: a row scale comes after a bias, and a column scale after either."""
+    """``x`` and ``y`` are two of the operands bias, row scale, column scale and residual, in this order."""
     row = y if HAS_BIAS else x
     col = y if HAS_BIAS or HAS_ROW else x
     dense(a, b, x, row, col, y, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
@@ -67,7 +67,7 @@ def gemm_plugin_3(
     HAS_RESIDUAL: tl.constexpr, TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Three of the four operands: a column scale is the third if the residual is missing."""
+    """``x``, ``y`` and ``z`` are three of the operands bias, row scale, column scale and residual, in this order."""
     row = y if HAS_BIAS else x
     col = y if HAS_RESIDUAL else z
     dense(a, b, x, row, col, z, M, N, K, out, ACT, HAS_BIAS, HAS_ROW, HAS_COL, HAS_RESIDUAL, TRANSPOSED, INTEGER,
