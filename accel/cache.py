@@ -75,7 +75,8 @@ class StageCache:
         return self._stages / key
 
     def find(self, key: str) -> Artifact | None:
-        """Returns the artifact of a finished stage, or None. Checks its hashes and removes a damaged entry."""
+        """Returns the artifact of a finished stage, or None. Checks the hashes of the entry, and removes a damaged
+        entry."""
         folder = self.entry(key)
         try:
             main = (folder / "main").read_text().strip()
@@ -90,7 +91,7 @@ class StageCache:
             shutil.rmtree(folder, ignore_errors=True)
             return None
         with contextlib.suppress(OSError):
-            os.utime(folder)  # entries are removed in the order of these times
+            os.utime(folder)  # the entry with the oldest time is removed first
         return artifact
 
     @contextmanager

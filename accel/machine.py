@@ -33,8 +33,8 @@ def cpu_flags() -> frozenset[str]:
 
 def int8_saturates() -> bool:
     """Tells whether products of uint8 and int8 may saturate on this CPU. An x86 CPU without VNNI adds two products in
-    16 bits, which the largest sums exceed (ONNX Runtime, "Quantize ONNX models", on ``reduce_range``). Returns True for
-    an x86 CPU whose instruction sets are unknown.
+    16 bits, and the largest sums need more bits (ONNX Runtime, "Quantize ONNX models", on ``reduce_range``). Returns
+    True for an x86 CPU whose instruction sets are unknown.
     """
     return platform.machine() in ("x86_64", "AMD64") and not cpu_flags() & _VNNI
 
@@ -79,7 +79,7 @@ def trim_memory() -> None:
     """Return freed memory to the system, if the C library can (glibc's malloc_trim(3)).
 
     glibc does not return small freed blocks, such as most weights, by itself. Without this call, the process keeps
-    about the size of each closed model.
+    about as much memory as each closed model took.
     """
     if (function := _malloc_trim()) is not None:
         function(0)

@@ -152,7 +152,7 @@ class DimRange:
 
     @classmethod
     def default(cls, dim: str) -> DimRange:
-        """Returns the default range of a dim, which is 1 to 8 for the batch and 2 to 64 for others."""
+        """Returns the default range of a dim, which is 1 to 8 for the batch and 2 to 64 for other dims."""
         return cls(1, 1, 8) if dim == BATCH else cls(2, 16, 64)
 
     @classmethod
@@ -363,7 +363,7 @@ class Signature:
     def beyond(self, feeds: Feeds) -> str:
         """Returns a phrase for a dim of ``feeds`` beyond its range, as "sequence is 600, beyond 512", else "".
 
-        ``check_feeds`` also accepts feeds beyond the range, which only tells the verified sizes.
+        A range only tells the verified sizes, so ``check_feeds`` also accepts feeds beyond the range.
         """
         found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
         return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")

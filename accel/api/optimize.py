@@ -94,13 +94,13 @@ def optimize(
       computed on ``eval_data``, by default ``data``.
     - ``labels``: an .npz file with the label of each sample, instead of a metric.
     - ``label_metric``: the metric that compares outputs with labels, see ``read_labels``.
-    - ``max_drop``: the largest relative loss of the metric, or without a metric the largest distance of the outputs
-      (``accel.proof.concordance.discordance``).
+    - ``max_drop``: the largest allowed relative loss of the metric, or without a metric the largest allowed distance of
+      the outputs (``accel.proof.concordance.discordance``).
 
     Speed:
 
-    - ``sizes``: the sizes of the dims to measure at. The default is a sample of the data, else the dims' usual sizes
-      with batch 1.
+    - ``sizes``: the sizes of the dims to measure at. The default is the sizes of a sample of the data, or without data
+      the dims' usual sizes with batch 1.
     - ``batch``: the batch to measure at. ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole
       numbers, or ``data`` for the lengths of the samples.
     - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
@@ -115,7 +115,8 @@ def optimize(
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. Candidates for a target that
-    can't run here are not measured, and the first right one of fp16, int8, fp8, bf16, fp32 is chosen.
+    can't run here are not measured. The first candidate with right outputs is chosen, in the order fp16, int8, fp8,
+    bf16, fp32.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.

@@ -150,7 +150,7 @@ def shapes_of(path: Path, signature: Signature, sizes: Mapping[str, int]) -> dic
 
 
 def parameters(layer: Layer) -> int:
-    """Returns the number of weights of a layer, computed from its options by ncnn's documentation."""
+    """Returns the number of weights of a layer, computed from its options as ncnn's documentation says."""
     kind, n = layer.kind, layer.number
     if kind.startswith(("Convolution", "Deconvolution")):
         return n(6) + (n(0) if n(5) else 0)

@@ -16,8 +16,8 @@ from .layout import layout
 if TYPE_CHECKING:
     import onnx
 
-# The most nodes that a browser pans without stuttering. The page of a larger graph shows only its first nodes and says
-# so.
+# The largest number of nodes that a browser pans without stuttering. The page of a larger graph shows only its first
+# nodes and says so.
 MAX_NODES = 4000
 
 

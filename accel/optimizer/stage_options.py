@@ -159,7 +159,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _block(text: str) -> int:
-    """Returns a power of two from 16 on, the only block sizes that MatMulNBits takes."""
+    """Reads a block size, which has to be a power of two from 16 on for MatMulNBits."""
     value = int(text)
     if value < 16 or value & (value - 1):
         raise ValueError(text)

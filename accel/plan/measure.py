@@ -26,9 +26,9 @@ _NAMES = {
 
 
 def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
-    """Returns the ``ModelSpec`` of ``module``: its parameters (shared ones counted once), largest block, and the shape
-    in its ``config``. ``sample`` holds the inputs of one sample, without a batch dim, for a trial run that measures
-    activations and FLOPs.
+    """Returns the ``ModelSpec`` of ``module``: its parameters, its largest block, and the shape in its ``config``.
+    Shared parameters are counted once. ``sample`` holds the inputs of one sample, without a batch dim, for a trial run
+    that measures activations and FLOPs.
     """
     shape = _shape(getattr(module, "config", None))
     sizes = [_size(block) for block in blocks(module)]
@@ -127,7 +127,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         storage = _plain(value).untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
-            self._alive.append(storage)  # keeps the storage alive, so that no other gets its address
+            self._alive.append(storage)  # keeps the storage alive, so that no other storage gets the same address
             self.bytes += storage.nbytes()
         return value
 

@@ -22,7 +22,7 @@ from .stream import SampleStream
 if TYPE_CHECKING:
     import numpy as np
 
-# Outputs by artifact, runtime and feeds, cached because a stage's output is the reference of the next stage.
+# Caches outputs by artifact, runtime and feeds, because a stage's output is the reference of the next stage.
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
@@ -36,7 +36,7 @@ class OutputGate:
 
     Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
     repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that also run unchanged.
-    ``seeds`` is the number of different inputs for the first case, so that several branches of a model run.
+    ``seeds`` is the number of different inputs for the first case. Several seeds run several branches of a model.
     """
 
     name: str = "outputs"

@@ -29,8 +29,8 @@ class Remade:
     """One stage, run again.
 
     ``status`` is ``identical`` for the same bytes. ``status`` is ``equivalent`` for other bytes that pass the recorded
-    gate, or for an engine with the same kernels from the same ONNX, and ``different`` if the bytes fail the gate or
-    could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
+    gate, or for an engine with the same kernels from the same ONNX. ``status`` is ``different`` if the bytes fail the
+    gate or could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
     """
 
     stage: str
@@ -107,7 +107,7 @@ def _source(manifest: Manifest) -> Artifact:
     source = manifest.source
     spec, weights = source.get("spec"), source.get("weights")
     if not spec:
-        raise ChainBroken("the manifest names no source; it can't be made again")
+        raise ChainBroken("the manifest names no source, so the artifact can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
     dims = manifest.signature.dims
     if any(found.step != 1 for found in dims.values()):  # the source may not open at other sizes

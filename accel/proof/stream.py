@@ -59,8 +59,8 @@ class SampleStream:
                     number += 1
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns the feeds of ``Dataset.shaped``. Reads only as many samples as a feed takes if the file has
-        enough."""
+        """Returns the feeds of ``Dataset.shaped``. If the file has enough samples, reads only as many as a feed
+        takes."""
         import numpy as np
 
         files = data_files(self.path)

@@ -46,7 +46,7 @@ class Graph:
         return [name for name in (*node.input, *_captured(node)) if name]
 
     def root(self, name: str) -> str:
-        """Returns the tensor that ``name`` is a rounded copy of through casts and QDQ, else ``name``."""
+        """Returns the tensor before all casts and QDQ nodes that lead to ``name``, or ``name`` itself."""
         while name in self.producer and self.nodes[self.producer[name]].op_type in TRANSPARENT:
             name = self.nodes[self.producer[name]].input[0]
         return name

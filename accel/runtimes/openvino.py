@@ -51,8 +51,8 @@ class OpenVinoSession(BaseSession):
     threads as there are requests may call ``run`` concurrently. ``options.precision`` is the precision in which float32
     is computed.
 
-    Raises ``MissingExtra``, ``InvalidModel`` if the IR is missing, truncated or corrupt, ``UnsupportedHere`` if
-    bfloat16 is requested and the CPU doesn't support it.
+    Raises ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the IR is missing, truncated or corrupt,
+    ``UnsupportedHere`` if bfloat16 is requested and the CPU doesn't support it.
     """
 
     concurrent: ClassVar[bool] = True
@@ -125,7 +125,8 @@ class OpenVinoSession(BaseSession):
             free.put(slot)
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
-        """Returns the outputs of each request, in their order. Uses asynchronous requests without callbacks.
+        """Returns the outputs of each request, in the order of the requests. Uses asynchronous requests without
+        callbacks.
 
         OpenVINO's own request queue can deadlock on destruction, when its thread waits for the Python interpreter and
         the interpreter waits for the thread.

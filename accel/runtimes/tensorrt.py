@@ -223,7 +223,8 @@ class TensorRTSession(BaseSession):
 
 
 def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
-    """Returns the allocator of outputs whose size depends on the data. ``shapes`` holds their shapes after a run."""
+    """Returns the allocator of outputs whose size depends on the data. ``shapes`` holds the shapes of these outputs
+    after a run."""
 
     class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -289,7 +290,7 @@ def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str
 
 
 def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
-    """Returns ``signature`` with dims whose ranges are those of all profiles together."""
+    """Returns ``signature`` with the range of each dim over all profiles."""
     found: dict[str, DimRange] = {}
     for profile in profiles:
         for spec in signature.inputs:
@@ -337,7 +338,8 @@ def check_bytes(artifact: Artifact) -> None:
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
     """Load accel's plugin library if nodes of the engine run in it.
 
-    The library is searched on this machine. Its path is never read from a manifest, because a manifest may be hostile.
+    The library is searched on this machine. The library's path is never read from a manifest, because a manifest may be
+    hostile.
 
     Raises ``UnsupportedHere`` if there is no library for this GPU, and the errors of ``load_plugin_library``.
     """

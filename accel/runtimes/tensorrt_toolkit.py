@@ -16,7 +16,7 @@ from accel.spelling import option
 from .base import RUNTIMES, Runtime
 
 TOOLKITS = ("tensorrt-rtx", "tensorrt")
-PLUGIN_LIBRARY = "plugin library"  # the key of an engine's properties for the path of kernels outside the engine
+PLUGIN_LIBRARY = "plugin library"  # the property of an engine that holds the path of kernels outside the engine
 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")
@@ -87,7 +87,7 @@ def offered_capabilities(trt: Any) -> dict[str, Any]:
 
 def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str, ...]) -> list[Any]:
     """Returns the toolkit's enum members for the capabilities ``asked``, without duplicates. Raises ``UnsupportedHere``
-    with the offered capabilities if one isn't offered.
+    with the offered capabilities if a requested capability isn't offered.
     """
     if asked and not offered:
         raise UnsupportedHere(

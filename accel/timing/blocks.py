@@ -34,10 +34,11 @@ _PHASE_RUNS = 21
 @dataclass(frozen=True)
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
-    the same as in ``open_session``, and default to the manifest's. ``opener`` is the import string of a function that
-    makes the session from the candidate, for models without a runtime in accel. With such an ``opener``, the artifact
-    may only supply the signature. ``streams`` is the number of concurrent runs, and 0 takes the number from the
-    options. If a session doesn't support concurrent runs, each stream gets a session with its share of the threads.
+    the same as in ``open_session``, and default to those in the manifest. ``opener`` is the import string of a function
+    that makes the session from the candidate, for models without a runtime in accel. If there is an ``opener``, the
+    artifact may have no content besides its signature. ``streams`` is the number of concurrent runs, and 0 takes the
+    number from the options. If a session doesn't support concurrent runs, each stream gets a session with its share of
+    the threads.
     """
 
     name: str
@@ -76,8 +77,8 @@ class Block:
     """The measurements of a block.
 
     ``times`` is int64[runs], the nanoseconds of each run. ``seconds`` is the time from the start of the first run to
-    the end of the last, less than the sum of the runs if streams overlap. ``joules`` is the energy of the machine
-    during the block, or None if the machine has no counter.
+    the end of the last. If streams overlap, this time is less than the sum of ``times``. ``joules`` is the energy of
+    the machine during the block, or None if the machine has no counter.
     """
 
     times: np.ndarray
@@ -91,7 +92,7 @@ class Block:
 
 
 def open_candidate(candidate: Candidate) -> Session:
-    """Open the session of a candidate, whose library ``BlockRunner.open`` has imported before."""
+    """Open the session of a candidate. ``BlockRunner.open`` has imported the session's library before."""
     return open_session(candidate.artifact, candidate.runtime, candidate.options)
 
 

@@ -1,4 +1,4 @@
-"""Orders the steps that raise layers from int8 by gain per cost, the largest first.
+"""Orders steps by gain per cost, the largest first. A step raises a layer from int8 to a wider precision.
 
 Every tried assignment is a prefix of one list of steps. The errors of different layers are unrelated, so their squares
 add up. The list is therefore sorted by the squared error that a step removes per unit of time. Sorting in this way is

@@ -15,7 +15,7 @@ from accel.timing.environment import environment
 from ..stage_options import options_of_mode
 from .recipe import RecipeRequest, Step
 
-# The number of weights from which products no longer fit the caches and are read from memory at every run.
+# The weights of a product with at least this many weights don't fit the caches, so every run reads them from memory.
 _LARGE_WEIGHTS = 25_000_000
 
 
@@ -72,8 +72,8 @@ def with_options(config: QuantizeConfig, request: RecipeRequest) -> QuantizeConf
 def weights_only(
     src: Artifact, target: Target, precision: str, request: RecipeRequest, block_size: int | None = None
 ) -> list[Step]:
-    """Returns the step that quantizes only the weights of large products, to 8 or 4 bits. Returns no step if ``src``
-    has such weights already.
+    """Returns the step that quantizes only the weights of large products, to 8 or 4 bits. Returns no step if the
+    weights of ``src`` are int8 or int4 already.
     """
     if precision not in ("int8", "int4") or src.properties.get("precision") in ("int8", "int4"):
         return []

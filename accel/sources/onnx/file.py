@@ -201,7 +201,7 @@ def open_onnx(
     cache: StageCache | None = None,
     probe: bool = True,
 ) -> Artifact:
-    """Opens an ONNX file as an artifact. A file with a manifest whose hashes hold keeps its history.
+    """Opens an ONNX file as an artifact. A file keeps its history if the hashes in its manifest match.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
     file leaves open. With ``probe``, a child process first checks a file without a manifest by the ONNX checker and
@@ -318,7 +318,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # valid but not for this machine, whose CPU may lack bfloat16 products, for example
+        return None  # a valid model that needs, for example, the bfloat16 products of another CPU
     except Exception as error:
         return one_line(error)
     return None

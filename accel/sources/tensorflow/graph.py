@@ -28,7 +28,7 @@ _RANDOM = frozenset(
         "StatefulStandardNormal", "StatefulStandardNormalV2", "StatefulTruncatedNormal",
     }
 )  # fmt: skip
-# Operators between the random numbers u and the mask of zeros and ones: TF1 computes floor(keep + u), TF2 compares u
+# The operators that turn random numbers u into a mask of zeros and ones. TF1 computes floor(keep + u), TF2 compares u
 # with the rate.
 _MASK = frozenset(
     {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
@@ -94,8 +94,7 @@ def _with_constants(function: Any) -> Any:
 
 
 def _with_values(graph: Any) -> Any:
-    """Replaces the variables in ``graph`` (TF1 files name variables in the graph) by constants with their current
-    values."""
+    """Replaces the variables that the ``graph`` of a TF1 file names by constants with the variables' current values."""
     handles = {node.name: node for node in graph.node if node.op == "VarHandleOp"}
     if not handles:
         return graph

@@ -24,12 +24,12 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of repeated runs on the same inputs, because a random choice among a few values may repeat itself.
+# How often the same inputs run again. A random choice among a few values may repeat itself in some of these runs.
 _AGAIN = 4
-# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim
-# (sound), because an image of this size takes long.
+# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim,
+# such as the length of a sound. An image of this size would take long.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
-# The number of models that stay loaded, because a conversion loads the same model several times.
+# How many models stay loaded. A conversion loads the same model several times.
 _KEPT = 2
 _Run = Callable[[Feeds], "dict[str, np.ndarray]"]
 

@@ -149,7 +149,7 @@ def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.
 
 def in_training(module: torch.nn.Module) -> str:
     """Returns a message about dropout and batch norm layers that are in training mode after a run, although ``module``
-    was set to evaluation mode. Returns "" if there are none."""
+    was set to evaluation mode. Returns "" if no layer is in training mode."""
     names = [name for name, part in module.named_modules() if part.training and isinstance(part, _OTHER_IN_TRAINING)]
     if not names:
         return ""
