@@ -79,7 +79,8 @@ class Manifest:
     ``files`` holds the sha256 of each file by name, the main file first. ``source`` is the spec of the source, and the
     sha256 of every file it was read from. ``stages`` has a record for each stage, oldest first, with its name, options,
     versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in ``Artifact``.
-    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures it measured with them.
+    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures measured with these
+    options.
     """
 
     kind: str
@@ -113,7 +114,7 @@ class Manifest:
         return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write the manifest to a temporary file, then rename it to ``path``."""
+        """Write the manifest to a temporary file, then rename the file to ``path``."""
         with beside(path) as temporary:
             temporary.write_text(self.to_text(), encoding="utf-8")
 
@@ -139,7 +140,7 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers the values. The comparison of the texts covers white space and escapes as well.
+        # The digest covers only the values. The comparison of the texts covers white space and escapes as well.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again"

@@ -76,7 +76,7 @@ class Child:
         hidden: Sequence[str] = (),
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._before = 0  # bytes in the log when the current call began
+        self._before = 0  # the size of the log when the current call began
         ours, theirs = Pipe()
         self._pipe: Connection = ours
         # The child never cleans up, because the child ends with ``os._exit`` or is killed.

@@ -15,8 +15,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _VNNI = frozenset({"avx512_vnni", "avx_vnni"})
-# The memory files of a Linux control group, version 2 and then version 1: the limit, the memory in use, the statistics,
-# and the statistic that counts file pages the kernel can drop.
+# The memory files of Linux control groups, first for version 2 and then for version 1. A row has the files of the
+# limit, of the memory in use and of the statistics. The last field of a row is the statistic of the file pages that the
+# kernel can drop.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -58,7 +59,7 @@ def cpu_limit() -> int:
         else:
             quota, period = (_CGROUP.joinpath("cpu", f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         found = math.ceil(int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # not Linux, no control group, or "max"
+    except (OSError, ValueError, ZeroDivisionError):  # no Linux, no control group, or "max"
         return 0
     return found if 0 < found < _cores() else 0
 

@@ -91,9 +91,9 @@ class Gate(Protocol):
 class Proof:
     """Checks the contract between ``src`` and a stage's files, and then every gate of the run.
 
-    A stage that tries several files gets the ``Proof`` of its run and checks each file. Such a stage has ``proves`` in
-    the stage table. ``run_stage`` checks the returned file again. The results of the last file are cached, so that a
-    model runs once at each shape.
+    A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
+    marks the stages that try several files. ``run_stage`` checks the returned file again. The results of the last file
+    are cached, so that a model runs once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -303,7 +303,7 @@ def _set_aside(result: Artifact, out: Path) -> Path:
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(result.path, aside)  # a copy, because the scratch folder may be on another disk
+        shutil.copyfile(result.path, aside)  # copies, because the scratch folder may be on another disk
     except OSError as error:
         raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another {option('out')}") from error
     return aside

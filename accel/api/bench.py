@@ -201,7 +201,7 @@ def _check_declared(artifact: Artifact, sizes: Mapping[str, int]) -> None:
     engine was built for. A default range that accel assumed doesn't limit the sizes."""
     for dim, size in sizes.items():
         known = artifact.signature.dims.get(dim)
-        if known is None or known.min <= size <= known.max:  # an unknown dim is refused later
+        if known is None or known.min <= size <= known.max:  # later code refuses an unknown dim
             continue
         if known == DimRange.default(dim) and artifact.kind != "engine":
             continue

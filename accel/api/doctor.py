@@ -80,8 +80,8 @@ _BESIDE = (
 
 def doctor() -> dict[str, Any]:
     """Returns ``python``, ``parts``, ``targets``, ``machine`` and ``cache``. ``parts`` lists the packages, with an
-    install command for each missing package. ``targets`` tells for each target whether this machine can build for it
-    and run it."""
+    install command for each missing package. ``targets`` tells for each target whether this machine can build models
+    for the target and run them."""
     return {
         "python": platform.python_version(),
         "parts": [

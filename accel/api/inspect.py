@@ -109,7 +109,7 @@ def inspect(
     links = tuple(check_chain(artifact)) if check else ()
     intact = all(link.status != "changed" for link in links) if check else None
     if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
-        intact = False  # a file of the artifact itself is missing
+        intact = False  # a file of the artifact is missing
     problem = _engine_problem(artifact) if intact and artifact.kind == "engine" else ""
     if problem:
         intact = False

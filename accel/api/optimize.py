@@ -109,9 +109,9 @@ def optimize(
       manifest records the chosen options for ``accel.load``, ``accel bench`` and ``accel serve``.
     - ``threads``: measure with this number of threads only; 0 for all cores, or fewer if that is faster.
     - ``rounds``: rounds of the measurement, at least 5.
-    - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, those
-      that are likely fastest first. The result lists each candidate that is skipped or abandoned to save time. No
-      candidate is chosen unmeasured. An export always runs to its end.
+    - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, and
+      begins with the candidates that are likely fastest. The result lists each candidate that is skipped or abandoned
+      to save time. No candidate is chosen unmeasured. The budget doesn't stop an export.
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. Candidates for a target that

@@ -1,7 +1,7 @@
 """The command line, with a file for each click command. ``__init__.py`` loads a command when the command is used, shows
 progress and prints errors.
 
-In: words of the command line. Out: text or, with ``--json``, one JSON object on stdout, and an exit code.
+In: the command-line arguments. Out: text or, with ``--json``, one JSON object on stdout, and an exit code.
 """
 
 from __future__ import annotations

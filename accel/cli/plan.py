@@ -31,7 +31,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
         return quantity(value) if isinstance(value, str) else float(value)
 
 
-# Options that are off unless they are given.
+# Options that are off by default.
 _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 
 

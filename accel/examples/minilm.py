@@ -146,5 +146,5 @@ def correlations(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarra
 
 
 def similarity(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
-    """Returns the mean of both correlations, for ``accel optimize --metric``. Higher is better."""
+    """Returns the mean of the two ``correlations``, for ``accel optimize --metric``. Higher is better."""
     return sum(correlations(outputs, data)) / 2

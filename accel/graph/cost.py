@@ -23,6 +23,7 @@ _FREE = frozenset(
         "Range", "Dropout",
     }
 )  # fmt: skip
+
 # The number of operations per output element, for operators that take more than one. Softmax, for example, takes an
 # exp, a sum and a division.
 _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8}

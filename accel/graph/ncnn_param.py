@@ -22,7 +22,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # a list's key counts down from this number
+_ARRAY = -23300  # the key of a list is this number minus its index
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def attempt(
             work.run(recipe)
     except OutOfTime:
         row.skip(budget.reason(work.unfinished), out_of_time=True)
-    except UnsupportedHere as error:  # another candidate may work
+    except UnsupportedHere as error:  # other candidates may still be possible
         row.reject(str(error))
         row.unsupported = True
     except (UsageError, CannotWrite):
@@ -84,8 +84,8 @@ class _Attempt:
     unfinished: str = ""
 
     def run(self, recipe: Recipe) -> None:
-        """Runs the stages and judges the result. If the recipe requires it, first searches for the layers that stay
-        float."""
+        """Runs the stages and judges the result. First searches for the layers that stay float, if the recipe requires
+        a search."""
         share = _BUILDING if recipe.runnable else 1.0
         if recipe.search:
             found = self._searched(recipe, share)

@@ -18,7 +18,7 @@ class Status(StrEnum):
     """The status of a candidate, spelled as in ``optimize.json``."""
 
     CHOSEN = "chosen"
-    PASSED = "passed"  # passed its gates and the judge, but is not the chosen candidate
+    PASSED = "passed"  # passed the gates and the judge, but was not chosen
     REJECTED = "rejected"
     NOT_TRIED = "not tried"
 

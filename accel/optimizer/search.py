@@ -106,7 +106,8 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # A candidate whose base isn't faster than the source is compared with the source instead.
+            # If the same candidate with default options isn't faster than the source, the row is compared only with the
+            # source.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]

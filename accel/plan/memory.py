@@ -75,7 +75,7 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     psi = stage_params(spec, layout)
     cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
-    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # the second shard of hpZ (ZeRO++ section 3.2)
+    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # hpZ's second copy (ZeRO++ section 3.2)
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
 
 
@@ -193,8 +193,8 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     ZeRO 3 takes two gathered blocks of parameters (one in use, one prefetched), the parameters outside the blocks, and
     one block of gradients. ZeRO 2 takes one block of gradients before its reduction. Autocast keeps a 2-byte copy of
     every weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s
-    b V / t. The gradient of a sharded embedding takes its whole size, V h, until it is sharded. Under accumulation it
-    is sharded after the last micro-batch.
+    b V / t. The gradient of a sharded embedding takes its whole size, V h, until it is sharded. Under accumulation the
+    gradient is sharded after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp

@@ -130,7 +130,7 @@ def layouts(
         if global_batch % dp:
             continue
         each = global_batch // dp
-        node = machine.node_size // (tp * cp) * cp  # data-parallel ranks in a node
+        node = machine.node_size // (tp * cp) * cp  # the number of data-parallel ranks in a node
         replicas = (1, dp * cp // node) if node > 1 and dp * cp % node == 0 else (1,)
         asked = fixed.get("micro_batch", 0)
         choices: dict[str, Iterable[Any]] = {

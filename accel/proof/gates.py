@@ -138,7 +138,8 @@ def output_result(gate: str, case: str, found: Difference, limit: float) -> Gate
 
 
 def what_both_take(src: Signature, out: Signature) -> Signature:
-    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that is fixed in either signature is fixed."""
+    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that is fixed in one of the signatures is fixed
+    in the result."""
     theirs = {spec.name: spec for spec in out.inputs}
     inputs = []
     for spec in src.inputs:

@@ -153,7 +153,7 @@ def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[st
         return session.run(cast_feeds(session, feeds))
     except RunFailed as error:
         raise _bad_sample(session, file, feeds, before, error) from error
-    except (BadSource, ChildCrashed) as error:  # raised by the TensorFlow process
+    except (BadSource, ChildCrashed) as error:  # errors from the TensorFlow process
         raise failed_on_data(error, file, feeds, session.signature.inputs) from error
 
 
@@ -189,7 +189,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
         if isinstance(error, ChildCrashed):
             if str(wrong) not in str(error):
                 continue  # The process may have died for another reason.
-            why = ""  # The library's text would name nodes of its own graph.
+            why = ""  # Leaves out the library's text, which names its own nodes.
         return BadData(
             f"{_file_with(data, spec.name, wrong)}: {spec.name!r} holds {wrong}, outside {low}..{high}, and the model "
             f"fails on it{why}; correct it or leave it out"

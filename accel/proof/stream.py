@@ -201,7 +201,7 @@ class _Member:
         if len(body) < values * self._dtype.itemsize:
             raise EOFError("it ends before its last sample")
         if self._at == len(self):
-            self._stream.read(1)  # zipfile compares the checksum at the end of the member
+            self._stream.read(1)  # at the end, zipfile checks the checksum
         return np.frombuffer(body, self._dtype)
 
 

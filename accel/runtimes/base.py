@@ -159,7 +159,8 @@ class Runtime:
         return importlib.util.find_spec(self.module) is not None
 
     def runnable(self) -> bool:
-        """Tells whether the runtime is installed and has the GPU that it needs, without importing it."""
+        """Tells whether the runtime is installed and this machine has the GPU that it needs, without importing the
+        runtime."""
         return self.installed and (not self.needs_gpu or has_nvidia_gpu())
 
     def open(self, artifact: Artifact, options: SessionOptions) -> BaseSession:
@@ -256,8 +257,8 @@ def default_runtime(artifact: Artifact) -> Runtime:
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
-    """Returns the session options that ``accel optimize`` found fastest, or no options if it didn't make the
-    artifact."""
+    """Returns the session options that ``accel optimize`` found fastest, or no options if ``accel optimize`` didn't
+    make the artifact."""
     found: Mapping[str, Any] = (artifact.manifest.session if artifact.manifest else {}).get("options", {})
     return found
 

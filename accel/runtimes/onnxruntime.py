@@ -99,7 +99,7 @@ class OnnxRuntimeSession(BaseSession):
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
         """Copy the inputs to ``device``, run there, and copy the outputs back, with one copy in each direction."""
         binding = self.session.io_binding()
-        held = []  # not every version keeps references to bound values
+        held = []  # some versions keep no references to bound values
         for name, value in feeds.items():
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])

@@ -176,7 +176,7 @@ class OpenVinoSession(BaseSession):
                 try:
                     if not slot.request.wait_for(1):
                         continue
-                    slot.request.wait()  # raises errors that wait_for hides
+                    slot.request.wait()  # wait raises errors that wait_for hides
                 except RuntimeError as error:
                     raise self._failed(error, requests[number]) from error
                 found[number] = self._outputs_of(slot.request)
@@ -202,7 +202,7 @@ class OpenVinoSession(BaseSession):
         return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Returns the input as a tensor that shares memory with an array, and the array."""
+        """Returns a tensor for the input, and the array whose memory the tensor shares."""
         if name in self._values:
             self._check_values(name, value)
         if value.dtype.kind in "OUS":

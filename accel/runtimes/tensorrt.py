@@ -211,7 +211,7 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        self._context = self._engine = self._runtime = None  # in this order, because each uses the next
+        self._context = self._engine = self._runtime = None  # in this order: each object uses the next one
         self._allocators.clear()
         self._memory.close()
         self._cuda.destroy_stream(self._stream)
@@ -247,7 +247,7 @@ def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
 
 
 def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
-    """Returns the engine's optimization profiles, in their order."""
+    """Returns the engine's optimization profiles, in the engine's order."""
 
     def ends(name: str, index: int) -> tuple[Shape, Shape, Shape]:
         low, opt, high = (tuple(int(d) for d in shape) for shape in engine.get_tensor_profile_shape(name, index))

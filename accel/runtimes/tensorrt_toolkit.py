@@ -140,7 +140,7 @@ def make_logger(trt: Any, log: Log) -> Any:
 
 def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
     """Returns the problems that the toolkit finds in an engine's header, or None if it finds none or can't check
-    headers. Without a GPU, only a malformed header is found.
+    headers. Without a GPU, the toolkit finds only malformed headers.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return None

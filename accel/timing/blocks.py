@@ -101,7 +101,7 @@ class BlockRunner:
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._sessions: list[Session] = []  # one per stream, or one shared by concurrent streams
+        self._sessions: list[Session] = []  # one session per stream, or one for all streams
         self._feeds: list[dict[str, np.ndarray]] = []
         self._streams: int = candidate.streams or candidate.options.get("streams", 1)
         self._pool = ThreadPoolExecutor(max_workers=self._streams)
@@ -130,8 +130,8 @@ class BlockRunner:
         return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Cast ``feeds`` to this session's dtypes, store them and run each once. Raises ``BadFeeds`` if the inputs
-        differ."""
+        """Cast ``feeds`` to this session's dtypes, store the cast feeds and run each of them once. Raises
+        ``BadFeeds`` if the inputs differ."""
         from accel.proof.gates import cast_feeds
 
         session = self._opened
@@ -256,7 +256,8 @@ def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
 
 
 def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] | None = None) -> list[int]:
-    """Call ``run`` until it gets no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each call.
+    """Call ``run`` until the calls get no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each
+    call.
 
     A resumed process has cold caches and sleeping threads. A new process may also have to compile.
     """

@@ -118,7 +118,8 @@ def named(*titles: str) -> list[Column]:
 
 
 def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -> list[Column]:
-    """Returns the columns that aren't empty. Leaves out the sessions if they are all equal."""
+    """Returns the columns that aren't empty. Leaves out the column of sessions if all candidates have equal
+    sessions."""
     found = []
     for column in columns:
         texts = {column.text(row) for row in rows}

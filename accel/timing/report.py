@@ -70,8 +70,8 @@ class BenchReport:
     """The results of a benchmark, a row for each candidate in the given order.
 
     ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` compares the baseline with itself, which
-    gives the noise floor. ``order`` lists the candidates in the order of their timing, a tuple for each round.
-    ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every ``speedup`` compares
+    gives the noise floor. ``order`` has a tuple for each round, with the candidates in the order in which they were
+    timed. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every ``speedup`` compares
     throughputs. ``samples`` maps each candidate to one array per round, with the nanoseconds of every run. ``samples``
     is not part of the JSON.
     """

@@ -95,9 +95,9 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 def tail_probability(rounds: int, confidence: float = 0.95) -> float:
     """Returns the bootstrap percentile that bounds the interval, Φ(-√(n/(n-1)) · t(n-1)).
 
-    The plain percentiles (2.5% and 97.5%) give too narrow an interval for small n. With 7 rounds, their interval
-    contains the true median in 88 of 100 cases. Hesterberg derives this expanded percentile interval (What Teachers
-    Should Know About the Bootstrap, The American Statistician 69(4), 2015).
+    The plain percentiles (2.5% and 97.5%) give too narrow an interval for small n. With 7 rounds, the interval of the
+    plain percentiles contains the true median in 88 of 100 cases. Hesterberg derives this expanded percentile interval
+    (What Teachers Should Know About the Bootstrap, The American Statistician 69(4), 2015).
     """
     if rounds < 2:
         return 0.0

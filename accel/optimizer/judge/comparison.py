@@ -130,7 +130,7 @@ class Judge:
             return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
-        if not math.isfinite(value):  # for example a correlation of constant outputs
+        if not math.isfinite(value):  # such as a correlation of constant outputs, which is NaN
             return Judgement(
                 drop=math.inf,
                 metric=None,
@@ -174,13 +174,13 @@ class Judge:
         joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
         try:
             found: Any = self.metric(joined, self._arrays())
-        except UsageError:  # raised by the metric, with its own advice
+        except UsageError:  # the metric raised this error with its own advice
             raise
         except (Exception, SystemExit) as error:
             raise raised(f"the metric {self.metric_name}", error) from error
         try:
             value = float(found)
-        except (TypeError, ValueError) as error:  # several numbers, or no number
+        except (TypeError, ValueError) as error:  # the metric returned several numbers, or none
             kind = f"an array of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
             raise UsageError(f"the metric {self.metric_name} returned {kind}; it has to return one number") from error
         return value

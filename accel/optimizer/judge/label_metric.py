@@ -81,7 +81,7 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label is no criterion for choosing an output, because a wrong label would select an output of
+            # The largest label doesn't choose the output, because a wrong label could then choose an output of
             # features.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)

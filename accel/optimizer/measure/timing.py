@@ -50,9 +50,9 @@ def measured(
     The figures of an identical run come from the cache. If noise decided between the cached candidates, measures the
     candidates again and caches the new figures.
 
-    Each row gets ``measured``, which is the row of ``accel bench`` with further fields. Times are in ms and energy in
-    J, both per request. The further fields are ``samples_per_second``, ``percentiles_ms`` at ``PERCENTILES`` and
-    ``noise_floor``. If a pass has several requests, only whole passes are timed, and the percentiles are those of
+    Each row gets ``measured``, which is the row of ``accel bench`` with further fields. ``measured`` has times in ms
+    and energy in J, per request. The further fields are ``samples_per_second``, ``percentiles_ms`` at ``PERCENTILES``
+    and ``noise_floor``. If a pass has several requests, only whole passes are timed, and the percentiles are those of
     passes. A candidate that fails is rejected with its reason. The environment holds the machine, the ``sizes``, the
     ``noise_floor`` and ``cached``.
     """

@@ -42,7 +42,7 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
     """Returns every step from all int8 to all float, the step with the largest ``worth`` first.
 
     A step raises a layer to ``base``. With ``beyond``, a further step raises the layer to float32, or a single step
-    raises it to float32 at once if that is worth more.
+    raises the layer from int8 to float32 if that is worth more.
     """
     found: list[Upgrade] = []
     for layer in layers:

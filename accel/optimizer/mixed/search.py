@@ -1,4 +1,4 @@
-"""Searches for the layers that stay float so that the others can be int8.
+"""Searches for the layers that have to stay float so that all other layers can be int8.
 
 Each layer's error is measured separately and weighed against the layer's cost. The search keeps the drop within the
 budget and confirms its result on held-out samples.

@@ -15,7 +15,8 @@ from accel.timing.environment import environment
 from ..stage_options import options_of_mode
 from .recipe import RecipeRequest, Step
 
-# The weights of a product with at least this many weights don't fit the caches, so every run reads them from memory.
+# A product with at least this many weights reads the weights from memory at every run, because the caches are too
+# small.
 _LARGE_WEIGHTS = 25_000_000
 
 
@@ -39,7 +40,7 @@ def cpu_has_bf16() -> bool:
 
 def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
     """Returns the step that brings opset and IR version into the range of ``target``, or no step if both are in range.
-    ``min_opset`` is the first opset with the precision, if higher than the target's lowest opset.
+    ``min_opset`` is the first opset with the precision, if that opset is higher than the target's lowest opset.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
 

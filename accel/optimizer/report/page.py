@@ -166,7 +166,8 @@ def _quality(row: CandidateResult, by_metric: bool, *, is_source: bool) -> float
 
 
 class Axis:
-    """An axis from ``start`` to ``end``, linear or logarithmic, with a little room at both ends of the values."""
+    """An axis from ``start`` to ``end``, linear or logarithmic, with a little room before the smallest and after the
+    largest value."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
         self._log = log
@@ -251,11 +252,12 @@ def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
 
 
 def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the tables of sensitivity. Each searched candidate has a table with the error of every layer and the
-    tried assignments. A last table lists the nodes that the stages in ``history`` kept in float32, with the reason."""
+    """Returns the tables of how sensitive layers are to quantization. Each searched candidate has a table with the
+    error of every layer and the tried assignments. A last table lists the nodes that the stages in ``history`` kept in
+    float32, with the reason."""
     tables = []
     for row in candidates:
-        if row.trajectory is not None and not row.base:  # a row with other session options has the same search
+        if row.trajectory is not None and not row.base:  # rows with other session options share the search
             tables += _searched(row.name, row.trajectory)
     for record in history:
         if kept := record["notes"].get("kept_fp32"):

@@ -136,7 +136,7 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
     found: dict[str, Pieces] = {}
     for name, entry in body.get("state_dict_metadata").items():
         if not is_record(entry, "TensorStorageMetadata"):
-            continue  # not a tensor: step counts, schedulers
+            continue  # not a tensor but, for example, a step count
         shape, dtype = _sizes(entry.get("size")), entry.get("properties").state[0]
         if not isinstance(dtype, torch.dtype):
             raise ValueError("no dtype")

@@ -194,7 +194,7 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
                     tensors[whole] = join(name, [part[name] for part in parts])
             first_layer += len(layers)
     spare = set()
-    if stages > 1 and not said("untie_embeddings_and_output_weights"):  # the last stage's copy of the embedding
+    if stages > 1 and not said("untie_embeddings_and_output_weights"):  # a copy of the embedding is spare
         spare = {n for n in tensors if n.endswith(("word_embeddings_for_head.weight", "output_layer.weight"))}
     kinds = {part.dtype for body in bodies.values() for key in chunks for _, part in _flat(body.get(key))}
     low = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.itemsize < 4)

@@ -28,6 +28,7 @@ _RANDOM = frozenset(
         "StatefulStandardNormal", "StatefulStandardNormalV2", "StatefulTruncatedNormal",
     }
 )  # fmt: skip
+
 # The operators that turn random numbers u into a mask of zeros and ones. TF1 computes floor(keep + u), TF2 compares u
 # with the rate.
 _MASK = frozenset(

@@ -69,7 +69,7 @@ def describe(
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
     sha256 = ""
-    # Images and quantized tensors use the whole range of their integers.
+    # Images and quantized tensors use every value of their integer dtype.
     outline: Frozen | None = None
     spans = {"uint8": (0, 255)} | ({"int8": (-128, 127)} if spec.form == "tflite" else {})
     bounds = {name: spans[dtype] for name, dtype, _ in model.inputs if dtype in spans}
@@ -226,7 +226,7 @@ def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) 
         if _is_sound(run_on(signature.example_inputs(**smallest))):
             return signature
     except BadSource:
-        pass  # the smallest sizes are too small
+        pass  # the model can't take the smallest sizes
     return signature.with_dims({d: replace(signature.dims[d], min=signature.dims[d].opt) for d in free})
 
 

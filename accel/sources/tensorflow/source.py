@@ -62,7 +62,7 @@ def saved_model_file(path: Path) -> Path | None:
 
 
 def form_of(text: str) -> str | None:
-    """Returns the ``form`` of the TensorFlow model that ``text`` names, or None if it names no TensorFlow model.
+    """Returns the ``form`` of the TensorFlow model that ``text`` names, or None if ``text`` names no TensorFlow model.
 
     Imports nothing.
     """

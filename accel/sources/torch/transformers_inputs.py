@@ -56,7 +56,7 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in takes:
         return (seen,)
     decoded = _both(seen, _decoder(config))
-    # A model that generates text needs decoder_input_ids, and other models may not need them.
+    # A model that generates text needs decoder_input_ids, and other models may work without decoder_input_ids.
     return (decoded, seen) if module.can_generate() else (seen, decoded)
 
 
