@@ -218,7 +218,7 @@ class Artifact:
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
 
     def with_manifest(self, manifest: Manifest) -> Artifact:
-        """Returns a copy with ``manifest``, whose properties and source replace the artifact's own."""
+        """Returns a copy with ``manifest``. The properties and source of the manifest replace those of the artifact."""
         return replace(self, manifest=manifest, properties=manifest.properties, source=manifest.source)
 
     @classmethod

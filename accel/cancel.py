@@ -41,7 +41,7 @@ def cancelled_by(check: Check) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Calls the checks in order. The first check that has to end its work raises its error. Returns at once if no check
+    """Calls each check. A check raises an error to end the work. Returns at once if no check
     is set."""
     for check in _checks.get():
         check()

@@ -28,7 +28,8 @@ _SPEC = re.compile(
 )
 
 
-# The name is cached, because numpy computes a dtype's name on every call, which would dominate a server's check.
+# The name is cached, because numpy computes a dtype's name on every call. Computing names would dominate a server's
+# check.
 dtype_name = lru_cache(maxsize=64)(str)
 
 
@@ -245,8 +246,7 @@ class Signature:
 
     @property
     def batch_unit(self) -> int:
-        """Returns the number that divides every batch size, which is the fixed batch, else the batch dim's step, else
-        1."""
+        """Returns a number that divides every batch size: the fixed batch, else the batch dim's step, else 1."""
         batch = self.batch_dim
         return self.fixed_batch or (self.dims[batch].step if batch else 1)
 
@@ -259,7 +259,7 @@ class Signature:
         return replace(self, dims=merged_ranges(self.dims, dims))
 
     def sizes(self, **given: int) -> dict[str, int]:
-        """Returns a size for every dynamic dim, which is the given size, else the most usual size of its range."""
+        """Returns a size for every dynamic dim: the given size, else the most usual size of its range."""
         self.known(given)
         return {d: given.get(d, r.opt) for d, r in self.dims.items()}
 

@@ -47,7 +47,7 @@ class Exported:
 def as_onnx(source: Source, cache: StageCache) -> Exported:
     """Opens ``source``, and exports it to ONNX if it isn't an ONNX model.
 
-    Raises the errors of ``accel.export``, and ``UsageError`` for an engine or an IR, which were made from ONNX. Raises
+    Raises the errors of ``accel.export``, and ``UsageError`` for an engine or an IR. Raises
     ``BadInputSpec`` if an ONNX file without a manifest fails at a size of its signature.
     """
     src = source.open()

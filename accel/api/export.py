@@ -53,8 +53,8 @@ def export(
     """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
     same outputs as ``source``.
 
-    ``to`` is ``onnx``, or the format to convert the ONNX model to (``saved_model``, ``tflite``, ``ncnn``, ``openvino``
-    or ``torch``), in the folder ``out``.
+    ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
+    or ``torch``. Other formats than ``onnx`` are written to the folder ``out``.
 
     ``accel.Source`` describes ``source`` and the arguments from ``inputs`` to ``strip_training_ops``. The source may be
     an ONNX file, to change its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes

@@ -64,7 +64,7 @@ def optimize(
     signature: str = "",
     strip_training_ops: bool = False,
 ) -> Optimization:
-    """Makes, gates, judges and measures the candidates for ``target``, and publishes the fastest one that passes.
+    """Makes, checks, judges and measures the candidates for ``target``, and publishes the fastest one that passes.
 
     The folder ``out`` gets ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``, and
     ``report.html`` if the extra ``report`` is installed.

@@ -1,5 +1,5 @@
-"""The options of quantization and casts, which are ``QuantizeOptions`` and ``CastOptions`` in Python and ``--quantize
-calibration=entropy`` or ``--cast keep-fp32=Softmax`` on the command line."""
+"""The options of quantization and casts. In Python these are ``QuantizeOptions`` and ``CastOptions``. On the command
+line they are written like ``--quantize calibration=entropy`` and ``--cast keep-fp32=Softmax``."""
 
 from __future__ import annotations
 

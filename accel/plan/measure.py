@@ -98,7 +98,8 @@ def _forward(module: torch.nn.Module, sample: Sample, batch: int) -> tuple[int, 
 
 
 def count_flops() -> FlopCounterMode:
-    """Returns torch's FLOP counter, extended by the attention operator of the CPU, which torch leaves out."""
+    """Returns torch's FLOP counter, extended by the CPU's attention operator. Torch's own counter leaves this operator
+    out."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
 

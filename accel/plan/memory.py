@@ -165,8 +165,8 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 def in_flight(layout: Layout) -> tuple[float, float]:
     """Returns two peak numbers of micro-batches whose activations a rank holds.
 
-    The first number is for the rank of the first stage, which holds the most, and the second for the rank of the last
-    stage.
+    The first number is for the rank of the first stage, and is the largest of all ranks. The second number is for the
+    rank of the last stage.
 
     The numbers are m and m for GPipe, and p and 1 for 1F1B (Narayanan et al. 2021, section 2.2). Interleaved schedules
     with v chunks in rounds of r micro-batches hold ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. For r = p the

@@ -120,10 +120,10 @@ def layouts(
     """Yields every layout of ``world`` ranks that divides the model and the batch.
 
     The tp or cp size is at most a node, the pp size at most the number of layers, and micro-batches are powers of two.
-    ZeRO shards over all data-parallel ranks or within each node (HSDP), with or without second shards in the node
-    (hpZ), on the device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every
-    micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them. ``fixed`` holds the
-    required values of fields of ``Layout``.
+    ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps shards on the device or on the host.
+    Layouts are tried with and without second shards in the node (hpZ). Pipelines are not combined with ZeRO 3, which
+    would gather for every micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them.
+    ``fixed`` holds the required values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
@@ -170,7 +170,7 @@ def _fills(pipeline: str, pp: int, batches: int) -> bool:
 
 
 def _asked(fixed: Mapping[str, Any], name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the values to try for the field ``name``, which are the value in ``fixed`` or else the distinct values of
+    """Returns the values to try for the field ``name``: the value in ``fixed``, or else the distinct values of
     ``usual``."""
     return (fixed[name],) if name in fixed else tuple(dict.fromkeys(usual))
 

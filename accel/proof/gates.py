@@ -194,7 +194,7 @@ class Outputs:
         self._session: BaseSession | None = None
 
     def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the outputs for these feeds, which are cast to the artifact's dtypes."""
+        """Casts the feeds to the artifact's dtypes and returns the outputs."""
         key = (self._digest, str(self._runtime), _digest(feeds))
         if key in _outputs:
             _outputs.move_to_end(key)

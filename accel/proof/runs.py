@@ -92,8 +92,8 @@ def check_samples(
 
     Returns the largest difference between ``src`` and ``source``.
 
-    Raises ``BadData`` with the first sample that fails and the input that is out of range, ``GateFailed`` with the
-    first samples on which a float output differs from the source by more than ``tolerance``.
+    Raises ``BadData`` with the first sample that fails and the input that is out of range. Raises ``GateFailed`` with
+    the first samples on which a float output differs from the source by more than ``tolerance``.
     """
     of = source.digest if source is not None else ""
     key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}\nnan")

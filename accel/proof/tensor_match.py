@@ -99,7 +99,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # pairs equally many tensors in order
+        if len(others) == len(names):  # pairs groups of equal size in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)

@@ -214,8 +214,7 @@ class OpenVinoSession(BaseSession):
         return self._ov.Tensor(value, shared_memory=True), value
 
     def _check_values(self, name: str, value: np.ndarray) -> None:
-        """Raises ``BadFeeds`` for an integer out of range, for which OpenVINO would silently read another row of the
-        table."""
+        """Raises ``BadFeeds`` for an integer out of range. OpenVINO would silently read another row of the table."""
         low, high = self._values[name]
         if value.size and not (low <= value.min() and value.max() <= high):
             raise BadFeeds(

@@ -29,7 +29,8 @@ class Kind:
 
     @property
     def suffix(self) -> str:
-        """Returns the last suffix of the main file, which identifies a file, such as ``.param`` for an ncnn net."""
+        """Returns the last suffix of the main file, such as ``.param`` for an ncnn net. This suffix identifies the
+        kind."""
         return Path(self.main_file).suffix
 
     @property

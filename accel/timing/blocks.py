@@ -1,4 +1,4 @@
-"""The code in a candidate's process, which holds the session and the feeds and times each run."""
+"""The code in a candidate's process. The process holds the session and the feeds, and times each run."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Returns the number of samples in ``feeds``, which is the first dim if all inputs share it, else 1."""
+    """Returns the number of samples in ``feeds``: the size of the first dim if all inputs share that size, else 1."""
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 

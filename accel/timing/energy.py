@@ -17,7 +17,7 @@ class Zone:
 
 
 class EnergyCounter:
-    """The energy of all CPU packages, which excludes memory and GPUs and includes the work of other processes.
+    """The energy of all CPU packages. The energy excludes memory and GPUs, and includes the work of other processes.
 
     Linux reads the counters of Intel's and AMD's Running Average Power Limit
     (Documentation/power/powercap/powercap.rst).

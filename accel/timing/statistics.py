@@ -72,7 +72,7 @@ def round_medians(rounds: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ratio:
-    """Returns the paired speedup of ``candidate`` over ``reference``, which are float64[rounds] with the medians of the
+    """Returns the paired speedup of ``candidate`` over ``reference``. Both are float64[rounds] with the medians of the
     same rounds.
 
     The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
@@ -96,7 +96,7 @@ def tail_probability(rounds: int, confidence: float = 0.95) -> float:
     """Returns the bootstrap percentile that bounds the interval, Φ(-√(n/(n-1)) · t(n-1)).
 
     The plain percentiles (2.5% and 97.5%) give too narrow an interval for small n. With 7 rounds, the interval of the
-    plain percentiles contains the true median in 88 of 100 cases. Hesterberg derives this expanded percentile interval
+    plain percentiles contains the true median in 88 of 100 cases. Hesterberg derives the expanded percentile interval
     (What Teachers Should Know About the Bootstrap, The American Statistician 69(4), 2015).
     """
     if rounds < 2:

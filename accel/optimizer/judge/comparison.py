@@ -130,7 +130,7 @@ class Judge:
             return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
-        if not math.isfinite(value):  # such as a correlation of constant outputs, which is NaN
+        if not math.isfinite(value):  # such as a NaN correlation of constant outputs
             return Judgement(
                 drop=math.inf,
                 metric=None,
@@ -213,7 +213,7 @@ class Judge:
 
     def _part_of_the_data(self, skip: int) -> tuple[int, int, int]:
         """Returns the batch size, the number of batches to skip at the front, and the number of batches to judge on.
-        The judge leaves out the first ``skip`` samples, which calibration reads, if there are other samples. A metric
+        Calibration reads the first ``skip`` samples. The judge leaves out these samples if there are others. A metric
         gets all samples, because a metric may depend on their number and order.
         """
         if self._stream is None:

@@ -106,7 +106,7 @@ class LabelMetric:
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
         # If classes may be on axis 1 or last, axis 1 is taken. If an output can have classes only on axis 1, outputs
-        # [samples, ..., n] are taken for features of each pixel.
+        # [samples, ..., n] count as features of each pixel, not as classes.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 

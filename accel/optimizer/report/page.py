@@ -20,7 +20,7 @@ PAGE = "report.html"
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
-# The smallest divergence on the logarithmic axis, which replaces smaller values and 0.
+# The smallest divergence on the logarithmic axis. Smaller values and 0 are drawn at this value.
 _LEAST_DROP = 1e-8
 _MOST_ROWS = 2000  # the largest number of rows in a table of kernels, layers or nodes
 _MOST_TICKS = 7
@@ -188,8 +188,8 @@ class Axis:
     def ticks(self) -> list[dict[str, Any]]:
         """Returns round numbers with their coordinates.
 
-        A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten, only at
-        powers of ten over a long range, and evenly spaced ticks over a short range.
+        A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten. A long
+        range has ticks only at powers of ten, and a short range has evenly spaced ticks.
         """
         values = self._decades() if self._log else _round_steps(self._low, self._high)
         return [{"at": self.at(value), "text": f"{value:.10g}"} for value in values]

@@ -56,7 +56,7 @@ class Checkpoint:
     spare: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record for the manifest, which lists the files and their sha256 separately."""
+        """Returns the record for the manifest. The manifest lists the files and their sha256 separately."""
         return {"format": self.format, "path": str(self.path), "notes": list(self.notes)}
 
 

@@ -108,8 +108,8 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
 
 
 def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
-    """Returns the inputs whose default is an initializer, which ``describe`` leaves out. Returns an empty tuple before
-    IR version 4, where constant initializers are listed as inputs too.
+    """Returns the inputs whose default is an initializer. ``describe`` leaves these inputs out. Returns an empty tuple
+    before IR version 4, where constant initializers are listed as inputs too.
     """
     if model.ir_version < 4:
         return ()
@@ -204,8 +204,8 @@ def open_onnx(
     """Opens an ONNX file as an artifact. A file keeps its history if the hashes in its manifest match.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a child process first checks a file without a manifest by the ONNX checker and
-    ONNX Runtime, because a hostile file may crash the process. The result is cached by the file's content.
+    file leaves open. With ``probe``, a child process first runs the ONNX checker and ONNX Runtime on a file without a
+    manifest, because a hostile file may crash the process. The result is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't fit.

@@ -63,8 +63,8 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
 
 
 def _with_constants(function: Any) -> Any:
-    """Returns ``function`` with its variables as constants. Removes assignments to integer variables, in which Keras'
-    dropout stores the state of its random generator.
+    """Returns ``function`` with its variables as constants. Removes assignments to integer variables, because Keras'
+    dropout stores the state of its random generator in such variables.
 
     Raises ``BadSource`` if the model assigns to any other variable.
     """

@@ -169,7 +169,7 @@ def _failures(feeds: Mapping[str, np.ndarray], where: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first lines of TensorFlow's message, which give the cause, without the list of graph nodes."""
+    """Returns the first lines of TensorFlow's message. These lines give the cause, without the list of graph nodes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
     # Keeps the name of a node and drops its attributes.
@@ -257,8 +257,8 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """Returns the name of a dynamic dim, which is ``batch``, ``length`` (sequences), ``height`` or ``width`` (NHWC
-    images), or ``dim_<axis>``."""
+    """Returns the name of a dynamic dim: ``batch``, ``length`` for sequences, ``height`` or ``width`` for NHWC images,
+    else ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:

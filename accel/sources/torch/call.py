@@ -25,7 +25,8 @@ _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dr
 
 
 def to_tensor(value: np.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor, which shares the memory of a contiguous array. Converts bfloat16 bit by bit."""
+    """Returns the array as a tensor. The tensor shares the memory of a contiguous array. Converts bfloat16 bit by
+    bit."""
     import numpy as np
 
     if str(value.dtype) == "bfloat16":

@@ -17,8 +17,8 @@ from ..checkpoints.unpickle import refuse_bomb
 from .call import flatten
 from .found import Found
 
-# torch writes an upper limit of at least _ANY_SIZE for an unlimited dim. Any smaller limit becomes the end of the dim's
-# range, cut to the larger of _DECLARED and four times the example's size, because gates run at the ends of each range.
+# torch writes an upper limit of at least _ANY_SIZE for an unlimited dim. A smaller limit becomes the end of the dim's
+# range, because gates run at both ends. The end is at most the larger of _DECLARED and four times the example's size.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 

@@ -186,8 +186,8 @@ def _text(module: Any, takes: set[str]) -> Signature | None:
 
 
 def _first_position(module: Any, positions: int) -> int:
-    """Returns the row of the position table for the first position, which follows the padding row in models like
-    RoBERTa."""
+    """Returns the row of the position table for the first position. In models like RoBERTa, this row follows the
+    padding row."""
     import torch
 
     for name, part in module.named_modules():
