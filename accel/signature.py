@@ -363,7 +363,7 @@ class Signature:
     def beyond(self, feeds: Feeds) -> str:
         """Returns a phrase for a dim of ``feeds`` beyond its range, as "sequence is 600, beyond 512", else "".
 
-        A range only tells the verified sizes, so ``check_feeds`` also accepts feeds beyond the range.
+        A range only tells which sizes were verified, so ``check_feeds`` also accepts feeds beyond the range.
         """
         found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
         return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")

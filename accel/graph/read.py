@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class ReadGraph:
     """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
     ``counted_as`` is the format in which FLOPs were counted, if it isn't the file's format. ``known`` holds the
-    operators and weights that the format itself lists. These replace the counted values. ``warnings`` lists warnings
-    besides those of ``cost``. ``problem`` is the reason if there is no graph.
+    operators and weights that the format itself lists. The values of ``known`` replace the counted values. ``warnings``
+    lists warnings besides those of ``cost``. ``problem`` is the reason if there is no graph.
     """
 
     model: onnx.ModelProto | None = None

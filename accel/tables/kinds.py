@@ -29,7 +29,7 @@ class Kind:
 
     @property
     def suffix(self) -> str:
-        """Returns the last suffix of the main file, such as ``.param`` for an ncnn net. This suffix identifies the
+        """Returns the last suffix of the main file, such as ``.param`` for an ncnn net. The last suffix identifies the
         kind."""
         return Path(self.main_file).suffix
 

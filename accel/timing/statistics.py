@@ -72,8 +72,8 @@ def round_medians(rounds: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ratio:
-    """Returns the paired speedup of ``candidate`` over ``reference``. Both are float64[rounds] with the medians of the
-    same rounds.
+    """Returns the paired speedup of ``candidate`` over ``reference``. ``candidate`` and ``reference`` are
+    float64[rounds] with the medians of the same rounds.
 
     The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
     The interval is the bootstrap percentile interval of the median ratio (Efron and Tibshirani, An Introduction to the
@@ -158,7 +158,7 @@ def judge(ratio: Ratio, floor: float) -> Verdict:
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:
-    """Tells whether the interval is at most ``target`` (in ln) or a quarter of the effect. Doesn't look at the verdict,
-    because stopping at the first verdict would give false verdicts.
+    """Tells whether the interval is at most as wide as ``target`` (in ln) or a quarter of the effect. Doesn't look at
+    the verdict, because stopping at the first verdict would give false verdicts.
     """
     return ratio.width <= max(target, 0.25 * abs(log(ratio.value)))

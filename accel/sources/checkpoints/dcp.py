@@ -198,7 +198,7 @@ def _read_piece(piece: Piece, name: str) -> torch.Tensor:
     except pickle.UnpicklingError as error:
         raise BadSource(f"{piece.file} holds more than a tensor for {name!r} and is not unpickled; refused") from error
     except Exception as error:  # torch raises errors of many types on damaged bytes
-        raise InvalidModel(f"{piece.file} is damaged where {name!r} is; copy the file again") from error
+        raise InvalidModel(f"{piece.file} holds damaged bytes for {name!r}; copy the file again") from error
     if not isinstance(found, torch.Tensor):
         raise InvalidModel(f"{piece.file} holds no tensor for {name!r}; save the checkpoint again")
     return found.detach()

@@ -283,8 +283,9 @@ def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signatur
 
 
 def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: bool = False) -> None:
-    """Raises ``InvalidModel`` if the checker or ONNX Runtime crashes on the file or refuses the file. Both run in a
-    child process. With ``crashes_only``, raises only for a crash. ``cache`` stores the result for each ``digest``."""
+    """Raises ``InvalidModel`` if the checker or ONNX Runtime crashes on the file or refuses the file. The checker and
+    ONNX Runtime run in a child process. With ``crashes_only``, raises only for a crash. ``cache`` stores the result for
+    each ``digest``."""
     found = cache.get_record(PROBED, digest)
     if found is None:
         try:

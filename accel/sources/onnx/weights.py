@@ -25,7 +25,7 @@ _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers
 
-# The key that records the dtype in the file, for a detached tensor that is converted when it is read.
+# The key of a detached tensor's dtype in the file, if reading converts the tensor to another dtype.
 _STORED_AS = "stored_as"
 
 

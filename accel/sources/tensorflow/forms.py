@@ -292,8 +292,8 @@ def _ends(graph: Any) -> tuple[list[str], list[str]]:
 
 
 def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
-    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file. Such a file doesn't name its inputs
-    and outputs.
+    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file. Files of these formats don't name
+    their inputs and outputs.
 
     Raises ``InvalidModel`` if the file can't be read.
     """

@@ -216,8 +216,9 @@ def _leading_to_outputs(frozen: Frozen) -> list[Any]:
 
 def strip_dropout(graph: Any) -> Any:
     """Returns ``graph`` with every dropout replaced by its input, because dropout is the identity at inference. A
-    dropout turns random numbers into a mask of zeros and ones. The mask is multiplied with, or selects from, the input
-    divided by the keep probability. All other random ops stay in the graph, and ``refuse_random`` reports them.
+    dropout turns random numbers into a mask of zeros and ones. The input is divided by the keep probability. The mask
+    then multiplies the result, or selects from the result. All other random ops stay in the graph, and
+    ``refuse_random`` reports them.
     """
     nodes = {node.name: node for node in graph.node}
     users: dict[str, list[str]] = {}

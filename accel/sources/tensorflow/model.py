@@ -169,7 +169,8 @@ def _failures(feeds: Mapping[str, np.ndarray], where: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first lines of TensorFlow's message. These lines give the cause, without the list of graph nodes."""
+    """Returns the first lines of TensorFlow's message. The first lines give the cause, and a list of graph nodes may
+    follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
     # Keeps the name of a node and drops its attributes.
@@ -219,8 +220,8 @@ def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSourc
 
 
 def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) -> Signature:
-    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. Otherwise the ranges of
-    ``free`` begin at the usual sizes."""
+    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. If the model can't, the
+    ranges of ``free`` begin at the usual sizes."""
     smallest = {d: signature.dims[d].min for d in free}
     try:
         if _is_sound(run_on(signature.example_inputs(**smallest))):

@@ -114,8 +114,8 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
 
     A single input may have any name and is passed by position. Several inputs are passed by position only if
-    ``forward`` takes ``*args``. Otherwise raises ``BadInputSpec`` for a name that ``forward`` doesn't have, because
-    inputs passed by position could be mixed up.
+    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if one of several inputs has a name that ``forward`` doesn't
+    have, because inputs passed by position could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
