@@ -119,11 +119,11 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yields every layout of ``world`` ranks that divides the model and the batch.
 
-    The tp or cp size is at most a node, the pp size at most the number of layers, and micro-batches are powers of two.
-    ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps shards on the device or on the host.
-    Layouts are tried with and without second shards in the node (hpZ). Pipelines are not combined with ZeRO 3, which
-    would gather for every micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them.
-    ``fixed`` holds the required values of fields of ``Layout``.
+    The tp or cp size is at most the size of a node, and the pp size at most the number of layers. Micro-batches are
+    powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps shards on the device
+    or on the host. Layouts are tried with and without second shards in the node (hpZ). Pipelines are not combined with
+    ZeRO 3, which would gather for every micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed``
+    requires them. ``fixed`` holds the required values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
-# The maximum number of harmless tensors that a search skips. After this many, the search returns the next tensor that
-# differs.
+# The maximum number of harmless tensors that a search skips. After the last skipped tensor, the search returns the next
+# tensor that differs.
 _MOST_HARMLESS = 16
 
 # The maximum number of bytes of tensors that a scan holds in memory.

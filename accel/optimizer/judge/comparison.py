@@ -130,7 +130,7 @@ class Judge:
             return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
-        if not math.isfinite(value):  # such as a NaN correlation of constant outputs
+        if not math.isfinite(value):  # the correlation of constant outputs is NaN, for example
             return Judgement(
                 drop=math.inf,
                 metric=None,

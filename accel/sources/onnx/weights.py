@@ -25,7 +25,7 @@ _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers
 
-# The key of a detached tensor's dtype in the file, if reading converts the tensor to another dtype.
+# The key for the dtype that a detached tensor has in its file, if reading the tensor converts it.
 _STORED_AS = "stored_as"
 
 
