@@ -54,7 +54,7 @@ def finite_json(value: Any) -> Any:
 def beside(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the folder of ``path`` to write to.
 
-    Renames it to ``path`` at the end, or removes it if the block raises an error.
+    Renames the temporary file to ``path`` at the end, or removes the file if the block raises an error.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
@@ -79,7 +79,8 @@ class Manifest:
     ``files`` holds the sha256 of each file by name, the main file first. ``source`` is the spec of the source, and the
     sha256 of every file it was read from. ``stages`` has a record for each stage, oldest first, with its name, options,
     versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in ``Artifact``.
-    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures it measured with them.
+    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures measured with these
+    options.
     """
 
     kind: str
@@ -113,7 +114,7 @@ class Manifest:
         return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write the manifest to a temporary file, then rename it to ``path``."""
+        """Write the manifest to a temporary file, then rename the file to ``path``."""
         with beside(path) as temporary:
             temporary.write_text(self.to_text(), encoding="utf-8")
 
@@ -139,29 +140,30 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers the values. The comparison of the texts covers white space and escapes as well.
+        # The digest covers only the values. The comparison of the texts covers white space and escapes as well.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again"
             )
         if manifest.to_text() != text:
             raise broken
-        # The digest isn't signed, so an attacker can recompute it, and files are copied by the names in the manifest.
+        # The digest isn't signed, so an attacker can recompute it. The names are checked because accel copies files by
+        # these names.
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest.files):
             raise ChainBroken(f"{path} names files outside its folder; refused: make the artifact again")
         return manifest
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """Returns the sha256 of a single file, else one sha256 over the list of all hashes, main file first."""
+    """Returns the only hash in ``parts``, or else one sha256 over the list of all hashes, main file first."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A model on disk, or a source that is opened: its main file, kind, signature and history.
+    """A model on disk or an opened source, with its main file, kind, signature and history.
 
-    ``path`` is the main file, or for a source the path or name it was opened by. ``properties`` holds facts about the
+    ``path`` is the main file, or the path or name that a source was opened by. ``properties`` holds facts about the
     file that depend on its kind (opset, ir, precision, compute capability). ``notes`` holds facts for the stage's
     record, such as the exporter or the kernels. ``companions`` lists the other files of the model, relative to its
     folder (``.bin``, external data, variables). ``source`` is described in ``Manifest``.
@@ -216,7 +218,7 @@ class Artifact:
         return self.manifest.digest if self.manifest else combined_sha256(list(self.hashes().values()))
 
     def with_manifest(self, manifest: Manifest) -> Artifact:
-        """Returns a copy with ``manifest``, whose properties and source replace the artifact's own."""
+        """Returns a copy with ``manifest``. The properties and source of the manifest replace those of the artifact."""
         return replace(self, manifest=manifest, properties=manifest.properties, source=manifest.source)
 
     @classmethod
@@ -225,8 +227,8 @@ class Artifact:
 
         Does not check the hashes. The files may have been copied under another name together with the manifest.
 
-        Raises ``InvalidModel`` if there is no manifest (``accel.sources`` opens models without one), and
-        ``ChainBroken`` if the manifest is damaged or of another kind.
+        Raises ``InvalidModel`` if there is no manifest, and ``ChainBroken`` if the manifest is damaged or of another
+        kind. ``accel.sources`` opens models without a manifest.
         """
         sidecar = manifest_path(path)
         if not sidecar.is_file():
@@ -269,7 +271,7 @@ class Artifact:
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
-    """Returns new names for an artifact's files ``names`` (the main file first) if its main file is renamed to
+    """Returns the new names of an artifact's files ``names`` (the main file first) after its main file is renamed to
     ``path``."""
     row = KINDS.get(kind)
     if row is not None and row.companions and names[:1] != [path.name]:

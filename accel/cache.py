@@ -75,7 +75,8 @@ class StageCache:
         return self._stages / key
 
     def find(self, key: str) -> Artifact | None:
-        """Returns the artifact of a finished stage, or None. Checks its hashes and removes a damaged entry."""
+        """Returns the artifact of a finished stage, or None. Checks the hashes of the entry, and removes a damaged
+        entry."""
         folder = self.entry(key)
         try:
             main = (folder / "main").read_text().strip()
@@ -90,7 +91,7 @@ class StageCache:
             shutil.rmtree(folder, ignore_errors=True)
             return None
         with contextlib.suppress(OSError):
-            os.utime(folder)  # entries are removed in the order of these times
+            os.utime(folder)  # the entry with the oldest time is removed first
         return artifact
 
     @contextmanager
@@ -122,7 +123,7 @@ class StageCache:
     def store(self, key: str, folder: Path, main: str) -> Artifact:
         """Rename a finished ``folder`` to the entry ``key``. Returns the artifact with the main file ``main``."""
         (folder / "main").write_text(main)
-        with contextlib.suppress(OSError):  # another process may have stored the same bytes first
+        with contextlib.suppress(OSError):  # another process may have stored the entry first
             folder.rename(self.entry(key))
         self._prune(keep=key)
         return Artifact.open(self.entry(key) / main)
@@ -156,7 +157,7 @@ class StageCache:
         limit = float(os.environ.get("ACCEL_CACHE_GB", _DEFAULT_GIGABYTES)) * 1e9
         entries = []
         for entry in self._stages.iterdir():
-            with contextlib.suppress(OSError):  # another process may remove the entry meanwhile
+            with contextlib.suppress(OSError):  # another process may have removed the entry
                 size = sum(file.stat().st_size for file in entry.iterdir())
                 if entry.name != keep:
                     entries.append((entry.stat().st_mtime, size, entry))

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A check returns while the work may go on, and then raises the error that ends the work.
+# A check returns as long as the work may go on, and raises an error to end the work.
 Check = Callable[[], None]
 
-# Seconds between two calls of the check, by a thread that watches or a child that waits.
+# The seconds between two calls of the check by a watching thread or a waiting child.
 INTERVAL = 0.5
 
 _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())
@@ -32,7 +32,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def cancelled_by(check: Check) -> Iterator[None]:
-    """Ends the work inside with the error that ``check`` raises. The checks of outer blocks hold as well."""
+    """Ends the work inside the block with the error that ``check`` raises. The checks of outer blocks also apply."""
     token = _checks.set((*_checks.get(), check))
     try:
         yield
@@ -41,7 +41,8 @@ def cancelled_by(check: Check) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raises the error of the first check whose work has to end. Returns at once if no check is set."""
+    """Calls each check. A check raises an error to end the work. Returns at once if no check
+    is set."""
     for check in _checks.get():
         check()
 
@@ -71,7 +72,7 @@ def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
         finally:
             done.set()
             watch.join()
-            _raise_inside(caller, None)  # an interrupt that has not arrived yet
+            _raise_inside(caller, None)  # drops an interrupt that has not arrived yet
     except (Exception, Interrupted):
         check_cancelled()  # the check's error says more than the interrupted function's error
         raise

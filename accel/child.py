@@ -58,9 +58,9 @@ class Child:
     """A child process that answers calls one at a time. ``close`` removes its temporary files.
 
     ``make`` (``module:factory`` with ``arguments``) builds an object in the child. ``call("name", ...)`` calls a method
-    of that object, ``call("module:function", ...)`` a function. ``env`` adds environment variables to this process's.
-    ``folder`` is the working directory, for libraries that write there. ``hidden`` lists modules that the child can't
-    import: some libraries import torch, which takes seconds, only because torch is installed.
+    of that object, ``call("module:function", ...)`` a function. ``env`` adds environment variables to those of this
+    process. ``folder`` is the working directory, for libraries that write there. ``hidden`` lists modules that the
+    child can't import: some libraries import torch, which takes seconds, only because torch is installed.
 
     Raises ``ChildCrashed`` if the process dies, with the signal and the last line that the process wrote during the
     call. An ``AccelError`` raised in the child is raised here unchanged.
@@ -76,7 +76,7 @@ class Child:
         hidden: Sequence[str] = (),
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._before = 0  # bytes in the log when the current call began
+        self._before = 0  # the size of the log when the current call began
         ours, theirs = Pipe()
         self._pipe: Connection = ours
         # The child never cleans up, because the child ends with ``os._exit`` or is killed.
@@ -206,7 +206,7 @@ class Child:
 
 
 def run_in_child(target: str, /, timeout: float | None = None, *, hidden: Sequence[str] = (), **arguments: Any) -> Any:
-    """Returns ``target(**arguments)``, called in a child process of its own. ``hidden`` as for ``Child``."""
+    """Returns ``target(**arguments)``, called in a child process of its own. ``hidden`` is described in ``Child``."""
     with Child(hidden=hidden) as child:
         return child.call(target, timeout=timeout, **arguments)
 

@@ -1,6 +1,6 @@
 """The contract of a stage: the names, dtypes, dims, opset and IR version of its input that its output has to keep.
 
-A stage lists the parts of the contract it may change in its row of the stage table (``may_change``).
+In the stage table, ``may_change`` lists the parts of the contract that a stage may change.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _compare_specs(
     found: Sequence[TensorSpec],
     may_change: frozenset[str],
 ) -> None:
-    """Raises ``SignatureDrift`` if ``found`` lacks a tensor of ``wanted``, changes one or has an additional one."""
+    """Raises ``SignatureDrift`` if ``found`` lacks or changes a tensor of ``wanted``, or has an additional tensor."""
     if "interface" in may_change:
         return
     have = {spec.name: spec for spec in found}

@@ -103,7 +103,7 @@ class FailsOnInputs(BadSource):
 
 
 class RandomOps(BadSource):
-    """A TensorFlow graph still holds random ops. ``strip_training_ops`` removes them if they are dropout."""
+    """A TensorFlow graph still holds random ops. ``strip_training_ops`` removes the random ops of dropout."""
 
 
 class BadInputSpec(UsageError):

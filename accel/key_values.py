@@ -11,10 +11,11 @@ from accel.errors import BadInputSpec
 def read_key_values(
     flag: str, texts: Iterable[str], known: Mapping[str, tuple[Callable[[str], Any], str]], *, underscores: bool = False
 ) -> dict[str, Any]:
-    """Returns the values of ``texts``, each ``KEY=VALUE``, by key. If a key repeats, tuples are joined.
+    """Returns a dict from the keys to the values of ``texts``, each of which is ``KEY=VALUE``. If a key repeats, tuples
+    are joined.
 
-    ``known`` maps each key to its parser, which raises ``KeyError`` or ``ValueError`` for a bad value, and an example.
-    ``underscores`` accepts underscores in place of the hyphens of a key.
+    ``known`` maps each key to a parser and an example. The parser raises ``KeyError`` or ``ValueError`` for a bad
+    value. ``underscores`` accepts underscores in place of the hyphens of a key.
 
     Raises ``BadInputSpec`` if a text can't be read.
     """

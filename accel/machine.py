@@ -15,8 +15,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _VNNI = frozenset({"avx512_vnni", "avx_vnni"})
-# The memory files of a Linux control group, version 2 and then version 1: the limit, the memory in use, the statistics,
-# and the statistic that counts file pages the kernel can drop.
+# The memory files of Linux control groups, first for version 2 and then for version 1. A row has the files of the
+# limit, of the memory in use and of the statistics. The last field of a row is the statistic of the file pages that the
+# kernel can drop.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -33,8 +34,8 @@ def cpu_flags() -> frozenset[str]:
 
 def int8_saturates() -> bool:
     """Tells whether products of uint8 and int8 may saturate on this CPU. An x86 CPU without VNNI adds two products in
-    16 bits, which the largest sums exceed (ONNX Runtime, "Quantize ONNX models", on ``reduce_range``). Returns True for
-    an x86 CPU whose instruction sets are unknown.
+    16 bits, and the largest sums need more bits (ONNX Runtime, "Quantize ONNX models", on ``reduce_range``). Returns
+    True for an x86 CPU whose instruction sets are unknown.
     """
     return platform.machine() in ("x86_64", "AMD64") and not cpu_flags() & _VNNI
 
@@ -58,7 +59,7 @@ def cpu_limit() -> int:
         else:
             quota, period = (_CGROUP.joinpath("cpu", f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         found = math.ceil(int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # not Linux, no control group, or "max"
+    except (OSError, ValueError, ZeroDivisionError):  # no Linux, no control group, or "max"
         return 0
     return found if 0 < found < _cores() else 0
 
@@ -79,7 +80,7 @@ def trim_memory() -> None:
     """Return freed memory to the system, if the C library can (glibc's malloc_trim(3)).
 
     glibc does not return small freed blocks, such as most weights, by itself. Without this call, the process keeps
-    about the size of each closed model.
+    about as much memory as each closed model took.
     """
     if (function := _malloc_trim()) is not None:
         function(0)

@@ -28,7 +28,8 @@ _SPEC = re.compile(
 )
 
 
-# The name is cached, because numpy computes a dtype's name on every call, which would dominate a server's check.
+# The name is cached, because numpy computes a dtype's name on every call. Computing names would dominate a server's
+# check.
 dtype_name = lru_cache(maxsize=64)(str)
 
 
@@ -152,7 +153,7 @@ class DimRange:
 
     @classmethod
     def default(cls, dim: str) -> DimRange:
-        """Returns the default range of a dim, which is 1 to 8 for the batch and 2 to 64 for others."""
+        """Returns the default range of a dim, which is 1 to 8 for the batch and 2 to 64 for other dims."""
         return cls(1, 1, 8) if dim == BATCH else cls(2, 16, 64)
 
     @classmethod
@@ -245,8 +246,7 @@ class Signature:
 
     @property
     def batch_unit(self) -> int:
-        """Returns the number that divides every batch size, which is the fixed batch, else the batch dim's step, else
-        1."""
+        """Returns a number that divides every batch size: the fixed batch, else the batch dim's step, else 1."""
         batch = self.batch_dim
         return self.fixed_batch or (self.dims[batch].step if batch else 1)
 
@@ -259,7 +259,7 @@ class Signature:
         return replace(self, dims=merged_ranges(self.dims, dims))
 
     def sizes(self, **given: int) -> dict[str, int]:
-        """Returns a size for every dynamic dim, which is the given size, else the most usual size of its range."""
+        """Returns a size for every dynamic dim: the given size, else the most usual size of its range."""
         self.known(given)
         return {d: given.get(d, r.opt) for d, r in self.dims.items()}
 
@@ -363,7 +363,7 @@ class Signature:
     def beyond(self, feeds: Feeds) -> str:
         """Returns a phrase for a dim of ``feeds`` beyond its range, as "sequence is 600, beyond 512", else "".
 
-        ``check_feeds`` also accepts feeds beyond the range, which only tells the verified sizes.
+        A range only tells which sizes were verified, so ``check_feeds`` also accepts feeds beyond the range.
         """
         found = ((dim, size) for dim, size in self.check_feeds(feeds).items() if size > self.dims[dim].max)
         return next((f"{dim} is {size}, beyond {self.dims[dim].max}" for dim, size in found), "")

@@ -49,8 +49,8 @@ class StageConfig:
     """The options of a stage. Every option that can change the result is a field. A ``Path`` is identified by its
     content.
 
-    A field that is added later has ``metadata={"omit_default": True}``: with its default it is not part of the cache
-    key, so results made before the field existed stay valid.
+    A field that is added later has ``omit_default`` in its metadata. With its default value, such a field is not part
+    of the cache key, so results made before the field existed stay valid.
     """
 
 
@@ -89,11 +89,11 @@ class Gate(Protocol):
 
 
 class Proof:
-    """Checks the contract of a stage's files with ``src``, and then every gate of the run.
+    """Checks the contract between ``src`` and a stage's files, and then every gate of the run.
 
-    A stage that tries several files (``proves`` in its row of the table) gets the ``Proof`` of its run and checks each
-    file. ``run_stage`` checks the returned file again. The results of the last file are cached, so that a model runs
-    once at each shape.
+    A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
+    marks the stages that try several files. ``run_stage`` checks the returned file again. The results of the last file
+    are cached, so that a model runs once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:
@@ -153,8 +153,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether ``field`` is left out of the record, as a later addition (``omit_default``) with its default
-    value."""
+    """Tells whether ``field`` is left out of the record, because it was added later (``omit_default``) and has its
+    default value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -303,7 +303,7 @@ def _set_aside(result: Artifact, out: Path) -> Path:
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(result.path, aside)  # a copy, because the scratch folder may be on another disk
+        shutil.copyfile(result.path, aside)  # copies, because the scratch folder may be on another disk
     except OSError as error:
         raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another {option('out')}") from error
     return aside

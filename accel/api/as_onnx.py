@@ -1,4 +1,4 @@
-"""The ONNX form of the model to optimize, and the source of that form."""
+"""Exports the user's model to ONNX, and keeps the source for comparisons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .export import TO_ONNX, to_onnx_config, usual_limit
 @dataclass(frozen=True, kw_only=True)
 class Exported:
     """An ONNX model. ``source`` is the model that ``artifact`` was exported from, or None if the user gave an ONNX
-    model. ``limit`` is the largest relative error of the export."""
+    model. ``limit`` is the largest allowed relative error of the export."""
 
     artifact: Artifact
     source: Artifact | None = None
@@ -45,10 +45,10 @@ class Exported:
 
 
 def as_onnx(source: Source, cache: StageCache) -> Exported:
-    """Opens ``source`` and exports it to ONNX if it is no ONNX model yet.
+    """Opens ``source``, and exports it to ONNX if it isn't an ONNX model.
 
-    Raises the errors of ``accel.export``, ``UsageError`` for a form that is made from ONNX (an engine, an IR), and
-    ``BadInputSpec`` for an ONNX file without a manifest that fails at a size of its signature.
+    Raises the errors of ``accel.export``, and ``UsageError`` for an engine or an IR. Raises
+    ``BadInputSpec`` if an ONNX file without a manifest fails at a size of its signature.
     """
     src = source.open()
     if src.kind in TO_ONNX:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from accel.signature import Signature
     from accel.sources.declare import Dims, Inputs
 
-# The number of batches of the user's data that run in turn: enough to average over their contents.
+# The number of batches of the user's data that run in turn. The times are averages over these batches.
 _DATA_BATCHES = 8
-# Sessions for TensorFlow and TFLite models run in the TensorFlow process. A benchmark has a process for each candidate,
-# so the sessions are opened directly in that process.
+# Sessions for TensorFlow and TFLite models run in the TensorFlow process. A benchmark runs each candidate in its own
+# process, and opens TensorFlow sessions directly in the candidate's process.
 _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
@@ -64,18 +64,18 @@ def bench(
     """Times ``candidates`` beside ``against`` (default: the first candidate), each in a process of its own.
 
     A candidate is an artifact, the folder of an artifact, an ONNX file or a source. An artifact runs on the runtime it
-    was optimized for. ``also`` adds runtimes for PyTorch sources to eager mode, such as ``torch-compile``. ``sizes``
-    gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is an .npz file whose first
-    batches are the inputs, which are random by default.
+    was optimized for. ``also`` lists runtimes that time PyTorch sources in addition to eager mode, such as
+    ``torch-compile``. ``sizes`` gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is
+    an .npz file whose first batches are the inputs. By default the inputs are random.
 
     ``threads``, ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a candidate
-    has the numbers recorded with it, or all cores of this process and one stream. With several streams the report
-    compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs. ``accel.timing.paired.measure``
-    describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
+    has its recorded threads and streams, or else all cores of this process and one stream. With several streams the
+    report compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs.
+    ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
-    ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for all candidates that are sources. An
-    option of one TensorFlow file format applies to the models of that format. A source that doesn't declare its inputs
-    gets the inputs of the first artifact.
+    The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for all candidates that
+    are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
+    declare its inputs gets the inputs of the first artifact.
 
     Compares the outputs with the outputs of ``against`` before timing. A candidate that fails gets a row with the
     reason. Raises ``BadSource`` if a model is not found, ``BadData`` if the data doesn't fit, and ``BadInputSpec`` for
@@ -136,7 +136,8 @@ def sweep(
     strip_training_ops: bool = False,
     **how: Any,
 ) -> Sweep:
-    """Runs ``bench`` at every pair of ``batches`` and ``lengths``. Returns a report for each pair, ordered by batch.
+    """Runs ``bench`` for every pair of a batch from ``batches`` and a length from ``lengths``. Returns a report for
+    each pair, ordered by batch.
 
     The length is the only dynamic dim besides the batch. Samples of ``data`` are cut or repeated to each shape. ``how``
     takes ``rounds``, ``block_seconds``, ``budget_seconds`` (for each shape), ``threads`` and ``streams``. All other
@@ -197,10 +198,10 @@ def _shapes(
 
 def _check_declared(artifact: Artifact, sizes: Mapping[str, int]) -> None:
     """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range an
-    engine was built for. Ranges that accel assumed by default limit no sizes."""
+    engine was built for. A default range that accel assumed doesn't limit the sizes."""
     for dim, size in sizes.items():
         known = artifact.signature.dims.get(dim)
-        if known is None or known.min <= size <= known.max:  # an unknown dim is refused later
+        if known is None or known.min <= size <= known.max:  # later code refuses an unknown dim
             continue
         if known == DimRange.default(dim) and artifact.kind != "engine":
             continue
@@ -249,7 +250,7 @@ def _candidates(
 
 
 def _expand(source: Source) -> list[Source]:
-    """Returns the artifacts in a folder without a main file, as sources. Returns any other source as it is."""
+    """Returns each artifact in a folder that has no main file, as a source. Returns any other source as it is."""
     folder = Path(source.text)
     if isinstance(source.spec, Artifact) or not source.text or not folder.is_dir() or main_file(folder) is not None:
         return [source]
@@ -283,7 +284,8 @@ def _name(artifact: Artifact, runtime: str, taken: set[str]) -> str:
         names = [short, f"{artifact.source.get('spec', artifact.path)} ({short})"]
     else:
         path = artifact.path
-        # All folders of accel optimize hold a model.onnx or model.xml; the name of the folder tells them apart.
+        # Every folder of accel optimize holds a file with the same name, such as model.onnx, so the name includes the
+        # folder.
         own = f"{path.absolute().parent.name}/{path.name}" if path.stem == "model" else path.name
         names = [f"{own} ({runtime})", f"{path} ({runtime})"]
     names += [f"{names[-1]} #{n}" for n in range(2, len(taken) + 3)]

@@ -32,8 +32,8 @@ class BisectReport:
     paired tensors, and ``by_structure`` the number paired by structure. ``unmatched`` is the number of tensors without
     a counterpart. ``harmless`` lists tensors that differ without an effect on the outputs. ``earlier`` lists differing
     tensors before the first difference, and is None without ``scan``. ``notes`` names the ONNX files that were compared
-    in place of an engine or an IR. ``as_run`` is the output that differs most if the candidate differs only in its own
-    runtime, while its ONNX file agrees with the reference.
+    in place of an engine or an IR. ``as_run`` is set if the candidate's ONNX file agrees with the reference but the
+    candidate in its own runtime doesn't. ``as_run`` is then the output with the largest difference.
     """
 
     divergence: Divergence | None
@@ -87,14 +87,14 @@ def bisect(
     sha256. Compares the outputs of the engine or the OpenVINO model with that ONNX file too, if this machine can run
     both.
 
-    Both models run on ``samples`` samples of ``data``, or on random inputs, with the rounding of their own dtypes after
-    every node. ``limit`` is the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as
-    equal; the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs and holds the
-    tensors across one cut of the graph in memory. ``scan`` also compares every tensor before the difference. ``inputs``
-    to ``strip_training_ops`` set the fields of ``accel.Source``.
+    Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to its
+    own dtype. ``limit`` is the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as equal;
+    the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs. Only the tensors that
+    cross one cut of the graph are in memory at a time. ``scan`` also compares every tensor before the difference.
+    The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``.
 
-    Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest records none, ``UsageError`` if the inputs
-    or outputs differ, ``BadData`` if the data doesn't fit.
+    Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest names no ONNX file, ``UsageError`` if the
+    inputs or outputs differ, ``BadData`` if the data doesn't fit.
     """
     from accel.proof.bisect import Bisection
     from accel.proof.data import widened
@@ -176,7 +176,7 @@ def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     made_from = _last_onnx(artifact)
     if made_from is None:
         raise UnsupportedHere(
-            f"{artifact.path} is {artifact.kind} and bisect looks into ONNX files; give the ONNX file it was made from"
+            f"{artifact.path} is {artifact.kind}, but bisect looks into ONNX files; give the ONNX file it was made from"
         )
     notes.append(f"{artifact.path} is {artifact.kind}: looked into {made_from.path}, from which it was made")
     return made_from

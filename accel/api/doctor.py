@@ -16,9 +16,9 @@ from accel.timing.environment import environment
 
 # TensorFlow's CPU-only package exists for x86 only.
 _TENSORFLOW = "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow"
-# Names of the same distributions in NVIDIA's images.
+# The names that NVIDIA's images give to the same distributions.
 _ALSO = {"tensorrt-cu13": "tensorrt"}
-# distribution, import name, extra, what it brings
+# Each row has the distribution, its import name, its extra, and what it adds.
 _PARTS = (
     ("torch", "torch", None, "sources, and the baseline of every benchmark"),
     ("onnx", "onnx", None, "the format between all stages"),
@@ -79,8 +79,9 @@ _BESIDE = (
 
 
 def doctor() -> dict[str, Any]:
-    """Returns ``python``, ``parts`` (packages, with the install command of a missing one), ``targets`` (whether this
-    machine can build for and run each), ``machine`` and ``cache``."""
+    """Returns ``python``, ``parts``, ``targets``, ``machine`` and ``cache``. ``parts`` lists the packages, with an
+    install command for each missing package. ``targets`` tells for each target whether this machine can build models
+    for the target and run them."""
     return {
         "python": platform.python_version(),
         "parts": [

@@ -50,19 +50,20 @@ def export(
     preprocess: PreprocessConfig | None = None,
     limit: float | None = None,
 ) -> Artifact:
-    """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that both compute the
-    same.
+    """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
+    same outputs as ``source``.
 
-    ``to`` is ``onnx``, or the format to convert the ONNX model to (``saved_model``, ``tflite``, ``ncnn``, ``openvino``
-    or ``torch``), in the folder ``out``.
+    ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
+    or ``torch``. Other formats than ``onnx`` are written to the folder ``out``.
 
-    ``accel.Source`` describes ``source`` and ``inputs`` to ``strip_training_ops``. The source may be an ONNX file, to
-    change its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes images, the dims
-    ``height`` and ``width`` are the sizes of the images before resizing. ``opset`` is the opset of the file; by default
-    20, or the opset of a source that is ONNX already. ``preprocess`` is pre- and postprocessing to put into the graph.
-    ``channels`` is the position of the channels (``first``, ``last`` or ``auto``) inside the graph of a TensorFlow
-    model; the inputs keep TensorFlow's layout. ``auto`` takes the position with fewer transposes. ``limit`` is the
-    largest relative error of an output after each stage, for a model whose float32 rounding exceeds the usual 1e-4.
+    ``accel.Source`` describes ``source`` and the arguments from ``inputs`` to ``strip_training_ops``. The source may be
+    an ONNX file, to change its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes
+    images, the dims ``height`` and ``width`` are the sizes of the images before resizing. ``opset`` is the opset of the
+    file; by default 20, or the opset of a source that is ONNX already. ``preprocess`` is pre- and postprocessing to put
+    into the graph. ``channels`` is the position of the channels (``first``, ``last`` or ``auto``) inside the graph of a
+    TensorFlow model; the inputs keep TensorFlow's layout. ``auto`` takes the position with fewer transposes. ``limit``
+    is the largest allowed relative error of an output after each stage. A model whose float32 rounding exceeds the
+    usual 1e-4 needs a larger limit.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
     correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
@@ -148,8 +149,8 @@ def _dims_of_each(
 
 @contextmanager
 def _limit_named(limit: float | None) -> Iterator[None]:
-    """Adds the advice to pass a larger limit to a gate that slightly exceeded its usual limit. The float32 rounding of
-    a deep recurrent net alone may exceed the usual limit.
+    """Adds the advice to raise the limit to the error of a gate whose usual limit was exceeded slightly. The float32
+    rounding of a deep recurrent net alone may exceed the usual limit.
     """
     try:
         yield

@@ -78,13 +78,13 @@ def inspect(
     """Returns the signature, properties and history of ``model``.
 
     For everything but engines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
-    lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX for these counts, but not for a ``check``
-    without a ``page``. ``check`` computes every hash of the model's chain again, from the file back to the weights.
-    ``check`` also has an engine read by its toolkit, if the toolkit is installed.
+    lists warnings. To count, exports a TensorFlow, TFLite or PyTorch model to ONNX. A ``check`` without a ``page``
+    counts nothing for these models. ``check`` computes every hash of the model's chain again, from the file back to the
+    weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
 
-    ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. ``inputs`` to
-    ``strip_training_ops`` set the fields of ``accel.Source``. A ``.pb`` or ``.meta`` file without ``graph_inputs`` and
-    ``graph_outputs`` is read between its likely inputs and outputs.
+    ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The arguments from
+    ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a
+    ``.pb`` or ``.meta`` file default to its likely inputs and outputs.
 
     Raises ``BadSource`` if the model is not found, ``ChainBroken`` if a model to ``check`` has no manifest, and
     ``UnsupportedHere`` for the page of an engine.
@@ -109,7 +109,7 @@ def inspect(
     links = tuple(check_chain(artifact)) if check else ()
     intact = all(link.status != "changed" for link in links) if check else None
     if check and artifact.manifest and any(not f.is_file() for f in artifact.files):
-        intact = False  # a file of the artifact itself is missing
+        intact = False  # a file of the artifact is missing
     problem = _engine_problem(artifact) if intact and artifact.kind == "engine" else ""
     if problem:
         intact = False
@@ -180,7 +180,7 @@ def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifac
 
 
 def _open_stripped(source: Source, warnings: list[str]) -> Artifact:
-    """Opens the source. If it still holds random ops, strips its dropout and adds a warning."""
+    """Opens the source. If the model still holds random ops, strips its dropout and adds a warning."""
     try:
         return source.open()
     except RandomOps as error:

@@ -28,9 +28,10 @@ def load(
 ) -> BaseSession:
     """Opens a session for ``model``: an artifact, the folder of an artifact, an ONNX file or any other source.
 
-    ``runtime`` defaults to the runtime that the artifact was optimized for, else the first one here that runs models of
-    this kind. ``options`` sets fields of ``SessionOptions`` (``threads``...), which override the options recorded with
-    the artifact. ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``.
+    ``runtime`` defaults to the runtime that the artifact was optimized for, else to the first installed runtime for
+    this kind of model. ``options`` sets fields of ``SessionOptions``, such as ``threads``, and overrides the options
+    recorded with the artifact. The arguments from ``inputs`` to ``strip_training_ops`` set the fields of
+    ``accel.Source``.
 
     Raises ``BadSource`` if the model can't be opened, ``UnsupportedHere`` if no runtime here can run it.
 

@@ -64,7 +64,7 @@ def optimize(
     signature: str = "",
     strip_training_ops: bool = False,
 ) -> Optimization:
-    """Makes, gates, judges and measures the candidates for ``target``, and publishes the fastest one that passes.
+    """Makes, checks, judges and measures the candidates for ``target``, and publishes the fastest one that passes.
 
     The folder ``out`` gets ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``, and
     ``report.html`` if the extra ``report`` is installed.
@@ -94,13 +94,13 @@ def optimize(
       computed on ``eval_data``, by default ``data``.
     - ``labels``: an .npz file with the label of each sample, instead of a metric.
     - ``label_metric``: the metric that compares outputs with labels, see ``read_labels``.
-    - ``max_drop``: the largest relative loss of the metric, or without a metric the largest distance of the outputs
-      (``accel.proof.concordance.discordance``).
+    - ``max_drop``: the largest allowed relative loss of the metric, or without a metric the largest allowed distance of
+      the outputs (``accel.proof.concordance.discordance``).
 
     Speed:
 
-    - ``sizes``: the sizes of the dims to measure at. The default is a sample of the data, else the dims' usual sizes
-      with batch 1.
+    - ``sizes``: the sizes of the dims to measure at. The default is the sizes of a sample of the data, or without data
+      the dims' usual sizes with batch 1.
     - ``batch``: the batch to measure at. ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole
       numbers, or ``data`` for the lengths of the samples.
     - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
@@ -109,13 +109,14 @@ def optimize(
       manifest records the chosen options for ``accel.load``, ``accel bench`` and ``accel serve``.
     - ``threads``: measure with this number of threads only; 0 for all cores, or fewer if that is faster.
     - ``rounds``: rounds of the measurement, at least 5.
-    - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, those
-      that are likely fastest first. The result lists each candidate that is skipped or abandoned to save time. No
-      candidate is chosen unmeasured. An export always runs to its end.
+    - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, and
+      begins with the candidates that are likely fastest. The result lists each candidate that is skipped or abandoned
+      to save time. No candidate is chosen unmeasured. The budget doesn't stop an export.
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. Candidates for a target that
-    can't run here are not measured, and the first right one of fp16, int8, fp8, bf16, fp32 is chosen.
+    can't run here are not measured. The first candidate with right outputs is chosen, in the order fp16, int8, fp8,
+    bf16, fp32.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
 
 # The largest relative error of a rewritten graph, by the graph's precision. Requantizing uint8 as symmetric int8 loses
-# up to one of eight bits, so values of an 8-bit graph may round to the next step. Rewriting float64 has the limit of
-# the graph's float precision.
+# up to one of eight bits, so values of an 8-bit graph may round to the next step. A rewrite of float64 gets the limit
+# of the graph's float precision.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
@@ -44,7 +44,7 @@ class PreflightReport:
 
     @property
     def passed(self) -> bool:
-        """Tells whether the rewritten model has no refused nodes, or the given model if none was rewritten."""
+        """Tells whether the rewritten model has no refused nodes. Without a rewrite, tells this for the given model."""
         return not (self.left if self.fixed else self.refusals)
 
     def to_json(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def preflight(
 
     ``fix`` rewrites the refused nodes that can be rewritten safely and writes the model to ``out``. A gate compares the
     new model with ``model``, on ``data`` if given. The gate allows a relative error of 1e-3 for float32 and 0.1 for a
-    quantized graph, as in ``accel.optimize``. ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``;
-    only ``inputs`` and ``dims`` apply to an ONNX file.
+    quantized graph, as in ``accel.optimize``. The arguments from ``inputs`` to ``strip_training_ops`` set the fields of
+    ``accel.Source``; only ``inputs`` and ``dims`` apply to an ONNX file.
 
     Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
     ``UnsupportedHere`` if the model is no ONNX model, or the target doesn't build for a compute capability. Raises
@@ -144,7 +144,7 @@ def preflight(
 
 
 def _way_on(error: GateFailed, refusals: Sequence[Refusal], *, quantized: bool) -> GateFailed:
-    """Returns ``error``, the failed gate of a rewritten model, with the rewritten nodes and the fix."""
+    """Adds the rewritten nodes and the fix to ``error``, the failed gate of a rewritten model."""
     from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 
     nodes = [row.node for row in refusals if row.safe]

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class Verification:
     """The result of a comparison.
 
-    ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` is the median
-    relative error (rel_l2) of an output's samples (axis 0), which samples with large values can't hide. ``problems``
-    has a sentence for each output that differs by more than ``limit``.
+    ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` is, for each output,
+    the median of the relative errors (rel_l2) of the samples on axis 0. Unlike the error of a whole output, the median
+    doesn't depend on a few samples with large values. ``problems`` has a sentence for each output that differs by more
+    than ``limit``.
     """
 
     passed: bool
@@ -73,9 +74,10 @@ def verify(
     ||candidate - reference||₂ / ||reference||₂ of an output and of its median sample; the default depends on the
     candidate's precision.
 
-    ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for the models that are sources. An option
-    of one TensorFlow file format applies to the models of that format. ``inputs`` and ``dims`` also apply to the
-    reference if it is a file. A source that doesn't declare its inputs gets the inputs of the other model.
+    The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for the models that are
+    sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``
+    also apply to the reference if it is a file. A source that doesn't declare its inputs gets the inputs of the other
+    model.
 
     Raises ``UnsupportedHere`` if a model can't run on this machine, ``BadData`` if the data doesn't fit or holds an
     integer that a model fails on.
@@ -160,12 +162,12 @@ def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
 
 
 def _open(reference: Model, candidate: Model, options: SourceOptions) -> tuple[Artifact, Artifact]:
-    """Opens both models. Opens both models. The reference gets ``inputs`` and ``dims`` even if it is a file, because
-    the comparison runs on its inputs."""
+    """Opens both models. ``inputs`` and ``dims`` also apply to a reference that is a file, because both models run on
+    the inputs of the reference."""
     one, two = shared((reference, candidate), options)
     one = Source.of(one, inputs=options["inputs"], dims=options["dims"])
     if not one.native and not two.native:
-        one = Source.of(one, weights=options["weights"])  # raises: neither model takes weights
+        one = Source.of(one, weights=options["weights"])  # raises an error, because neither model takes weights
     if two.native:
         first = one.open()
         return first, two.open(like=partial(getattr, first, "signature"))
@@ -174,8 +176,8 @@ def _open(reference: Model, candidate: Model, options: SourceOptions) -> tuple[A
 
 
 def effective_precision(artifact: Artifact) -> str:
-    """Returns the precision a model computes in, which is the lower of its file's and its recorded session's
-    precision."""
+    """Returns the precision a model computes in, the lower of the precisions of its file and of its recorded
+    session."""
     own = str(artifact.properties.get("precision", "fp32"))
     asked = recorded_options(artifact).get("precision", "fp32")
     return asked if own == "fp32" else own

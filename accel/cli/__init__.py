@@ -1,7 +1,7 @@
 """The command line, with a file for each click command. ``__init__.py`` loads a command when the command is used, shows
 progress and prints errors.
 
-In: words of the command line. Out: text or, with ``--json``, one JSON object on stdout, and an exit code.
+In: the command-line arguments. Out: text or, with ``--json``, one JSON object on stdout, and an exit code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from accel.errors import NO_SPACE, AccelError, one_line
 from accel.spelling import on_command_line
 from accel.version import __version__
 
-# name -> (module, one line). A module is imported when its command runs, which keeps `accel --help` fast.
+# Maps a command's name to its module and its line of help. A module is imported when its command runs, which keeps
+# `accel --help` fast.
 COMMANDS = {
     "export": ("accel.cli.export", "Export a PyTorch or TensorFlow model to ONNX, or ONNX to another format."),
     "optimize": ("accel.cli.optimize", "Make the fastest correct form of a model for a target."),

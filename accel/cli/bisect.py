@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Find the first node at which CANDIDATE differs from REFERENCE, two ONNX files of one model.
 
-    Exit code 1 if they differ, 0 if the outputs agree.
+    Exit code 1 if the outputs differ, 0 if they agree.
     """
     from accel.api.bisect import bisect
 

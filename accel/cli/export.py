@@ -60,7 +60,7 @@ def command(
     say: Output,
     **options: Any,
 ) -> None:
-    """Export SOURCE to ONNX and prove that it computes the same.
+    """Export SOURCE to ONNX and prove that the ONNX model computes the same.
 
     SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, or a folder
     written by transformers' save_pretrained. A TensorFlow SOURCE is a SavedModel folder, a Keras file (.keras, .h5,

@@ -65,8 +65,8 @@ _strip = click.option(
 
 
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of ``accel.Source``. The function gets them in one mapping, ``source``, by the names of the
-    Python arguments."""
+    """Adds the options of ``accel.Source``. The function gets the options in one mapping, ``source``, whose keys are
+    the names of the Python arguments."""
 
     @_input
     @_weights

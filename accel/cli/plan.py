@@ -31,7 +31,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
         return quantity(value) if isinstance(value, str) else float(value)
 
 
-# Options that are off unless they are given.
+# Options that are off by default.
 _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 
 
@@ -74,12 +74,12 @@ _EXTRA = ("replicate", "hpz", "qwz", "qgz", "offload")
 def command(config: Path | None, world: int, out: Path | None, choose: int, say: Output, **given: Any) -> None:
     """Show the memory, the bytes sent and the time of a training run before it is launched.
 
-    CONFIG is a training config (TOML). Without one, describe the model with --params, or with --layers, --hidden,
+    CONFIG is a training config (TOML). Without CONFIG, describe the model with --params, or with --layers, --hidden,
     --heads, --vocab and --seq.
 
-    --hbm lists every layout that fits, fastest first. Options such as --zero, --tp and --micro-batch restrict this list
-    to layouts with their values. Layouts that round more are listed only with --qwz or --qgz. Equally fast layouts are
-    ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
+    --hbm lists every layout that fits, fastest first. Options such as --zero, --tp and --micro-batch restrict the list
+    to layouts with the given values. Layouts that round more are listed only with --qwz or --qgz. Equally fast layouts
+    are ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
     """
     machine = _machine(given)
     base = _config(config, given)

@@ -58,7 +58,7 @@ def command(
     """Train the model of CONFIG (TOML) into the folder --out, or go on from the newest checkpoint there.
 
     --key=value or --table.key=value overrides a key of the config, e.g. --optimizer.lr=0.01. The trained model is in
-    OUT/final, which accel export OUT reads.
+    OUT/final. The command accel export OUT reads this model.
     """
     from accel.train.config.schema import TrainConfig
     from accel.train.run.launch import find_config, train

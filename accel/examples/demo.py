@@ -43,7 +43,8 @@ def prepare(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Trains one model and loads packaged weights for another. Exports, optimizes, builds and benchmarks both."""
+    """Trains one model and loads packaged weights for another. Exports, optimizes, builds and benchmarks both
+    models."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)

@@ -47,7 +47,7 @@ def weights() -> list[Path]:
     weights=weights,
 )
 def model() -> torch.nn.Module:
-    """Makes a 6-layer BERT with hidden size 384 and masked mean pooling. Its output ``embedding`` float32[batch, 384]
+    """Makes a 6-layer BERT with hidden size 384 and masked mean pooling. The output ``embedding`` float32[batch, 384]
     has unit length."""
     import torch
 
@@ -109,9 +109,9 @@ def calibration_data(samples: int = 64, length: int = LENGTH) -> dict[str, np.nd
 def evaluation_data(length: int = LENGTH) -> dict[str, dict[str, np.ndarray]]:
     """Returns inputs with human similarity scores, as the files of a data folder.
 
-    ``lee`` has inputs for 50 documents, and ``lee_human`` float64[50, 50], the mean human similarity score (0 to 1).
-    ``wordsim`` has inputs for 353 word pairs (all left words, then all right words), and ``wordsim_human`` float64[353]
-    (0 to 10).
+    ``lee`` has inputs for 50 documents. ``lee_human`` float64[50, 50] is the mean human similarity score of each pair
+    (0 to 1). ``wordsim`` has inputs for 353 word pairs, first all left words, then all right words. ``wordsim_human``
+    float64[353] is the human score of each pair (0 to 10).
     """
     import numpy as np
 
@@ -146,5 +146,5 @@ def correlations(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarra
 
 
 def similarity(outputs: Mapping[str, np.ndarray], data: Mapping[str, np.ndarray]) -> float:
-    """Returns the mean of both correlations, for ``accel optimize --metric``. Higher is better."""
+    """Returns the mean of the two ``correlations``, for ``accel optimize --metric``. Higher is better."""
     return sum(correlations(outputs, data)) / 2

@@ -23,12 +23,14 @@ _FREE = frozenset(
         "Range", "Dropout",
     }
 )  # fmt: skip
-# Operations for each element, if more than one: exp, sum and division, mean and variance.
+
+# The number of operations per output element, for operators that take more than one. Softmax, for example, takes an
+# exp, a sum and a division.
 _ELEMENT = {"Softmax": 5, "LogSoftmax": 6, "LayerNormalization": 8, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8}
 _QUANTIZED = frozenset(
     {"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv", "QGemm", "QAttention", "DynamicQuantizeLSTM"}
 )
-# The number of gates of each recurrent layer, whose names ONNX and ncnn share.
+# The number of gates of each recurrent layer. ONNX and ncnn use the same names.
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm", "Einsum", *GATES, *_QUANTIZED})
 

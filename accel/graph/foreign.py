@@ -103,5 +103,5 @@ def _element(dtype: str) -> int:
 
     try:
         return int(helper.np_dtype_to_tensor_dtype(np.dtype(numpy_dtype(dtype))))
-    except (KeyError, TypeError, ValueError):  # a dtype without a number in ONNX, such as int4
+    except (KeyError, TypeError, ValueError):  # ONNX has no number for some dtypes
         return int(TensorProto.UNDEFINED)

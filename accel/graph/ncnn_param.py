@@ -22,7 +22,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # a list's key counts down from this number
+_ARRAY = -23300  # the key of a list is this number minus its index
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def shapes_of(path: Path, signature: Signature, sizes: Mapping[str, int]) -> dic
 
 
 def parameters(layer: Layer) -> int:
-    """Returns the number of weights of a layer, computed from its options by ncnn's documentation."""
+    """Returns the number of weights of a layer, computed from its options as ncnn's documentation says."""
     kind, n = layer.kind, layer.number
     if kind.startswith(("Convolution", "Deconvolution")):
         return n(6) + (n(0) if n(5) else 0)

@@ -23,12 +23,12 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# The number of leading kernel axes that ``_flops`` skips, because ``positions`` counts these axes.
+# How many leading kernel axes ``_flops`` skips. ``positions`` already counts these axes.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip
 _GATES = {"LSTMSequence": 4, "GRUSequence": 3, "RNNSequence": 1}
-# The operations that may lie between integers and the matrix product that uses them.
+# The operations that may lie between integer weights and their matrix product.
 _BETWEEN = frozenset({"Convert", "Multiply", "Subtract", "Reshape", "Transpose"})
 _INTEGERS = ("int8", "uint8", "int4", "uint4")
 
@@ -140,8 +140,8 @@ def _is_weight(dtype: str, shape: Shape) -> bool:
 def _ends(
     rows: Sequence[Mapping[str, Any]], kind: str, side: str, specs: Sequence[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Returns the specs by the name of the value in the graph. Matches a spec whose name is not in the IR by
-    position."""
+    """Returns a dict from the names of values in the graph to ``specs``. If the name of a spec is not in the IR,
+    matches the spec by its position."""
     ends = [row for row in rows if row["kind"] == kind]
     names = [row[side][0] for row in ends]
     known = {name: row[side][0] for row in ends for name in row["known_as"]}

@@ -16,8 +16,8 @@ from .layout import layout
 if TYPE_CHECKING:
     import onnx
 
-# The most nodes that a browser pans without stuttering. The page of a larger graph shows only its first nodes and says
-# so.
+# The largest number of nodes that a browser pans without stuttering. The page of a larger graph shows only its first
+# nodes and says so.
 MAX_NODES = 4000
 
 
@@ -119,7 +119,7 @@ def write_page(models: Sequence[dict[str, Any]], out: Path) -> None:
         raise MissingExtra("jinja2", "report") from None
     changes = mark_changes(models[0], models[1]) if len(models) == 2 else {}
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    # Escaping the names from the model's file keeps them from ending the script element or starting another.
+    # Escaped names from the model's file can't end the script element or start another element.
     data = json.dumps({"models": list(models), "changes": changes}, allow_nan=False, default=str)
     for char, escaped in (
         ("<", "\\u003c"),

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ReadGraph:
     """A graph that was read. ``model`` is the graph to draw, or None. ``cost`` is the graph's cost, or None.
-    ``counted_as`` is the format in which FLOPs were counted, if not the file's. ``known`` lists the operators and
-    weights that the format itself lists, which replace the counted ones. ``warnings`` lists warnings besides those of
-    ``cost``. ``problem`` is the reason if there is no graph.
+    ``counted_as`` is the format in which FLOPs were counted, if it isn't the file's format. ``known`` holds the
+    operators and weights that the format itself lists. The values of ``known`` replace the counted values. ``warnings``
+    lists warnings besides those of ``cost``. ``problem`` is the reason if there is no graph.
     """
 
     model: onnx.ModelProto | None = None

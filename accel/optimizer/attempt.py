@@ -21,8 +21,8 @@ from .judge.comparison import Judge, Judgement
 from .mixed.search import assign
 from .recipes.recipe import Recipe
 
-# Shares of a budget. No work begins after the first share of the budget, and running work is stopped at the second.
-# Work stops earlier if measuring needs the time (``Budget.over``).
+# Shares of a budget. No work begins after the first share is spent. Running work is stopped when the second share is
+# spent. Work stops earlier if measuring needs the time (``Budget.over``).
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 
@@ -54,7 +54,7 @@ def attempt(
             work.run(recipe)
     except OutOfTime:
         row.skip(budget.reason(work.unfinished), out_of_time=True)
-    except UnsupportedHere as error:  # another candidate may work
+    except UnsupportedHere as error:  # other candidates may still be possible
         row.reject(str(error))
         row.unsupported = True
     except (UsageError, CannotWrite):
@@ -70,8 +70,8 @@ def attempt(
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is the running step as a clause for
-    messages."""
+    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` says in a clause which step is running,
+    for messages."""
 
     row: CandidateResult
     src: Artifact
@@ -84,7 +84,8 @@ class _Attempt:
     unfinished: str = ""
 
     def run(self, recipe: Recipe) -> None:
-        """Searches the layers that stay float if the recipe requires it, runs the stages and judges the result."""
+        """Runs the stages and judges the result. First searches for the layers that stay float, if the recipe requires
+        a search."""
         share = _BUILDING if recipe.runnable else 1.0
         if recipe.search:
             found = self._searched(recipe, share)

@@ -1,4 +1,4 @@
-"""The time budget of a run, which alone decides when running work is stopped."""
+"""The time budget of a run. Only the budget decides when running work is stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel.cancel import cancelled_by
 from accel.errors import AccelError
 from accel.spelling import option
 
-# The most steps, and the most candidates, that a note names.
+# The largest number of steps, and of candidates, that a note names.
 _NAMED = 4
 # The seconds of a short measurement for each process, spent on loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
@@ -24,10 +24,10 @@ class OutOfTime(AccelError):
 
 
 class Budget:
-    """A budget of ``seconds`` from now on, or no limit if None.
+    """A budget of ``seconds`` from now on. None means no limit.
 
-    Callers check ``over`` before they begin a step. Work inside ``within`` is stopped early. ``clock`` returns the
-    current time in seconds.
+    Callers check ``over`` before they begin a step. ``within`` stops running work as soon as ``over`` is true.
+    ``clock`` returns the current time in seconds.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,8 @@ class Budget:
 
     @contextmanager
     def within(self, share: float) -> Iterator[None]:
-        """Stops the work inside with ``OutOfTime`` as soon as ``over(share)`` is true. See ``accel.cancel``."""
+        """Stops the work inside the block with ``OutOfTime`` as soon as ``over(share)`` is true. See
+        ``accel.cancel``."""
         if not self.limited:
             yield
             return
@@ -87,9 +88,9 @@ class Budget:
 
     @contextmanager
     def spending(self, what: str, *, quantizing: bool = False) -> Iterator[None]:
-        """Adds the time of the work inside to ``what``, even if the work fails.
+        """Adds the time of the work inside the block to the step ``what``, even if the work fails.
 
-        ``quantizing`` marks work that reads calibration data, which fewer samples would shorten.
+        ``quantizing`` marks work that fewer calibration samples would shorten.
         """
         begun = self._clock()
         if quantizing:

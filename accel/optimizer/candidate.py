@@ -18,7 +18,7 @@ class Status(StrEnum):
     """The status of a candidate, spelled as in ``optimize.json``."""
 
     CHOSEN = "chosen"
-    PASSED = "passed"  # passed its gates and the judge, but is not the chosen candidate
+    PASSED = "passed"  # passed the gates and the judge, but was not chosen
     REJECTED = "rejected"
     NOT_TRIED = "not tried"
 
@@ -28,7 +28,7 @@ class CandidateResult:
     """One row of the table.
 
     ``reason`` tells why the candidate isn't chosen. ``options`` holds options of its session. ``base`` is the name of
-    the same candidate with default session options, and empty for a candidate that has them. ``trajectory`` is the
+    the same candidate with default session options, or empty if this candidate has these options. ``trajectory`` is the
     search for the layers that stay float, if there was one. ``missed_final`` is set if a short measurement eliminated
     the candidate. ``hidden_by_noise`` is set if the candidate may be faster than the chosen one. ``unsupported`` is set
     if the request, not the outputs, made the candidate fail. ``over_budget`` is set if the candidate's outputs are too

@@ -13,8 +13,8 @@ from .measure.noise import seems_faster, why_not_faster
 
 
 def fastest(source: CandidateResult, rows: Sequence[CandidateResult]) -> CandidateResult:
-    """Returns the fastest passed candidate that is measurably faster than the source, or the source if there is none.
-    Gives every other passed candidate the reason why it isn't chosen.
+    """Returns the fastest passed candidate that is measurably faster than the source, or the source if no candidate is
+    faster. Gives every other passed candidate the reason why it isn't chosen.
     """
     best = source
     for row in rows:

@@ -12,7 +12,8 @@ from .judge.comparison import Judge
 
 
 def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
-    """Returns notes on how the candidates were made: samples, plugins, and layers without a held-out half.
+    """Returns notes on how the candidates were made: on samples, on plugins, and on float layers that no held-out half
+    confirmed.
 
     ``samples`` is the number of calibration samples, ``asked`` the number that the user requested.
     """

@@ -42,7 +42,7 @@ def publish(
 ) -> Artifact:
     """Copies ``artifact`` into ``folder`` and returns the copy. Removes the model of an earlier run afterwards.
     ``session`` holds the runtime, options and figures for the manifest. ``report`` returns the content of
-    ``optimize.json`` for the copy. ``page`` writes the page for the copy to a path, and is None for no page.
+    ``optimize.json`` for the copy. ``page`` writes the page for the copy to a path. A ``page`` of None writes no page.
     """
     if artifact.manifest is None:  # the chosen source was not made by accel
         artifact = _recorded(artifact)

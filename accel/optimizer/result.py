@@ -16,7 +16,7 @@ class Optimization:
     """The published model and the results of every candidate.
 
     ``artifact`` is the published file. ``chosen`` is the name of the chosen candidate. ``candidates`` lists all rows,
-    the source first. ``max_drop`` is the largest drop in quality. ``environment`` describes the machine of the
+    the source first. ``max_drop`` is the largest allowed drop in quality. ``environment`` describes the machine of the
     measurement, and is empty if nothing was measured. ``command`` is the command line that repeats the request.
     ``warnings`` holds the notes with advice for a better result.
     """

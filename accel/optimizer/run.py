@@ -48,11 +48,11 @@ class Opened(Protocol):
 
     @property
     def source(self) -> Artifact | None:
-        """Returns the source; Returns the source of the export, or None if the user gives an ONNX file."""
+        """Returns the source of the export, or None if the user gives an ONNX file."""
 
     def check(self, data: Path, samples: int, cache: StageCache) -> tuple[str, str]:
-        """Runs both models on ``samples`` samples of ``data``. Returns a warning if the outputs differ, and a warning
-        if an output has NaN."""
+        """Runs the source and the exported model on ``samples`` samples of ``data``. Returns a warning if the outputs
+        differ, and a warning if an output has NaN."""
 
 
 @dataclass(kw_only=True)
@@ -133,8 +133,8 @@ def _check_source(
 
     Raises ``BadData`` if the source can't run on a sample, ``UsageError`` if the metric fails.
     """
-    # The judge runs the samples that aren't calibration samples, unless they also compare an exported model with its
-    # source.
+    # The judge runs its own samples below. Samples that only the judge uses run here too if an exported model is
+    # compared with its source.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")

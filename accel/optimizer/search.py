@@ -1,6 +1,6 @@
-"""Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short, and then
-varies session options. Successive halving measures all candidates for a short time, the faster half for a longer time,
-and so on (Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS
+"""Searches for the fastest candidate by measuring all candidates, or by successive halving if time is short. The search
+then varies session options. Successive halving measures all candidates for a short time, the faster half for a longer
+time, and so on (Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization, AISTATS
 2016).
 """
 
@@ -30,7 +30,8 @@ _SECONDS_TO_LOAD = 2.0
 _BLOCK_SECONDS = 0.2
 _SHORT_BLOCK_SECONDS = 0.05
 _FINALISTS = 2
-# Seconds for further rounds while an interval is wide, without which no candidate would seem faster on a noisy machine.
+# The seconds for further rounds while a confidence interval is wide. Without further rounds, no candidate would seem
+# faster on a noisy machine.
 _SECONDS_OF_CANDIDATES = 20.0
 _SECONDS_OF_OPTIONS = 10.0
 # The memory of a process consists of the runtime, the model as read, and the runtime's packed copy of the model.
@@ -105,7 +106,8 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # A candidate whose base isn't faster than the source is compared with the source instead.
+            # If the same candidate with default options isn't faster than the source, the row is compared only with the
+            # source.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]

@@ -1,5 +1,5 @@
-"""The options of quantization and casts, which are ``QuantizeOptions`` and ``CastOptions`` in Python and ``--quantize
-calibration=entropy`` or ``--cast keep-fp32=Softmax`` on the command line."""
+"""The options of quantization and casts. In Python these are ``QuantizeOptions`` and ``CastOptions``. On the command
+line they are written like ``--quantize calibration=entropy`` and ``--cast keep-fp32=Softmax``."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _block(text: str) -> int:
-    """Returns a power of two from 16 on, the only block sizes that MatMulNBits takes."""
+    """Reads a block size, which has to be a power of two from 16 on for MatMulNBits."""
     value = int(text)
     if value < 16 or value & (value - 1):
         raise ValueError(text)

@@ -26,9 +26,9 @@ _NAMES = {
 
 
 def spec_of(module: torch.nn.Module, sample: Sample | None = None) -> ModelSpec:
-    """Returns the ``ModelSpec`` of ``module``: its parameters (shared ones counted once), largest block, and the shape
-    in its ``config``. ``sample`` holds the inputs of one sample, without a batch dim, for a trial run that measures
-    activations and FLOPs.
+    """Returns the ``ModelSpec`` of ``module``: its parameters, its largest block, and the shape in its ``config``.
+    Shared parameters are counted once. ``sample`` holds the inputs of one sample, without a batch dim, for a trial run
+    that measures activations and FLOPs.
     """
     shape = _shape(getattr(module, "config", None))
     sizes = [_size(block) for block in blocks(module)]
@@ -98,7 +98,8 @@ def _forward(module: torch.nn.Module, sample: Sample, batch: int) -> tuple[int, 
 
 
 def count_flops() -> FlopCounterMode:
-    """Returns torch's FLOP counter, extended by the attention operator of the CPU, which torch leaves out."""
+    """Returns torch's FLOP counter, extended by the CPU's attention operator. Torch's own counter leaves this operator
+    out."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
 
@@ -127,7 +128,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         storage = _plain(value).untyped_storage()
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
-            self._alive.append(storage)  # keeps the storage alive, so that no other gets its address
+            self._alive.append(storage)  # keeps the storage alive, so that no other storage gets the same address
             self.bytes += storage.nbytes()
         return value
 

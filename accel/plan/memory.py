@@ -16,7 +16,7 @@ from .spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes on the device of the rank with the most bytes. ``host`` holds the bytes of that rank on the host under
+    """The bytes on a device, for the rank that needs the most. ``host`` holds the bytes of that rank on the host under
     CPU offload.
 
     ``activations`` is None if the model's shape isn't known. ``stepping`` is the bytes of the optimizer's step, after
@@ -75,7 +75,7 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     psi = stage_params(spec, layout)
     cut = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     state = master + MOMENTS[layout.optimizer] * moment
-    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # the second shard of hpZ (ZeRO++ section 3.2)
+    hpz = weight * psi / layout.hpz if layout.hpz else 0.0  # hpZ's second copy (ZeRO++ section 3.2)
     return weight * psi / cut[0] + hpz, gradient * psi / cut[1], state * psi / cut[2]
 
 
@@ -98,11 +98,11 @@ def layer_activations(spec: ModelSpec, layout: Layout) -> float:
 
     The tensors of 2-byte elements take, in units of s b h bytes, 2 + 2 for the inputs of both LayerNorms, 2 + 2 for the
     inputs of the QKV product and the first MLP product, 6 for Q, K and V, 2 for the attention's output, and 8 + 8 for
-    the input and the output of the MLP's GELU. Only the 24 of the last three are divided by t. The LayerNorm inputs are
-    divided by t only under sequence parallel. The product inputs are never divided, because a column-parallel product
-    saves the whole gathered sequence. The total of 32 is the 34 of Korthikanti et al. 2022 ("Reducing Activation
-    Recomputation in Large Transformer Models", equations 1 to 4) without the two dropout masks. The paper also divides
-    the product inputs by t, and gathers them again in the backward pass (section 4.2.2).
+    the input and the output of the MLP's GELU. Only the last terms, 6 + 2 + 8 + 8 = 24, are divided by t. The LayerNorm
+    inputs are divided by t only under sequence parallel. The product inputs are never divided, because a
+    column-parallel product saves the whole gathered sequence. The total of 32 is the 34 of Korthikanti et al. 2022
+    ("Reducing Activation Recomputation in Large Transformer Models", equations 1 to 4) without the two dropout masks.
+    The paper also divides the product inputs by t, and gathers them again in the backward pass (section 4.2.2).
 
     Attention that stores the softmax adds 2 a s^2 b bytes. Fused attention adds only a 4-byte log-sum-exp, 4 a s b
     bytes. Each LayerNorm saves a 4-byte mean and a 4-byte deviation per token, 16 s b bytes for both LayerNorms. Under
@@ -163,16 +163,17 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns the peak number of micro-batches whose activations a rank holds.
+    """Returns two peak numbers of micro-batches whose activations a rank holds.
 
-    The first number is for the rank of the first stage, which holds the most, and the second for the rank of the last
-    stage.
+    The first number is for the rank of the first stage, and is the largest of all ranks. The second number is for the
+    rank of the last stage.
 
     The numbers are m and m for GPipe, and p and 1 for 1F1B (Narayanan et al. 2021, section 2.2). Interleaved schedules
     with v chunks in rounds of r micro-batches hold ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. For r = p the
-    first number is the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3. Zero-bubble (Qi et al. 2024, section
-    6): p on the rank where the V turns. The zero-bubble rank with the first and the last stage begins with 2 p - 1
-    forward passes of the first stage and ends with one forward pass of the last stage. No number is larger than m.
+    first number is the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3. In a zero-bubble schedule (Qi et al.
+    2024, section 6), the rank where the V turns holds p micro-batches. The zero-bubble rank with the first and the last
+    stage begins with 2 p - 1 forward passes of the first stage and ends with one forward pass of the last stage. No
+    number is larger than m.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
@@ -192,8 +193,8 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     ZeRO 3 takes two gathered blocks of parameters (one in use, one prefetched), the parameters outside the blocks, and
     one block of gradients. ZeRO 2 takes one block of gradients before its reduction. Autocast keeps a 2-byte copy of
     every weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s
-    b V / t. The gradient of a sharded embedding first takes its whole size, V h, and is sharded later, under
-    accumulation after the last micro-batch.
+    b V / t. The gradient of a sharded embedding takes its whole size, V h, until it is sharded. Under accumulation the
+    gradient is sharded after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp
@@ -242,7 +243,8 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:
     """Returns the bytes of keys and values on a rank: 2 L (h / a) a_kv s b elements, divided by t.
 
-    Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3, with grouped heads a_kv.
+    The formula is that of Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3, with a_kv heads
+    of keys and values.
     """
     if not (spec.layers and spec.hidden and spec.heads):
         return 0.0

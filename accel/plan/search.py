@@ -33,14 +33,14 @@ class Plan:
             raise BadConfig(f"tensor parallel shards heads and layers; pass {_shape_options()} with {option('tp')}")
         if layout.tp > 1 and (spec.heads % layout.tp or spec.kv_heads % layout.tp):
             raise BadConfig(
-                f"{spec.heads} heads ({spec.kv_heads} of keys and values) don't divide by tp {layout.tp}; use a divisor"
+                f"tp {layout.tp} must divide the {spec.heads} heads ({spec.kv_heads} of keys and values); use a divisor"
             )
         if layout.cp > 1 and not spec.is_transformer:
             raise BadConfig(f"context parallel shards sequences and heads; pass {_shape_options()} with {option('cp')}")
         if layout.cp > 1 and not _shares(spec, layout.cp):
             raise BadConfig(
-                f"{spec.heads} heads ({spec.kv_heads} of keys and values) and a sequence of {spec.seq} don't all "
-                f"divide by cp {layout.cp}; use a common divisor"
+                f"cp {layout.cp} must divide the {spec.heads} heads ({spec.kv_heads} of keys and values) and the "
+                f"sequence of {spec.seq}; use a common divisor"
             )
         return cls(
             spec=spec,
@@ -119,18 +119,18 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yields every layout of ``world`` ranks that divides the model and the batch.
 
-    The tp or cp size is at most a node, the pp size at most the number of layers, and micro-batches are powers of two.
-    ZeRO shards over all data-parallel ranks or within each node (HSDP), with or without second shards in the node
-    (hpZ), on the device or on the host. Pipelines are not combined with ZeRO 3, which would gather for every
-    micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed`` requires them. ``fixed`` holds the
-    required values of fields of ``Layout``.
+    The tp or cp size is at most the size of a node, and the pp size at most the number of layers. Micro-batches are
+    powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps shards on the device
+    or on the host. Layouts are tried with and without second shards in the node (hpZ). Pipelines are not combined with
+    ZeRO 3, which would gather for every micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed``
+    requires them. ``fixed`` holds the required values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):
         dp = world // (tp * pp * cp)
         if global_batch % dp:
             continue
         each = global_batch // dp
-        node = machine.node_size // (tp * cp) * cp  # data-parallel ranks in a node
+        node = machine.node_size // (tp * cp) * cp  # the number of data-parallel ranks in a node
         replicas = (1, dp * cp // node) if node > 1 and dp * cp % node == 0 else (1,)
         asked = fixed.get("micro_batch", 0)
         choices: dict[str, Iterable[Any]] = {
@@ -170,7 +170,7 @@ def _fills(pipeline: str, pp: int, batches: int) -> bool:
 
 
 def _asked(fixed: Mapping[str, Any], name: str, usual: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the values to try for the field ``name``, which are the value in ``fixed`` or else the distinct values of
+    """Returns the values to try for the field ``name``: the value in ``fixed``, or else the distinct values of
     ``usual``."""
     return (fixed[name],) if name in fixed else tuple(dict.fromkeys(usual))
 
@@ -228,7 +228,7 @@ def search(
     """Returns the layouts that fit ``machine.hbm`` bytes per rank, fastest first.
 
     ``preferred`` orders equally fast layouts. ``fixed`` holds the required values of fields of ``Layout`` (``zero``,
-    ``tp``, ``hpz``, ...). Raises ``BadConfig`` if no layout fits, with the bytes of the smallest.
+    ``tp``, ``hpz``, ...). Raises ``BadConfig`` if no layout fits, and names the bytes of the smallest layout.
     """
     fixed = fixed or {}
     found = [
@@ -266,10 +266,10 @@ def search(
 
 def preferred(plan: Plan) -> tuple[float, ...]:
     """Returns the sort key for layouts of the same estimated time. The smaller key comes first. The criteria in order
-    are no recomputation, because recomputed elementwise work takes time that the estimate leaves out; the fewest bytes
-    sent; the fewest pipeline stages; the fewest tensor- and context-parallel ranks; the largest micro-batch, which
-    keeps a device busiest; and the simplest layout, without offload, second shards and replicas, and with the lowest
-    ZeRO stage.
+    are no recomputation; the fewest bytes sent; the fewest pipeline stages; the fewest tensor- and context-parallel
+    ranks; the largest micro-batch; and the simplest layout, without offload, second shards and replicas, and with the
+    lowest ZeRO stage. Recomputed elementwise work takes time that the estimate leaves out. The largest micro-batch
+    keeps a device busiest.
     """
     layout = plan.layout
     # Rounding ignores the last bits, which depend on the order of a sum.

@@ -78,7 +78,7 @@ class ModelSpec:
         if min(self.params, self.layers, self.hidden, self.heads, self.kv_heads, self.vocab, self.seq) < 0:
             raise BadConfig("the model's shape has a negative number; sizes start at 1")
         if self.heads and self.hidden % self.heads:
-            raise BadConfig(f"hidden {self.hidden} doesn't divide by {self.heads} heads; correct one of them")
+            raise BadConfig(f"hidden {self.hidden} is not a multiple of {self.heads} heads; correct one of them")
         if self.kv_heads and not self.heads:
             raise BadConfig(
                 f"{option('kv_heads', self.kv_heads)} needs the number of query heads; pass {option('heads')} too"
@@ -132,12 +132,12 @@ class Layout:
     """The layout of training over ranks.
 
     ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
-    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel), which ZeRO treats as
-    data-parallel ranks. ``sequence_parallel`` shards the activations that tensor parallel replicates along the
-    sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
+    ``cp`` is the number of ranks that share each sequence (Ulysses context parallel). ZeRO treats these ranks as
+    data-parallel ranks. ``sequence_parallel`` shards along the sequence the activations that tensor parallel
+    replicates. ``chunks`` is the number of stages per rank in the interleaved schedule.
 
     ``replicate`` is the number of replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of
-    the groups that hold a second copy of the parameters in shards for the backward gather (ZeRO++). ``qwz`` gathers
+    the groups that hold a second, sharded copy of the parameters for the backward gather (ZeRO++). ``qwz`` gathers
     weights and ``qgz`` reduces gradients in int8 (ZeRO++). ``offload`` keeps the shards of ZeRO on the host (CPU
     offload).
     """

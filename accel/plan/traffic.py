@@ -13,8 +13,8 @@ QUANTIZED = 1 + 4 / 256
 
 
 def ring(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends to gather, or to reduce and scatter, ``size`` bytes in a ring, (n - 1) / n of
-    ``size``.
+    """Returns the bytes that a rank sends in a ring to gather ``size`` bytes, or to reduce and scatter them: (n - 1) /
+    n of ``size``.
 
     A ring all-reduce scatters and gathers, and sends 2 (n - 1) / n of ``size`` (Patarasuk and Yuan 2009, "Bandwidth
     optimal all-reduce algorithms for clusters of workstations").
@@ -34,10 +34,10 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
     inside it.
 
     ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
-    Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). ZeRO 3 gathers for
-    forward and for backward, and scatters, in each micro-batch (3 m Psi). ZeRO 3 gathers parameters outside the blocks
-    only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas then all-reduce their
-    shards of gradients.
+    Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). In each micro-batch,
+    ZeRO 3 gathers for forward and for backward, and scatters once (3 m Psi). ZeRO 3 gathers parameters outside the
+    blocks only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas then all-reduce
+    their shards of gradients.
 
     In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers and qgZ reduces in int8 blocks, each with a float32 scale (the
     paper reduces in int4). hpZ keeps the backward gather in its group.
@@ -84,8 +84,8 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
     Each layer and micro-batch takes all-to-alls of the rank's query and output, s b h / c each, and of its share of key
     and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes (Jacobs et al. 2023,
-    "DeepSpeed Ulysses", section 3.2), and recomputation repeats the forward part. Gloo has no such all-to-all, and a
-    gather sends c times as many bytes there.
+    "DeepSpeed Ulysses", section 3.2), and recomputation repeats the forward part. Gloo has no such all-to-all. Gloo
+    uses a gather, which sends c times as many bytes.
     """
     if layout.cp == 1:
         return 0.0
@@ -103,11 +103,11 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     input gradient goes to another rank (Narayanan et al. 2021, section 2.2 and 4.1). Sequence parallel divides the
     bytes by t. Under autocast the residual stream is float32.
 
-    A middle rank sends an output and an input gradient for each of its stages, one stage or one per chunk in an
-    interleaved or zero-bubble schedule. Each of two ranks has an end of the pipeline. One of two ranks sends 2 v - 1
-    times in an interleaved schedule with v chunks. In a zero-bubble schedule (V), one of two ranks sends twice, because
-    the two stages at the turn of the V are on one rank. With two ranks of one stage each, one rank only sends forward
-    and the other only back.
+    A middle rank sends an output and an input gradient for each of its stages. A rank has one stage, or one per chunk
+    in an interleaved or zero-bubble schedule. With only two ranks, each rank has one end of the pipeline. In an
+    interleaved schedule with v chunks, the busier of two ranks sends 2 v - 1 times. In a zero-bubble schedule (V), the
+    busier of two ranks sends twice, because the two stages at the turn of the V are on one rank. With two ranks of one
+    stage each, one rank only sends forward and the other only back.
     """
     if layout.pp == 1:
         return 0.0
@@ -149,8 +149,9 @@ def bubble(layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage waits.
 
     GPipe and 1F1B: (p - 1) / (m + p - 1). An interleaved schedule with v chunks waits (p - 1) / (v m + p - 1)
-    (Narayanan et al. 2021, section 2.2). Zero-bubble waits 0 for m >= 2 p and a third of 1F1B for smaller m (ZB-H1), as
-    its authors estimate (Qi et al. 2023).
+    (Narayanan et al. 2021, section 2.2). A zero-bubble schedule doesn't wait if m >= 2 p. For smaller m, a zero-bubble
+    schedule waits a third of the time of 1F1B (ZB-H1). The waits of a zero-bubble schedule are estimates of Qi et al.
+    2023.
     """
     p, m = layout.pp, layout.accumulation
     if p == 1:
@@ -195,9 +196,9 @@ def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """Estimates the time of a step.
 
     A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap and is added to the compute
-    time, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, and only the traffic that
-    takes longer is added. The pipeline traffic of one micro-batch is added. CPU offload adds the copies to and from the
-    host, and one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
+    time, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, so only the longer of the two
+    is counted. The pipeline traffic of one micro-batch is added. CPU offload adds the copies to and from the host, and
+    one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
 
     Rank numbers vary fastest over tensor- and context-parallel ranks, then over a shard group, then over replicas. A
     transfer that reaches beyond a node runs at ``machine.bandwidth``.

@@ -32,16 +32,17 @@ if TYPE_CHECKING:
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
-# The most harmless tensors that a search skips. After these, the search returns the next tensor that differs.
+# The maximum number of harmless tensors that a search skips. After the last skipped tensor, the search returns the next
+# tensor that differs.
 _MOST_HARMLESS = 16
 
-# The most bytes of tensors that a scan holds in memory.
+# The maximum number of bytes of tensors that a scan holds in memory.
 SCAN_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node: its ONNX name (its first output if it has no name), operator and torch module path."""
+    """A node's ONNX name, operator and torch module path. The first output replaces a missing name."""
 
     name: str
     operator: str
@@ -309,7 +310,7 @@ def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
 
 
 def most_runs(tensors: int) -> int:
-    """Returns the most runs that a search without harmless tensors takes.
+    """Returns the maximum number of runs of a search that finds no harmless tensors.
 
     The runs are one for the outputs, a binary search, and one for the tensors after the found tensor.
     """

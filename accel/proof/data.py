@@ -111,7 +111,7 @@ class Dataset:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Returns the .npz files in ``path``, sorted, or ``path`` itself. Raises ``BadData`` if there is none."""
+    """Returns the .npz files in ``path``, sorted, or ``path`` itself. Raises ``BadData`` if there is no .npz file."""
     if path.is_dir():
         files = sorted(path.glob("*.npz"))
         if not files:
@@ -127,8 +127,8 @@ _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
-    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Only widens undeclared
-    ranges, which are dims of an ONNX file without a manifest that are not in ``declared``. Skips unreadable files,
+    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Widens only undeclared
+    ranges: those of an ONNX file without a manifest, for dims that are not in ``declared``. Skips unreadable files,
     which ``Dataset.load`` reports.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:

@@ -22,7 +22,7 @@ from .stream import SampleStream
 if TYPE_CHECKING:
     import numpy as np
 
-# Outputs by artifact, runtime and feeds, cached because a stage's output is the reference of the next stage.
+# Caches outputs by artifact, runtime and feeds, because a stage's output is the reference of the next stage.
 _outputs: OrderedDict[tuple[str, str, str], dict[str, np.ndarray]] = OrderedDict()
 _OUTPUT_BYTES = 1 << 29
 
@@ -36,7 +36,7 @@ class OutputGate:
 
     Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
     repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that also run unchanged.
-    ``seeds`` is the number of different inputs for the first case, so that several branches of a model run.
+    ``seeds`` is the number of different inputs for the first case. Several seeds run several branches of a model.
     """
 
     name: str = "outputs"
@@ -138,7 +138,8 @@ def output_result(gate: str, case: str, found: Difference, limit: float) -> Gate
 
 
 def what_both_take(src: Signature, out: Signature) -> Signature:
-    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that is fixed in either signature is fixed."""
+    """Returns the inputs of ``src`` with the ranges of ``out``. A dim that is fixed in one of the signatures is fixed
+    in the result."""
     theirs = {spec.name: spec for spec in out.inputs}
     inputs = []
     for spec in src.inputs:
@@ -193,7 +194,7 @@ class Outputs:
         self._session: BaseSession | None = None
 
     def of(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the outputs for these feeds, which are cast to the artifact's dtypes."""
+        """Casts the feeds to the artifact's dtypes and returns the outputs."""
         key = (self._digest, str(self._runtime), _digest(feeds))
         if key in _outputs:
             _outputs.move_to_end(key)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class PreprocessGate:
     """Compares the new model on raw images with the old model on images preprocessed by numpy, at every case.
 
-    The fields are those of ``PreprocessConfig``. Indices of ``argmax`` and ``topk`` may differ if their scores are
+    The gate has the fields of ``PreprocessConfig``. Indices of ``argmax`` and ``topk`` may differ if their scores are
     equal within the limit.
     """
 

@@ -29,8 +29,8 @@ class Remade:
     """One stage, run again.
 
     ``status`` is ``identical`` for the same bytes. ``status`` is ``equivalent`` for other bytes that pass the recorded
-    gate, or for an engine with the same kernels from the same ONNX, and ``different`` if the bytes fail the gate or
-    could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
+    gate, or for an engine with the same kernels from the same ONNX. ``status`` is ``different`` if the bytes fail the
+    gate or could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
     """
 
     stage: str
@@ -56,7 +56,7 @@ def remake(artifact: Artifact, given: Sequence[Path], cache: StageCache) -> tupl
     if not manifest.stages:
         raise ChainBroken(f"{artifact.path} was made by no stage, so there is nothing to reproduce")
     hashes = {path_sha256(path): path for path in given}
-    configs = [config_of(record, hashes) for record in manifest.stages]  # fails early if a file is missing
+    configs = [config_of(record, hashes) for record in manifest.stages]  # a missing file fails early
     current = _source(manifest)
     rows = []
     for number, (record, config) in enumerate(zip(manifest.stages, configs, strict=True), start=1):
@@ -107,10 +107,10 @@ def _source(manifest: Manifest) -> Artifact:
     source = manifest.source
     spec, weights = source.get("spec"), source.get("weights")
     if not spec:
-        raise ChainBroken("the manifest names no source; it can't be made again")
+        raise ChainBroken("the manifest names no source, so the artifact can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
     dims = manifest.signature.dims
-    if any(found.step != 1 for found in dims.values()):  # the source may not open at other sizes
+    if any(found.step != 1 for found in dims.values()):  # the source may fail to open at other sizes
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])
     named = Source(spec, **arguments)

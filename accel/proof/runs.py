@@ -65,8 +65,8 @@ def check_runs(src: Artifact) -> None:
 class Furthest:
     """The largest difference of a model from its source, and the count of NaN.
 
-    ``rel_l2``: ||model - source||₂ / ||source||₂ of the output ``output`` on the samples ``where``. ``nan`` is the
-    number of the ``samples`` with NaN in an output of the model.
+    ``rel_l2`` is ||model - source||₂ / ||source||₂ of the output ``output`` on the samples ``where``. ``nan`` is the
+    number of samples, out of ``samples``, for which an output of the model has NaN.
     """
 
     rel_l2: float = 0.0
@@ -92,8 +92,8 @@ def check_samples(
 
     Returns the largest difference between ``src`` and ``source``.
 
-    Raises ``BadData`` with the first sample that fails and the input that is out of range, ``GateFailed`` with the
-    first samples on which a float output differs from the source by more than ``tolerance``.
+    Raises ``BadData`` with the first sample that fails and the input that is out of range. Raises ``GateFailed`` with
+    the first samples on which a float output differs from the source by more than ``tolerance``.
     """
     of = source.digest if source is not None else ""
     key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}\nnan")
@@ -153,7 +153,7 @@ def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[st
         return session.run(cast_feeds(session, feeds))
     except RunFailed as error:
         raise _bad_sample(session, file, feeds, before, error) from error
-    except (BadSource, ChildCrashed) as error:  # raised by the TensorFlow process
+    except (BadSource, ChildCrashed) as error:  # errors from the TensorFlow process
         raise failed_on_data(error, file, feeds, session.signature.inputs) from error
 
 
@@ -173,8 +173,8 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
     """Returns the error to raise for ``error``, which a model raised on ``feeds`` from ``data``.
 
     If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. Data with
-    such a number is refused only after a failed run, because a range derived from a graph is a guess (a negative index
-    may count from the end).
+    an integer outside its range is refused only after a failed run. A range derived from a graph is a guess, because a
+    negative index may count from the end.
     """
     for spec in specs:
         value = feeds.get(spec.name)
@@ -188,8 +188,8 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
             if str(wrong) not in str(error):
-                continue  # the process may have died for another reason
-            why = ""  # the library's text names nodes of its own graph
+                continue  # The process may have died for another reason.
+            why = ""  # Leaves out the library's text, which names its own nodes.
         return BadData(
             f"{_file_with(data, spec.name, wrong)}: {spec.name!r} holds {wrong}, outside {low}..{high}, and the model "
             f"fails on it{why}; correct it or leave it out"

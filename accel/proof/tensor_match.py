@@ -14,7 +14,7 @@ from accel.sources.onnx.file import NAME_SCOPES
 if TYPE_CHECKING:
     import onnx
 
-# Nodes that return their input under another dtype or name, which casting and quantizing insert everywhere.
+# Nodes that return their input under another dtype or name. Casting and quantizing insert such nodes everywhere.
 TRANSPARENT = frozenset({"Cast", "CastLike", "Identity", "QuantizeLinear", "DequantizeLinear"})
 
 
@@ -46,7 +46,7 @@ class Graph:
         return [name for name in (*node.input, *_captured(node)) if name]
 
     def root(self, name: str) -> str:
-        """Returns the tensor that ``name`` is a rounded copy of through casts and QDQ, else ``name``."""
+        """Returns the tensor before all casts and QDQ nodes that lead to ``name``, or ``name`` itself."""
         while name in self.producer and self.nodes[self.producer[name]].op_type in TRANSPARENT:
             name = self.nodes[self.producer[name]].input[0]
         return name
@@ -99,7 +99,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # equally many tensors are matched in order
+        if len(others) == len(names):  # pairs groups of equal size in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)
@@ -140,7 +140,7 @@ def _transparent(graph: Graph, name: str) -> bool:
 
 
 def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
-    """Returns for each tensor a digest of how it is computed from the anchors.
+    """Returns for each tensor a digest of its computation from the anchors.
 
     Uses only the shapes of constants, so that tensors match although a constant's value differs.
     """

@@ -84,7 +84,7 @@ class Session(Protocol):
 class BaseSession(ABC):
     """The base class of all sessions, with the check of the feeds, the context manager and example inputs."""
 
-    # Set if concurrent calls of ``run`` from several threads are allowed and raise the throughput.
+    # True if several threads may call ``run`` concurrently, and doing so raises the throughput.
     concurrent: ClassVar[bool] = False
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -107,7 +107,7 @@ class BaseSession(ABC):
         return self._run(feeds)
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
-        """Returns the outputs of each request, in their order. Runs ``streams`` requests concurrently."""
+        """Returns the outputs of each request, in the order of the requests. Runs ``streams`` requests concurrently."""
         if self.streams == 1:
             return [self.run(feeds) for feeds in requests]
         if self._pool is None:
@@ -159,7 +159,8 @@ class Runtime:
         return importlib.util.find_spec(self.module) is not None
 
     def runnable(self) -> bool:
-        """Tells whether the runtime is installed and has the GPU that it needs, without importing it."""
+        """Tells whether the runtime is installed and this machine has the GPU that it needs, without importing the
+        runtime."""
         return self.installed and (not self.needs_gpu or has_nvidia_gpu())
 
     def open(self, artifact: Artifact, options: SessionOptions) -> BaseSession:
@@ -256,8 +257,8 @@ def default_runtime(artifact: Artifact) -> Runtime:
 
 
 def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
-    """Returns the session options that ``accel optimize`` found fastest, or no options if it didn't make the
-    artifact."""
+    """Returns the session options that ``accel optimize`` found fastest, or no options if ``accel optimize`` didn't
+    make the artifact."""
     found: Mapping[str, Any] = (artifact.manifest.session if artifact.manifest else {}).get("options", {})
     return found
 
@@ -265,8 +266,8 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
 def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns copies of a run's outputs, for callers that keep them longer than the session.
 
-    An output of ONNX Runtime is in its session's memory. Holding the output keeps all of that memory, which fits the
-    results of all layers at the largest shape.
+    An output of ONNX Runtime is in its session's memory. Holding the output keeps all of that memory, which has room
+    for the results of all layers at the largest shape.
     """
     return {name: value.copy() for name, value in outputs.items()}
 

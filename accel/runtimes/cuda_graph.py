@@ -33,7 +33,7 @@ class CudaGraph:
             self._cuda.begin_capture(self._stream)
             try:
                 enqueued = enqueue()
-            finally:  # always ends the capture, during which the stream runs nothing
+            finally:  # always ends the capture, because a capturing stream runs nothing
                 graph = self._cuda.end_capture(self._stream)
             if not enqueued:
                 self._cuda.destroy_graph(graph)

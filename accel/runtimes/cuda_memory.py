@@ -208,7 +208,7 @@ class DeviceMemory:
         if has and size <= has:
             return address
         if has:
-            del kept[name]  # removed first, so that an error can't cause a double free
+            del kept[name]  # removes the entry first, so that an error can't cause a double free
             free(address)
         room = max(1, -(-size // GRAIN)) * GRAIN
         address = int(allocate(room))

@@ -9,7 +9,7 @@ from typing import Any
 from accel.key_values import read_key_values, yes_or_no
 from accel.spelling import option
 
-# The GPUs that a TensorRT engine is compatible with, Ampere and later or those of the builder's compute capability.
+# The GPUs that can run a TensorRT engine: Ampere and later, or GPUs of the builder's compute capability.
 HARDWARE = ("ampere-plus", "same-capability")
 
 _SIZE = re.compile(r"^(\d+)\s*(|B|KB|MB|GB|KiB|MiB|GiB)$")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NcnnSession(BaseSession):
-    """A net in float32. Without a batch dim in ncnn, the samples of a batch run one after the other.
+    """A net in float32. ncnn has no batch dim, so the samples of a batch run one after the other.
 
     Inside ncnn, the inputs and outputs are called ``in0``, ``out0``, ... in the order of the signature.
     """
@@ -66,7 +66,7 @@ class Net:
 
         batch = {len(value) for value in feeds.values()}
         if len(batch) != 1:
-            raise BadFeeds("the inputs of an ncnn net need one batch size on their first dim")
+            raise BadFeeds("the inputs of an ncnn net need the same batch size as their first dim")
         rows = [self._sample({name: value[i] for name, value in feeds.items()}) for i in range(batch.pop())]
         return {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.signature.outputs}
 
@@ -76,7 +76,7 @@ class Net:
 
         found = {}
         with self._fed(feeds) as extractor:
-            extractor.set_light_mode(False)  # keep the intermediate blobs
+            extractor.set_light_mode(False)  # keeps the intermediate blobs
             for name in names:
                 code, mat = extractor.extract(name)
                 if code == 0:

@@ -1,7 +1,7 @@
 """Runs 16-bit ONNX models on the CPU with the rounding of their own dtypes after every node.
 
 ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them, so that ``sqrt(x * x)`` at x = 300
-gives 300, but infinity on hardware with float16. The CPU provider can't run bfloat16 at all. This session rewrites the
+gives 300. Hardware with float16 gives infinity. The CPU provider can't run bfloat16 at all. This session rewrites the
 model into a float32 twin that casts each float16 or bfloat16 tensor to its dtype and back, and runs the twin without
 graph optimizations. Inside a node (the sums of a MatMul) values stay float32, as on tensor cores. A model without
 16-bit floats runs unchanged.
@@ -28,7 +28,7 @@ from .base import BaseSession, SessionOptions
 
 LOW = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
-# Nodes that only move values, whose outputs need no rounding because the inputs are rounded already.
+# Nodes that only move values. Their outputs need no rounding, because the inputs are rounded already.
 MOVES = frozenset(
     {
         "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity",
@@ -54,7 +54,7 @@ _INLINE_ELEMENTS = 1024
 
 _GIVEN = "given"
 
-# The most bytes of weights that the session lets ONNX Runtime pack, because packing keeps a second copy.
+# The session lets ONNX Runtime pack at most this many bytes of weights, because packing keeps a second copy.
 _LARGE_BYTES = 1 << 30
 
 

@@ -23,8 +23,8 @@ from .base import BaseSession, SessionOptions
 if TYPE_CHECKING:
     import numpy as np
 
-OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # the environment variable that names a library of operators to register
-CONVOLUTION = "FusedConv2d"  # the prefix of the names of accel's convolutions
+OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
+CONVOLUTION = "FusedConv2d"  # The prefix of the names of accel's convolutions.
 _FATAL = 4  # ONNX Runtime's log severity: exceptions repeat its error messages
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
@@ -74,7 +74,7 @@ class OnnxRuntimeSession(BaseSession):
     def _outside(self, feeds: Feeds) -> str:
         """Returns a phrase for the first integer input that is out of the range of the input's constant table.
 
-        Returns "" if no input is out of range. In that case the model itself computed the bad index.
+        Returns "" if no input is out of range. If no input is out of range, the model itself computed the bad index.
         """
         for name, (low, high) in self._rows.items():
             value = feeds[name]
@@ -99,7 +99,7 @@ class OnnxRuntimeSession(BaseSession):
     def _run_bound(self, feeds: Feeds, device: str) -> dict[str, np.ndarray]:
         """Copy the inputs to ``device``, run there, and copy the outputs back, with one copy in each direction."""
         binding = self.session.io_binding()
-        held = []  # not every version keeps references to bound values
+        held = []  # some versions keep no references to bound values
         for name, value in feeds.items():
             held.append(_to_device(value, device))
             binding.bind_ortvalue_input(name, held[-1])
@@ -131,7 +131,7 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
         if self.provider not in onnxruntime.get_available_providers():
             raise MissingExtra("onnxruntime with CUDA (onnxruntime-gpu)", "cuda")
         if hasattr(onnxruntime, "preload_dlls"):
-            onnxruntime.preload_dlls()  # the CUDA libraries that pip installed
+            onnxruntime.preload_dlls()  # loads the CUDA libraries that pip installed
         super().__init__(artifact, options)
         if self.session.get_providers()[0] != self.provider:
             raise UnsupportedHere(
@@ -175,8 +175,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:
-        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. A valid file then
-        # loads without optimizations. If the second load fails too, the first error gives the reason.
+        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. A second load without
+        # optimizations accepts such a valid file. If the second load fails too, the first error is reported.
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(path), settings, providers=[provider])

@@ -51,8 +51,8 @@ class OpenVinoSession(BaseSession):
     threads as there are requests may call ``run`` concurrently. ``options.precision`` is the precision in which float32
     is computed.
 
-    Raises ``MissingExtra``, ``InvalidModel`` if the IR is missing, truncated or corrupt, ``UnsupportedHere`` if
-    bfloat16 is requested and the CPU doesn't support it.
+    Raises ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the IR is missing, truncated or corrupt,
+    ``UnsupportedHere`` if bfloat16 is requested and the CPU doesn't support it.
     """
 
     concurrent: ClassVar[bool] = True
@@ -125,7 +125,8 @@ class OpenVinoSession(BaseSession):
             free.put(slot)
 
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
-        """Returns the outputs of each request, in their order. Uses asynchronous requests without callbacks.
+        """Returns the outputs of each request, in the order of the requests. Uses asynchronous requests without
+        callbacks.
 
         OpenVINO's own request queue can deadlock on destruction, when its thread waits for the Python interpreter and
         the interpreter waits for the thread.
@@ -175,7 +176,7 @@ class OpenVinoSession(BaseSession):
                 try:
                     if not slot.request.wait_for(1):
                         continue
-                    slot.request.wait()  # raises errors that wait_for hides
+                    slot.request.wait()  # wait raises errors that wait_for hides
                 except RuntimeError as error:
                     raise self._failed(error, requests[number]) from error
                 found[number] = self._outputs_of(slot.request)
@@ -201,7 +202,7 @@ class OpenVinoSession(BaseSession):
         return {name: self._array(request.get_output_tensor(i), name) for name, i in self._outputs.items()}
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Returns the input as a tensor that shares memory with an array, and the array."""
+        """Returns a tensor for the input, and the array whose memory the tensor shares."""
         if name in self._values:
             self._check_values(name, value)
         if value.dtype.kind in "OUS":
@@ -213,8 +214,7 @@ class OpenVinoSession(BaseSession):
         return self._ov.Tensor(value, shared_memory=True), value
 
     def _check_values(self, name: str, value: np.ndarray) -> None:
-        """Raises ``BadFeeds`` for an integer out of range, for which OpenVINO would silently read another row of the
-        table."""
+        """Raises ``BadFeeds`` for an integer out of range. OpenVINO would silently read another row of the table."""
         low, high = self._values[name]
         if value.size and not (low <= value.min() and value.max() <= high):
             raise BadFeeds(

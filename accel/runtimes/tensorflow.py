@@ -41,8 +41,8 @@ class TensorFlowSession(BaseSession):
 
 
 def open_here(candidate: Candidate) -> TensorFlowHereSession:
-    """Open a candidate in a benchmark's child process, which imports TensorFlow itself to keep the pipe out of the
-    timing."""
+    """Open a candidate in a benchmark's child process. The child process imports TensorFlow itself, which keeps the
+    pipe out of the timing."""
     import os
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

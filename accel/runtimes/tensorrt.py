@@ -211,7 +211,7 @@ class TensorRTSession(BaseSession):
         self._cuda.wait(self._stream)
         if self._graph is not None:
             self._graph.close()
-        self._context = self._engine = self._runtime = None  # in this order, because each uses the next
+        self._context = self._engine = self._runtime = None  # in this order: each object uses the next one
         self._allocators.clear()
         self._memory.close()
         self._cuda.destroy_stream(self._stream)
@@ -223,7 +223,8 @@ class TensorRTSession(BaseSession):
 
 
 def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
-    """Returns the allocator of outputs whose size depends on the data. ``shapes`` holds their shapes after a run."""
+    """Returns the allocator of outputs whose size depends on the data. ``shapes`` holds the shapes of these outputs
+    after a run."""
 
     class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -246,7 +247,7 @@ def make_output_allocator(trt: Any, device: Callable[[str, int], int]) -> Any:
 
 
 def read_profiles(engine: Any, inputs: Sequence[str]) -> list[Profile]:
-    """Returns the engine's optimization profiles, in their order."""
+    """Returns the engine's optimization profiles, in the engine's order."""
 
     def ends(name: str, index: int) -> tuple[Shape, Shape, Shape]:
         low, opt, high = (tuple(int(d) for d in shape) for shape in engine.get_tensor_profile_shape(name, index))
@@ -289,7 +290,7 @@ def off_profile(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> str
 
 
 def ranged(signature: Signature, profiles: Sequence[Profile]) -> Signature:
-    """Returns ``signature`` with dims whose ranges are those of all profiles together."""
+    """Returns ``signature`` with the range of each dim over all profiles."""
     found: dict[str, DimRange] = {}
     for profile in profiles:
         for spec in signature.inputs:
@@ -337,7 +338,8 @@ def check_bytes(artifact: Artifact) -> None:
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
     """Load accel's plugin library if nodes of the engine run in it.
 
-    The library is searched on this machine. Its path is never read from a manifest, because a manifest may be hostile.
+    The library is searched on this machine. The library's path is never read from a manifest, because a manifest may be
+    hostile.
 
     Raises ``UnsupportedHere`` if there is no library for this GPU, and the errors of ``load_plugin_library``.
     """

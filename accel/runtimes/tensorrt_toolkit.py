@@ -16,7 +16,7 @@ from accel.spelling import option
 from .base import RUNTIMES, Runtime
 
 TOOLKITS = ("tensorrt-rtx", "tensorrt")
-PLUGIN_LIBRARY = "plugin library"  # the key of an engine's properties for the path of kernels outside the engine
+PLUGIN_LIBRARY = "plugin library"  # the property of an engine that holds the path of kernels outside the engine
 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")
@@ -87,7 +87,7 @@ def offered_capabilities(trt: Any) -> dict[str, Any]:
 
 def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str, ...]) -> list[Any]:
     """Returns the toolkit's enum members for the capabilities ``asked``, without duplicates. Raises ``UnsupportedHere``
-    with the offered capabilities if one isn't offered.
+    with the offered capabilities if a requested capability isn't offered.
     """
     if asked and not offered:
         raise UnsupportedHere(
@@ -140,7 +140,7 @@ def make_logger(trt: Any, log: Log) -> Any:
 
 def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
     """Returns the problems that the toolkit finds in an engine's header, or None if it finds none or can't check
-    headers. Without a GPU, only a malformed header is found.
+    headers. Without a GPU, the toolkit finds only malformed headers.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return None

@@ -1,4 +1,5 @@
-"""The user's models: ``Source`` (source.py), a folder for each of torch, tensorflow and onnx, and checkpoints.
+"""Opens the user's models. ``source.py`` has ``Source``, and the folders have the code for torch,
+tensorflow, onnx and checkpoints.
 
 In: a spec (a path, ``file.py:factory``, ``package.module:factory``, an artifact) with inputs, weights, dims and
 TensorFlow options. Out: an ``Artifact`` with the model's inputs and outputs.

@@ -12,7 +12,7 @@ from accel.signature import DimRange, TensorSpec
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-# The notations of an input: "x:float32[batch,3]", a TensorSpec, or by name ("float32", ("batch", 3)).
+# An input is "x:float32[batch,3]" or a TensorSpec, or in a dict also the value ("float32", ("batch", 3)) of its name.
 Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
 Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 
@@ -55,7 +55,8 @@ def declare(
 
     ``inputs`` is declared as in ``accel.Source``. ``outputs`` names the tensors that ``forward`` returns, in order.
     ``dims`` gives ranges of dynamic dims as (min, opt, max), or (min, opt, max, step) if only multiples of the step are
-    valid. ``weights`` is a function that returns the files that the factory reads, whose sha256 accel records.
+    valid. ``weights`` is a function that returns the files that the factory reads. accel records the sha256 of these
+    files.
     """
     declaration = Declaration(
         inputs=parse_inputs(inputs), outputs=tuple(outputs), dims=parse_dims(dims or {}), weights=weights
@@ -92,7 +93,7 @@ def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
 
 
 def parse_dims(dims: Dims) -> dict[str, DimRange]:
-    """Reads ``{"batch": (1, 8, 64)}`` or ``{"batch": "1:8:64"}`` into ranges. A step comes last: ``(16, 32, 64,
+    """Reads ``{"batch": "1:8:64"}`` or ``dict(batch=(1, 8, 64))`` into ranges. A step comes last, as in ``(16, 32, 64,
     4)``."""
     found: dict[str, DimRange] = {}
     for name, value in dims.items():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# The steps to try, which nets with downsampling or windows commonly require.
+# The steps to try. Nets with downsampling or windows commonly require such steps.
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
@@ -70,8 +70,8 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
-    """Returns advice for a model whose ``run`` raises at a size of ``signature``, or "" if no step helps. The advice is
-    to pass ranges with the smallest step at whose multiples the model runs, for the dims that need a step.
+    """Returns advice for a model whose ``run`` raises at a size of ``signature``, or "" if no step helps. For each dim
+    that needs a step, the advice has a range with the smallest step that helps.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
@@ -80,7 +80,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     def runs_at(case: Mapping[str, int]) -> bool:
         try:
             run(signature.example_inputs(**case))
-        except Exception:  # any type of error; the caller has reported the first
+        except Exception:  # a model may raise any type of error
             return False
         return True
 
@@ -106,7 +106,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # only the size was too large or too small
+        if not any(stepped.dims[d].step == step for d in found):  # only another size would help
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"

@@ -84,13 +84,13 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 def raised(what: str, error: Exception | SystemExit) -> BadSource:
     """Returns the error for an exception in the user's own code, in one line with its location. The location is in the
-    user's file, even if a library that it calls raised. ``what`` names the raising code in the message.
+    user's file, even if a library raised the exception. ``what`` names the raising code in the message.
     """
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if not _within(f.filename, _ACCEL)]
     frame = next((f for f in frames if Path(f.filename).is_file() and not _within(f.filename, *_INSTALLED)), None)
     frame = frame or next(iter(frames), None)
     place = f"{Path(frame.filename).name} line {frame.lineno}" if frame else ""
-    if isinstance(error, SyntaxError) and error.filename:  # a syntax error has no frame of the file
+    if isinstance(error, SyntaxError) and error.filename:  # a syntax error has no stack frame in the file
         place = f"{Path(error.filename).name} line {error.lineno}"
     there = f" ({place}); correct that line" if place else "; correct it"  # a wrong call has no frame
     return BadSource(f"{what} raised {type(error).__name__}: {one_line(error, 200)}{there}")

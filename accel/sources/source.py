@@ -43,10 +43,10 @@ class Source:
     ``.meta``, a ``.tflite`` file or a factory. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
     artifact.
 
-    ``inputs`` declares the inputs if the spec doesn't, as ``{"x": ("float32", ("batch", 3, 32, 32))}`` or
-    ``["x:float32[batch,3,32,32]"]``, where a named dim is dynamic. For an ONNX file, ``inputs`` gives the range of an
-    integer input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint
-    for the module of a factory. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
+    ``inputs`` declares the inputs if the spec doesn't, as ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32",
+    ("batch", 3, 32, 32)))``, where a named dim is dynamic. For an ONNX file, ``inputs`` gives the range of an integer
+    input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for the
+    module of a factory. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
@@ -78,7 +78,7 @@ class Source:
         signature: str = "",
         strip_training_ops: bool = False,
     ) -> Source:
-        """Returns ``model`` as a source. If ``model`` is a source, the keywords fill the fields that it leaves
+        """Returns ``model`` as a source. If ``model`` is a source, the keywords fill the fields that the source leaves
         empty."""
         given: dict[str, Any] = {
             "inputs": inputs,

@@ -11,12 +11,12 @@ class Kind:
     """A row of the table.
 
     ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
-    of the files that runtimes look for beside the main file, under its stem. ``runtimes`` lists the names of the
-    runtimes that open the kind, in the order they are tried. ``reader`` is an import string, loaded at first use; the
-    function reads the signature and the properties back from a file (``accel.converters.graph.read_back``). ``reader``
-    is None for a kind that can't be read without its hardware. ``export_as`` is the value of ``accel export --to``, or
-    None if the kind can't be exported. ``framework`` is True if a file of this kind without a manifest is a source in
-    its framework's own format.
+    of files that runtimes look for beside the main file, with the same stem. ``runtimes`` lists the names of the
+    runtimes that open the kind, in the order in which accel tries them. ``reader`` is an import string, loaded at first
+    use; the function reads the signature and the properties back from a file (``accel.converters.graph.read_back``).
+    ``reader`` is None for a kind that can't be read without its hardware. ``export_as`` is the value of ``accel export
+    --to``, or None if the kind can't be exported. ``framework`` is True if a file of this kind without a manifest is a
+    source in its framework's own format.
     """
 
     name: str
@@ -29,7 +29,8 @@ class Kind:
 
     @property
     def suffix(self) -> str:
-        """Returns the last suffix of the main file, which identifies a file, such as ``.param`` for an ncnn net."""
+        """Returns the last suffix of the main file, such as ``.param`` for an ncnn net. The last suffix identifies the
+        kind."""
         return Path(self.main_file).suffix
 
     @property

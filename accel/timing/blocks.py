@@ -1,4 +1,4 @@
-"""The code in a candidate's process, which holds the session and the feeds and times each run."""
+"""The code in a candidate's process. The process holds the session and the feeds, and times each run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _PHASE_RUNS = 21
 @dataclass(frozen=True)
 class Candidate:
     """A model to time, with its runtime and options. ``runtime`` and ``options`` (fields of ``SessionOptions``) mean
-    the same as in ``open_session``, and default to the manifest's. ``opener`` is the import string of a function that
-    makes the session from the candidate, for models without a runtime in accel. With such an ``opener``, the artifact
-    may only supply the signature. ``streams`` is the number of concurrent runs, and 0 takes the number from the
-    options. If a session doesn't support concurrent runs, each stream gets a session with its share of the threads.
+    the same as in ``open_session``, and default to those in the manifest. ``opener`` is the import string of a function
+    that makes the session from the candidate, for models without a runtime in accel. If there is an ``opener``, the
+    artifact may have no content besides its signature. ``streams`` is the number of concurrent runs, and 0 takes the
+    number from the options. If a session doesn't support concurrent runs, each stream gets a session with its share of
+    the threads.
     """
 
     name: str
@@ -76,8 +77,8 @@ class Block:
     """The measurements of a block.
 
     ``times`` is int64[runs], the nanoseconds of each run. ``seconds`` is the time from the start of the first run to
-    the end of the last, less than the sum of the runs if streams overlap. ``joules`` is the energy of the machine
-    during the block, or None if the machine has no counter.
+    the end of the last. If streams overlap, this time is less than the sum of ``times``. ``joules`` is the energy of
+    the machine during the block, or None if the machine has no counter.
     """
 
     times: np.ndarray
@@ -91,7 +92,7 @@ class Block:
 
 
 def open_candidate(candidate: Candidate) -> Session:
-    """Open the session of a candidate, whose library ``BlockRunner.open`` has imported before."""
+    """Open the session of a candidate. ``BlockRunner.open`` has imported the session's library before."""
     return open_session(candidate.artifact, candidate.runtime, candidate.options)
 
 
@@ -100,7 +101,7 @@ class BlockRunner:
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self._sessions: list[Session] = []  # one per stream, or one shared by concurrent streams
+        self._sessions: list[Session] = []  # one session per stream, or one for all streams
         self._feeds: list[dict[str, np.ndarray]] = []
         self._streams: int = candidate.streams or candidate.options.get("streams", 1)
         self._pool = ThreadPoolExecutor(max_workers=self._streams)
@@ -129,8 +130,8 @@ class BlockRunner:
         return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Cast ``feeds`` to this session's dtypes, store them and run each once. Raises ``BadFeeds`` if the inputs
-        differ."""
+        """Cast ``feeds`` to this session's dtypes, store the cast feeds and run each of them once. Raises
+        ``BadFeeds`` if the inputs differ."""
         from accel.proof.gates import cast_feeds
 
         session = self._opened
@@ -203,7 +204,7 @@ class BlockRunner:
 
 
 def batch_of(signature: Signature, feeds: Feeds) -> int:
-    """Returns the number of samples in ``feeds``, which is the first dim if all inputs share it, else 1."""
+    """Returns the number of samples in ``feeds``: the size of the first dim if all inputs share that size, else 1."""
     first = {feeds[spec.name].shape[0] for spec in signature.inputs if spec.shape}
     return first.pop() if len(first) == 1 else 1
 
@@ -255,7 +256,8 @@ def passes_for(block_seconds: float, pass_seconds: float, feeds: int) -> int:
 
 
 def warm_up(run: Callable[[], object], *, limit_seconds: float, clock: Callable[[], int] | None = None) -> list[int]:
-    """Call ``run`` until it gets no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each call.
+    """Call ``run`` until the calls get no faster or ``limit_seconds`` have passed. Returns the nanoseconds of each
+    call.
 
     A resumed process has cold caches and sleeping threads. A new process may also have to compile.
     """

@@ -22,8 +22,8 @@ _AROUND = 3
 class Column:
     """A column. ``text`` returns a row's cell, which may be "". ``whole`` keeps cells and title on one line.
 
-    ``readable`` is the smallest width to which longer cells are wrapped. ``spare`` orders the columns that a narrow
-    terminal leaves out, the largest number first, and 0 keeps a column always.
+    ``readable`` is the smallest width to which longer cells are wrapped. A narrow terminal leaves out the columns with
+    the largest ``spare`` first. A column with 0 is always shown.
     """
 
     title: str
@@ -118,7 +118,8 @@ def named(*titles: str) -> list[Column]:
 
 
 def with_values(rows: Sequence[BenchRow], columns: Sequence[Column] = COLUMNS) -> list[Column]:
-    """Returns the columns that aren't empty. Leaves out the sessions if they are all equal."""
+    """Returns the columns that aren't empty. Leaves out the column of sessions if all candidates have equal
+    sessions."""
     found = []
     for column in columns:
         texts = {column.text(row) for row in rows}

@@ -17,7 +17,7 @@ class Zone:
 
 
 class EnergyCounter:
-    """The energy of all CPU packages, which excludes memory and GPUs and includes the work of other processes.
+    """The energy of all CPU packages. The energy excludes memory and GPUs, and includes the work of other processes.
 
     Linux reads the counters of Intel's and AMD's Running Average Power Limit
     (Documentation/power/powercap/powercap.rst).
@@ -28,7 +28,7 @@ class EnergyCounter:
 
     @classmethod
     def find(cls, root: Path = POWERCAP) -> EnergyCounter | None:
-        """Returns the counter of this machine, or None if there is no counter or this user may not read it."""
+        """Returns the counter of this machine, or None if there is no counter that this user may read."""
         zones = []
         # intel-rapl:0 is a package, which includes its subzone intel-rapl:0:0.
         for folder in sorted(root.glob("intel-rapl:*")):

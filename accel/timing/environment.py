@@ -17,6 +17,7 @@ _PACKAGES = (
     "numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "openvino", "torch",
     "tensorrt-cu13", "tensorrt-rtx-cu13-bindings",
 )  # fmt: skip
+
 # The instruction sets that determine the speed of low precision on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 

@@ -114,7 +114,7 @@ def html(points: Sequence[Body]) -> str:
     return environment.from_string(text).render(machine=machine_lines(points[0]), points=shown)
 
 
-WIDTH = 520  # the length of the plot's axis in SVG units
+WIDTH = 520  # the length of the axis in SVG units
 
 
 def bars(point: Body) -> list[dict[str, Any]]:

@@ -37,8 +37,8 @@ __all__ = ["BenchReport", "Candidate", "measure"]
 # A process counts as hung after this many times the planned time of its block.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
-# A block ends after this many times its planned time, so that a block that begins with a slow run still has enough runs
-# for a robust median.
+# A block ends after this many times its planned time, so a block that begins with a slow run still gets enough runs for
+# a robust median.
 _OVERRUN = 2.0
 
 
@@ -90,7 +90,7 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # Other work may have slowed down the calibration, whose estimate would make the blocks too short.
+        # Other work may have slowed down the calibration, so that its estimate would make the blocks too short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
@@ -143,15 +143,15 @@ def measure(
 
     In each of ``rounds`` rounds (at least 5) every candidate warms up and runs a block of about ``block_seconds``, with
     at least three runs. A block that takes twice its planned time ends early. The baseline runs in two processes, whose
-    difference gives the noise floor. Candidates are compared with both processes together. Up to four times as many
-    rounds run while an interval is wider than ``target_width`` (in ln) and ``budget_seconds`` have not passed since the
-    first round. ``limit_seconds`` is the time for everything, loading included. After the first 5 rounds, no round
-    begins that would exceed ``limit_seconds``.
+    difference gives the noise floor. Candidates are compared with both processes together. Further rounds run while a
+    confidence interval is wider than ``target_width`` (in ln). The further rounds end at four times ``rounds``, or
+    ``budget_seconds`` after the first round began. ``limit_seconds`` is the time for everything, loading included.
+    After the first 5 rounds, no round begins that would exceed ``limit_seconds``.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither is given,
-    a candidate uses its recorded numbers, else all cores that this process may use and one stream. If only one of the
-    two is given, the other is all cores or one stream for all candidates. If any candidate has several streams,
-    throughputs are compared.
+    a candidate uses its recorded numbers, else all cores that this process may use and one stream. If only ``streams``
+    is given, ``threads`` is all cores. If only ``threads`` is given, ``streams`` is 1. If any candidate has several
+    streams, throughputs are compared.
 
     Raises the errors of loading and running the baseline. Raises ``UsageError`` for equal names or too few rounds.
     """
@@ -167,7 +167,8 @@ def measure(
     with ExitStack() as stack:
         chosen = ready[index]
         # The baseline is loaded first, as the reference of outputs, and again last, as its twin. The process loaded
-        # last tends to be 1% or 2% faster. The twin evens out this advantage and includes it in the noise floor.
+        # last tends to be 1% or 2% faster. The twin evens out the advantage of the last process and includes it in the
+        # noise floor.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None

@@ -30,14 +30,14 @@ class Row:
     timed.
 
     ``error`` is the reason if the candidate was not timed. ``speedup`` is the median over the rounds of the baseline's
-    median divided by the candidate's, and ``ci95`` is its 95% interval. ``max_abs_diff``, ``max_rel_diff``
-    (||difference||₂ / ||reference||₂ of the worst output) and ``cosine`` (of the worst sample) compare the candidate's
-    outputs with the baseline's. ``load_ms`` is the time to open the session. ``first_run_ms`` is the time of the first
-    run. ``peak_rss_mb`` is the peak memory of its process in MiB, including the library. ``samples_per_second`` is the
-    samples of all runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU packages, or None
-    if the machine has no readable counter. ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and
-    ``device_to_host`` on a GPU, by CUDA events. ``options`` holds the options of the session, including threads and
-    streams (concurrent runs).
+    median divided by the candidate's, and ``ci95`` is its 95% interval. ``max_abs_diff``, ``max_rel_diff`` and
+    ``cosine`` compare the candidate's outputs with the baseline's. ``max_rel_diff`` is ||difference||₂ / ||reference||₂
+    of the worst output, and ``cosine`` is the cosine similarity of the worst sample. ``load_ms`` is the time to open
+    the session. ``first_run_ms`` is the time of the first run. ``peak_rss_mb`` is the peak memory of the candidate's
+    process in MiB, including the library. ``samples_per_second`` is the samples of all runs divided by the time of all
+    blocks. ``joules_per_run`` is the energy of the CPU packages, or None if the machine has no readable counter.
+    ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and ``device_to_host`` on a GPU, by CUDA events.
+    ``options`` holds the options of the session, including threads and streams (concurrent runs).
     """
 
     name: str
@@ -70,9 +70,10 @@ class BenchReport:
     """The results of a benchmark, a row for each candidate in the given order.
 
     ``noise_floor`` is the smallest significant effect, as a fraction. ``twin`` compares the baseline with itself, which
-    gives the noise floor. ``order`` lists the candidates in the order of their timing, a tuple for each round.
-    ``streams`` is the largest number of concurrent runs, and above 1 every ``speedup`` compares throughputs.
-    ``samples`` holds the nanoseconds of every run by candidate, an array for each round, and is not part of the JSON.
+    gives the noise floor. ``order`` has a tuple for each round, with the candidates in the order in which they were
+    timed. ``streams`` is the largest number of concurrent runs. If ``streams`` is above 1, every ``speedup`` compares
+    throughputs. ``samples`` maps each candidate to one array per round, with the nanoseconds of every run. ``samples``
+    is not part of the JSON.
     """
 
     rows: tuple[Row, ...]
@@ -104,7 +105,7 @@ class BenchReport:
         return tuple(found)
 
     def row(self, name: str) -> Row:
-        """Returns the row of a candidate. Raises ``KeyError`` if there is none."""
+        """Returns the row of a candidate. Raises ``KeyError`` if no candidate has this name."""
         for row in self.rows:
             if row.name == name:
                 return row

@@ -16,8 +16,8 @@ Verdict = Literal["faster", "slower", "no measurable difference", "baseline"]
 # With fewer rounds, even the whole range of the medians is no 95% interval.
 MIN_ROUNDS = 5
 # Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
-# process loaded last tends to be faster. More rounds in the same processes don't average out this difference, which the
-# compared pair of processes may not show.
+# process loaded last tends to be faster. More rounds in the same processes don't average out the difference of the
+# processes. A single pair of processes may not show the difference.
 MIN_FLOOR = 0.02
 # Above this noise floor, relevant effects (a quantized model that is 10% faster) may not be detected.
 NOISY_FLOOR = 0.05
@@ -50,7 +50,7 @@ class Ratio:
 
 
 def summarize(rounds: Sequence[np.ndarray]) -> Summary:
-    """Returns the summary of ``rounds``, which holds an array with the nanoseconds of each run for each round."""
+    """Returns the summary of ``rounds``, a list with one array per round of the nanoseconds of each run."""
     import numpy as np
 
     times = np.concatenate(list(rounds)) / 1e6
@@ -72,14 +72,14 @@ def round_medians(rounds: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> Ratio:
-    """Returns the paired speedup of ``candidate`` over ``reference``, which are float64[rounds] with the medians of the
-    same rounds.
+    """Returns the paired speedup of ``candidate`` over ``reference``. ``candidate`` and ``reference`` are
+    float64[rounds] with the medians of the same rounds.
 
     The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
-    The interval is the bootstrap percentile interval of the median ratio, rounds resampled as pairs (Efron and
-    Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13; with rounds as the unit of repetition as in Kalibera and
-    Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013), with the percentiles expanded for few rounds (see
-    ``tail_probability``).
+    The interval is the bootstrap percentile interval of the median ratio (Efron and Tibshirani, An Introduction to the
+    Bootstrap, 1993, ch. 13). Each resample draws whole rounds, as pairs of medians. Rounds are the unit of repetition,
+    as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. The percentiles are expanded for few
+    rounds (see ``tail_probability``).
     """
     import numpy as np
 
@@ -95,9 +95,9 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 def tail_probability(rounds: int, confidence: float = 0.95) -> float:
     """Returns the bootstrap percentile that bounds the interval, Φ(-√(n/(n-1)) · t(n-1)).
 
-    The plain percentiles (2.5% and 97.5%) are too narrow for small n, and with 7 rounds contain the true median in 88
-    of 100 cases. Hesterberg derives this expanded percentile interval (What Teachers Should Know About the Bootstrap,
-    The American Statistician 69(4), 2015).
+    The plain percentiles (2.5% and 97.5%) give too narrow an interval for small n. With 7 rounds, the interval of the
+    plain percentiles contains the true median in 88 of 100 cases. Hesterberg derives the expanded percentile interval
+    (What Teachers Should Know About the Bootstrap, The American Statistician 69(4), 2015).
     """
     if rounds < 2:
         return 0.0
@@ -158,7 +158,7 @@ def judge(ratio: Ratio, floor: float) -> Verdict:
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:
-    """Tells whether the interval is at most ``target`` (in ln) or a quarter of the effect. The verdict is no criterion,
-    because stopping at the first verdict would give false verdicts.
+    """Tells whether the interval is at most as wide as ``target`` (in ln) or a quarter of the effect. Doesn't look at
+    the verdict, because stopping at the first verdict would give false verdicts.
     """
     return ratio.width <= max(target, 0.25 * abs(log(ratio.value)))

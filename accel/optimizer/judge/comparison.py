@@ -1,5 +1,4 @@
-"""The judge, which computes how much worse a candidate is than its source, by the user's metric or the distance of
-outputs."""
+"""Judges how much worse a candidate is than its source, by the user's metric or by the distance of the outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# The version of the drop without a metric, for the cache key. Changing the computation requires a new name.
+# The name, in cache keys, of the drop that is computed without a metric. Changing the computation requires a new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -45,7 +44,7 @@ MOST_BATCHES = 16
 class Judgement:
     """The judgement of one candidate.
 
-    With a metric, ``drop`` is (reference - candidate) / |reference|, where higher metrics are better. Without a metric,
+    With a metric, ``drop`` is (reference - candidate) / |reference|, where a higher metric is better. Without a metric,
     ``drop`` is the ``discordance`` of the worst output. ``max_abs_diff`` is the largest difference of any output value.
     ``judged_on`` names the batches and the runtime. ``problem`` is the reason if the outputs can't be compared, else
     empty.
@@ -66,11 +65,11 @@ class Judgement:
 class Judge:
     """Judges candidates against one source, whose outputs are computed once.
 
-    ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. The metric gets all outputs by name,
-    over all samples (axis 0), and every array of the data, inputs and labels alike. If ``data`` is None, outputs are
-    compared on random inputs. ``skip`` is the number of samples at the start of the data that calibrated the
-    candidates. Without a metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if
-    all samples were calibration samples, so that the judge has to use the same ones.
+    ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. The metric gets every output by name,
+    with all samples on axis 0, and every array of the data, which includes inputs and labels. If ``data`` is None,
+    outputs are compared on random inputs. ``skip`` is the number of samples at the start of the data that calibrated
+    the candidates. Without a metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set
+    if all samples were calibration samples, so that the judge has to use the same samples.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:
@@ -131,7 +130,7 @@ class Judge:
             return Judgement(drop=drop, metric=None, reference_metric=None, max_abs_diff=largest, judged_on=judged_on)
         value = self._measure(outputs)
         wanted = self.reference_metric()
-        if not math.isfinite(value):  # for example a correlation of constant outputs
+        if not math.isfinite(value):  # the correlation of constant outputs is NaN, for example
             return Judgement(
                 drop=math.inf,
                 metric=None,
@@ -175,13 +174,13 @@ class Judge:
         joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
         try:
             found: Any = self.metric(joined, self._arrays())
-        except UsageError:  # raised by the metric, with its own advice
+        except UsageError:  # the metric raised this error with its own advice
             raise
         except (Exception, SystemExit) as error:
             raise raised(f"the metric {self.metric_name}", error) from error
         try:
             value = float(found)
-        except (TypeError, ValueError) as error:  # several numbers, or no number
+        except (TypeError, ValueError) as error:  # the metric returned several numbers, or none
             kind = f"an array of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
             raise UsageError(f"the metric {self.metric_name} returned {kind}; it has to return one number") from error
         return value
@@ -214,8 +213,8 @@ class Judge:
 
     def _part_of_the_data(self, skip: int) -> tuple[int, int, int]:
         """Returns the batch size, the number of batches to skip at the front, and the number of batches to judge on.
-        Calibration reads the first ``skip`` samples, which the judge leaves out if there are others. A metric gets all
-        samples, because a metric may depend on their number and order.
+        Calibration reads the first ``skip`` samples. The judge leaves out these samples if there are others. A metric
+        gets all samples, because a metric may depend on their number and order.
         """
         if self._stream is None:
             return BATCH, 0, len(self.source.signature.cases())

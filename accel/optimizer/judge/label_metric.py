@@ -22,7 +22,7 @@ KINDS = ("top1", "top5", "spearman", "iou")
 
 @dataclass(frozen=True)
 class LabelMetric:
-    """A metric ``f(outputs, data) -> float`` of the only output whose shape fits the labels; higher is better.
+    """A metric ``f(outputs, data) -> float``, where higher is better, of the only output whose shape fits the labels.
 
     ``kind`` names the metric. ``topK`` (``top1``, ``top5``) is the share of samples whose label is among the K largest
     values of the output [samples, classes]. ``spearman`` is the rank correlation of the labels with an output of one
@@ -30,7 +30,7 @@ class LabelMetric:
     or [samples, ..., classes] and labels with a class number for each pixel. ``where`` names the labels' file and
     array.
 
-    A cached judgement depends on the repr, which includes the sha256 of the labels.
+    The repr is part of the cache key of a judgement, and includes the sha256 of the labels.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class LabelMetric:
         if len(value) != len(labels):
             raise UsageError(
                 f"{self.where} has {len(labels)} labels for {len(value)} samples of the data; "
-                "give one a sample, in their order"
+                "give one label per sample, in the order of the samples"
             )
         if self.kind == "spearman":
             return spearman(value.reshape(len(value)), labels)
@@ -81,7 +81,7 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label is no criterion for choosing an output, because a wrong label would select an output of
+            # The largest label doesn't choose the output, because a wrong label could then choose an output of
             # features.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
@@ -105,8 +105,8 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # If classes may be on axis 1 or last, axis 1 is taken. If an output can only have classes on axis 1, outputs
-        # [samples, ..., n] are taken for features of each pixel.
+        # If classes may be on axis 1 or last, axis 1 is taken. If an output can have classes only on axis 1, outputs
+        # [samples, ..., n] count as features of each pixel, not as classes.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 

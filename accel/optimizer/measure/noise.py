@@ -16,14 +16,15 @@ NO_VERDICT: Verdict = "no measurable difference"
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    Requires the verdict of no measurable difference and a measured speedup above the smallest noise floor.
+    A candidate that may be faster has the verdict ``no measurable difference``, but a measured speedup above the
+    smallest noise floor.
     """
     return bool(measured.get("verdict") == NO_VERDICT and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
 
 
 def outcome_is_open(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Tells whether noise decided which of the measured ``rows`` is chosen, because a row only seems faster than the
-    best."""
+    """Tells whether noise decided which of the measured ``rows`` is chosen. Noise decided if a row that only seems
+    faster has a higher speedup than the best row that is measurably faster."""
     best = max((row.get("speedup") or 0.0 for row in rows if row.get("verdict") == "faster"), default=0.0)
     return any(seems_faster(row) and row["speedup"] > best for row in rows)
 
@@ -42,8 +43,8 @@ def why_not_faster(measured: Mapping[str, Any]) -> str:
 
 
 def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, environment: Mapping[str, Any]) -> list[str]:
-    """Returns notes about the ``rows`` whose speedup noise may have hidden, with advice, and the date of cached
-    figures."""
+    """Returns notes about the ``rows`` that may be faster although noise hid the speedup, with advice. A further note
+    has the date of cached figures."""
     notes = []
     taken = (chosen.measured or {}).get("median_ms")
     hidden = [

@@ -26,8 +26,9 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 class Effort:
     """The length of a measurement: at least ``rounds`` rounds of blocks of ``block_seconds`` each.
 
-    ``seconds`` is the time for further rounds while an interval is wide. ``limit`` is the most seconds for the whole
-    measurement, loading included, and reduces the rounds if needed. A ``limit`` of None means no limit.
+    ``seconds`` is the time for further rounds while a confidence interval is wide. ``limit`` is the maximum number of
+    seconds for the whole measurement, loading included. A short limit reduces the rounds. A ``limit`` of None means no
+    limit.
     """
 
     rounds: int
@@ -46,13 +47,14 @@ def measured(
 ) -> Mapping[str, Any]:
     """Times the source and the candidates beside each other, and returns the environment of the measurement.
 
-    The figures of an identical run come from the cache. If noise decided between the candidates of that run, measures
-    the candidates again and caches the new figures.
+    The figures of an identical run come from the cache. If noise decided between the cached candidates, measures the
+    candidates again and caches the new figures.
 
-    Each row gets ``measured``: the row of ``accel bench``, with times in ms and energy in J per request, the
-    ``samples_per_second``, the ``percentiles_ms`` at ``PERCENTILES`` and the ``noise_floor``. If a pass has several
-    requests, the percentiles are those of whole passes, because single requests are not timed. A candidate that fails
-    is rejected with its reason. The environment holds the machine, the ``sizes``, the ``noise_floor`` and ``cached``.
+    Each row gets ``measured``, which is the row of ``accel bench`` with further fields. ``measured`` has times in ms
+    and energy in J, per request. The further fields are ``samples_per_second``, ``percentiles_ms`` at ``PERCENTILES``
+    and ``noise_floor``. If a pass has several requests, only whole passes are timed, and the percentiles are those of
+    passes. A candidate that fails is rejected with its reason. The environment holds the machine, the ``sizes``, the
+    ``noise_floor`` and ``cached``.
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 
-# The most lengths to measure, because a runtime prepares each shape anew. More lengths are replaced by quantiles.
+# The largest number of lengths to measure. A runtime prepares each shape anew, so a longer list is replaced by its
+# quantiles.
 _MOST_LENGTHS = 8
 _READ_AT_ONCE = 64
-# Requests in one timed pass per core, enough to hide that streams end at different times.
+# The number of requests per core in one timed pass. With fewer requests, streams that end at different times would
+# distort the throughput.
 _REQUESTS_A_CORE = 4
 
 
@@ -186,10 +188,10 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
         except (UnicodeDecodeError, OSError):
             numbers = [""]
         if not numbers or not all(part.isdecimal() and len(part) < 10 for part in numbers):
-            raise BadData(f"{path} is not a list of lengths; write whole numbers, one a line")
+            raise BadData(f"{path} is not a list of lengths; write whole numbers, one per line")
     found = [int(part) for part in numbers]
     if not found or min(found) < 1:
-        raise BadInputSpec("a length is at least 1; give whole numbers from 1 on")
+        raise BadInputSpec("a length has to be at least 1; give whole numbers from 1 on")
     return dim, found
 
 
@@ -241,13 +243,14 @@ def _within(signature: Signature, sizes: Mapping[str, int]) -> None:
         known = signature.dims[dim]
         if not known.min <= size <= known.max:
             raise BadInputSpec(
-                f"{dim} {size} is outside {known.min}..{known.max}, where the model was checked; pass "
+                f"{dim} {size} is outside {known.min}..{known.max}, the range in which the model was checked; pass "
                 f"{option('dims', {dim: known.to_hold(size)})}"
             )
 
 
 def _feeds(signature: Signature, data: SampleStream | None, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Returns a sample of the data, cut or repeated to ``sizes``, or random inputs of these sizes without data."""
+    """Returns a sample of the data, cut or repeated to ``sizes``. Without data, returns random inputs of these
+    sizes."""
     if data is None:
         return signature.example_inputs(**sizes)
     first = next(data.batches(1, signature.batch_unit), None)

@@ -1,4 +1,4 @@
-"""The search for mixed precision, which finds the layers that stay float so that the others can be int8.
+"""The search for mixed precision, which finds the layers that have to stay float so that all other layers can be int8.
 
-In: an int8 recipe and a judge. Out: the recipe with the layers to keep, and the `Trajectory` of the search.
+In: an int8 recipe and a judge. Out: the recipe with the layers that stay float, and the `Trajectory` of the search.
 """

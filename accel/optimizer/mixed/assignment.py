@@ -1,4 +1,4 @@
-"""Orders the steps that raise layers from int8 by gain per cost, the largest first.
+"""Orders steps by gain per cost, the largest first. A step raises a layer from int8 to a wider precision.
 
 Every tried assignment is a prefix of one list of steps. The errors of different layers are unrelated, so their squares
 add up. The list is therefore sorted by the squared error that a step removes per unit of time. Sorting in this way is
@@ -42,7 +42,7 @@ def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[
     """Returns every step from all int8 to all float, the step with the largest ``worth`` first.
 
     A step raises a layer to ``base``. With ``beyond``, a further step raises the layer to float32, or a single step
-    raises it to float32 at once if that is worth more.
+    raises the layer from int8 to float32 if that is worth more.
     """
     found: list[Upgrade] = []
     for layer in layers:

@@ -25,7 +25,7 @@ _NO_METRIC_BY_HALF = (
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """A judge, and the name of its samples, which is ``search``, ``held out`` or ``all``."""
+    """A judge and the name of its samples: ``search``, ``held out`` or ``all``."""
 
     name: str
     judge: Judge

@@ -1,4 +1,4 @@
-"""Searches for the layers that stay float so that the others can be int8.
+"""Searches for the layers that have to stay float so that all other layers can be int8.
 
 Each layer's error is measured separately and weighed against the layer's cost. The search keeps the drop within the
 budget and confirms its result on held-out samples.
@@ -31,7 +31,7 @@ from .assignment import Assignment, Upgrade, assigned, assigned_after, cost, upg
 from .halves import Half, halves
 from .trajectory import Trajectory, Try
 
-# The most float layers that are tried in int8 again, one by one.
+# The largest number of float layers that are tried in int8 again, one by one.
 _SECOND_LOOKS = 8
 
 
@@ -45,8 +45,8 @@ def assign(
 ) -> tuple[Recipe, Trajectory]:
     """Returns the int8 recipe ``recipe`` with the layers to keep in float, and the record of the search.
 
-    The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest prefix of that list that
-    is within the budget ``max_drop``. The costliest layers of the prefix are then tried in int8 again, one by one.
+    The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest prefix of these upgrades
+    that is within the budget ``max_drop``. The costliest layers of the prefix are then tried in int8 again, one by one.
     Further steps of the list are taken until the held-out half of the data confirms the result.
 
     Raises ``NothingPassed`` if not even float for every layer is within the budget, ``OutOfTime`` if ``out_of_time()``

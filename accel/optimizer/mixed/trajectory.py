@@ -14,10 +14,10 @@ from accel.converters.quantize.sensitivity import Sensitivity
 class Try:
     """One assignment that was built and judged.
 
-    ``kept`` lists the layers that aren't int8. ``in_fp32`` lists the layers of ``kept`` in float32 if the base is a
-    16-bit precision. ``drop`` means the same as in ``Judgement``. ``within`` is True if the drop is within the budget.
-    ``judged_on`` is ``search`` (the first half of the data), ``held out`` (the second half) or ``all`` (the data could
-    not be split).
+    ``kept`` lists the layers that aren't int8. ``in_fp32`` lists the layers of ``kept`` that are float32 although the
+    base is a 16-bit precision. ``drop`` means the same as in ``Judgement``. ``within`` is True if the drop is within
+    the budget. ``judged_on`` is ``search`` (the first half of the data), ``held out`` (the second half) or ``all`` (the
+    data could not be split).
     """
 
     kept: tuple[str, ...]

@@ -58,7 +58,7 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
     """Returns the recipes for ``src`` (an ONNX artifact), and the precisions that can't be made, with the reason.
 
     Raises ``UnsupportedHere`` if the only target lacks a precision that the user requests, if ``src`` is fp8 and the
-    target has no fp8, or if the user requests kernels and no candidate supports them. Raises ``UsageError`` if the
+    target has no fp8, or if the user requests kernels that no candidate supports. Raises ``UsageError`` if the
     request has options for a stage that no recipe contains.
     """
     made: list[Recipe] = []

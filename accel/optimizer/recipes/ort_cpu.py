@@ -12,7 +12,7 @@ from .steps import fused, has_large_products, prepared, quantized, weights_only,
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the recipes for ``precision``. There are up to three for int8, because each is the fastest for some
+    """Returns the recipes for ``precision``. int8 has up to three recipes, because each recipe is the fastest for some
     models."""
     head = prepared(src, target)
     found = [

@@ -10,7 +10,7 @@ from .steps import cast_to, fused, is_16_bit, prepared
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the only recipe for ``precision``, which casts the graph, and fuses products if the user requests
+    """Returns the only recipe for ``precision``. The recipe casts the graph, and fuses products if the user requests
     kernels."""
     cast = cast_to(src, precision, request) if is_16_bit(precision) else []
     steps = [*prepared(src, target), *cast, *fused(src, precision, request)]

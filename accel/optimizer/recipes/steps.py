@@ -15,7 +15,8 @@ from accel.timing.environment import environment
 from ..stage_options import options_of_mode
 from .recipe import RecipeRequest, Step
 
-# The number of weights from which products no longer fit the caches and are read from memory at every run.
+# A product with at least this many weights reads the weights from memory at every run, because the caches are too
+# small.
 _LARGE_WEIGHTS = 25_000_000
 
 
@@ -39,7 +40,7 @@ def cpu_has_bf16() -> bool:
 
 def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
     """Returns the step that brings opset and IR version into the range of ``target``, or no step if both are in range.
-    ``min_opset`` is the first opset with the precision, if higher than the target's lowest opset.
+    ``min_opset`` is the first opset with the precision, if that opset is higher than the target's lowest opset.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
 
@@ -72,8 +73,8 @@ def with_options(config: QuantizeConfig, request: RecipeRequest) -> QuantizeConf
 def weights_only(
     src: Artifact, target: Target, precision: str, request: RecipeRequest, block_size: int | None = None
 ) -> list[Step]:
-    """Returns the step that quantizes only the weights of large products, to 8 or 4 bits. Returns no step if ``src``
-    has such weights already.
+    """Returns the step that quantizes only the weights of large products, to 8 or 4 bits. Returns no step if the
+    weights of ``src`` are int8 or int4 already.
     """
     if precision not in ("int8", "int4") or src.properties.get("precision") in ("int8", "int4"):
         return []

@@ -1,4 +1,4 @@
-"""Recipes for the targets tensorrt and tensorrt-rtx: engines for NVIDIA GPUs, which are strongly typed."""
+"""Recipes for the targets tensorrt and tensorrt-rtx: strongly typed engines for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def without_fp8(target: Target, request: RecipeRequest) -> str | None:
 
 
 def recipes(src: Artifact, target: Target, precision: str, request: RecipeRequest) -> list[Recipe]:
-    """Returns the only recipe for ``precision``, which writes the type of every tensor into the graph and builds the
-    engine."""
+    """Returns the only recipe for ``precision``. The recipe writes the type of every tensor into the graph and builds
+    the engine."""
     blocks = precision in ("fp8", "int4")
     head = prepared(src, target, PRECISIONS[precision].min_opset if blocks else 0)
     typed = _typed(src, target, precision, request)

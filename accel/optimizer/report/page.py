@@ -20,9 +20,9 @@ PAGE = "report.html"
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 16, 44
-# The smallest divergence on the logarithmic axis, which replaces smaller values and 0.
+# The smallest divergence on the logarithmic axis. Smaller values and 0 are drawn at this value.
 _LEAST_DROP = 1e-8
-_MOST_ROWS = 2000  # the most rows in a table of kernels, layers or nodes
+_MOST_ROWS = 2000  # the largest number of rows in a table of kernels, layers or nodes
 _MOST_TICKS = 7
 
 
@@ -91,8 +91,9 @@ def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
 
 
 def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, Any] | None:
-    """Returns the plot of time against metric (or divergence), with a point for each candidate that has both, the ticks
-    and the limit. A line joins the Pareto-optimal points. Returns None if there are fewer than two points.
+    """Returns the plot of time against metric or divergence, with the ticks and the limit. The plot has a point for
+    each candidate with both figures. A line joins the Pareto-optimal points. Returns None if there are fewer than two
+    points.
     """
     by_metric = any(row.judgement and row.judgement.metric is not None for row in candidates)
     found: list[tuple[CandidateResult, float, float]] = []
@@ -109,7 +110,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
         limit = reference - max_drop * (abs(reference) or 1.0)
     times = Axis([ms for _, ms, _ in found], _LEFT, _WIDTH - _RIGHT, log=True)
     values = [value for _, _, value in found] + ([limit] if limit > 0 or by_metric else [])
-    # Better values, a higher metric or a lower divergence, are higher up.
+    # A higher metric or a lower divergence is drawn higher up.
     ends = (_HEIGHT - _BOTTOM, _TOP) if by_metric else (_TOP, _HEIGHT - _BOTTOM)
     quality = Axis(values, *ends, log=not by_metric)
     best = [
@@ -142,7 +143,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
 
 
 def _place_names(points: list[dict[str, Any]]) -> None:
-    """Sets the ``label_y`` of each point's name to above the point, or to below or farther away if names would overlap.
+    """Sets ``label_y``, which puts each point's name above the point, or below or farther away if names would overlap.
 
     A letter is about 6 wide. A name is to the right of its point, or to the left near the plot's right edge.
     """
@@ -165,7 +166,8 @@ def _quality(row: CandidateResult, by_metric: bool, *, is_source: bool) -> float
 
 
 class Axis:
-    """An axis from ``start`` to ``end``, linear or logarithmic, with a little room at both ends of the values."""
+    """An axis from ``start`` to ``end``, linear or logarithmic, with a little room before the smallest and after the
+    largest value."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, log: bool) -> None:
         self._log = log
@@ -186,8 +188,8 @@ class Axis:
     def ticks(self) -> list[dict[str, Any]]:
         """Returns round numbers with their coordinates.
 
-        A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten, only at
-        powers of ten over a long range, and evenly spaced ticks over a short range.
+        A linear axis has evenly spaced ticks. A logarithmic axis has ticks at 1, 2 and 5 times powers of ten. A long
+        range has ticks only at powers of ten, and a short range has evenly spaced ticks.
         """
         values = self._decades() if self._log else _round_steps(self._low, self._high)
         return [{"at": self.at(value), "text": f"{value:.10g}"} for value in values]
@@ -250,11 +252,12 @@ def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
 
 
 def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the tables of sensitivity. Each searched candidate has a table with the error of every layer and the
-    tried assignments. A last table lists the nodes that the stages in ``history`` kept in float32, with the reason."""
+    """Returns the tables of how sensitive layers are to quantization. Each searched candidate has a table with the
+    error of every layer and the tried assignments. A last table lists the nodes that the stages in ``history`` kept in
+    float32, with the reason."""
     tables = []
     for row in candidates:
-        if row.trajectory is not None and not row.base:  # a row with other session options has the same search
+        if row.trajectory is not None and not row.base:  # rows with other session options share the search
             tables += _searched(row.name, row.trajectory)
     for record in history:
         if kept := record["notes"].get("kept_fp32"):

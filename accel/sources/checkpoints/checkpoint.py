@@ -28,7 +28,7 @@ FORMATS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
-    """A tensor of a checkpoint, assembled only when ``read`` is called to save memory."""
+    """A tensor of a checkpoint. To save memory, the tensor is assembled only when ``read`` is called."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -56,7 +56,7 @@ class Checkpoint:
     spare: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record for the manifest, which lists the files and their sha256 separately."""
+        """Returns the record for the manifest. The manifest lists the files and their sha256 separately."""
         return {"format": self.format, "path": str(self.path), "notes": list(self.notes)}
 
 
@@ -93,7 +93,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def part_of(parts: list[torch.Tensor], offset: int, count: int) -> torch.Tensor:
-    """Returns ``count`` numbers from ``offset`` on of the concatenated flat tensors ``parts``. Copies only these
+    """Concatenates the flat tensors ``parts``, and returns ``count`` numbers from ``offset`` on. Copies only these
     numbers."""
     found: list[torch.Tensor] = []
     for part in parts:

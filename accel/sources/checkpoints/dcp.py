@@ -136,7 +136,7 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
     found: dict[str, Pieces] = {}
     for name, entry in body.get("state_dict_metadata").items():
         if not is_record(entry, "TensorStorageMetadata"):
-            continue  # not a tensor: step counts, schedulers
+            continue  # not a tensor but, for example, a step count
         shape, dtype = _sizes(entry.get("size")), entry.get("properties").state[0]
         if not isinstance(dtype, torch.dtype):
             raise ValueError("no dtype")
@@ -198,7 +198,7 @@ def _read_piece(piece: Piece, name: str) -> torch.Tensor:
     except pickle.UnpicklingError as error:
         raise BadSource(f"{piece.file} holds more than a tensor for {name!r} and is not unpickled; refused") from error
     except Exception as error:  # torch raises errors of many types on damaged bytes
-        raise InvalidModel(f"{piece.file} is damaged where {name!r} is; copy the file again") from error
+        raise InvalidModel(f"{piece.file} holds damaged bytes for {name!r}; copy the file again") from error
     if not isinstance(found, torch.Tensor):
         raise InvalidModel(f"{piece.file} holds no tensor for {name!r}; save the checkpoint again")
     return found.detach()

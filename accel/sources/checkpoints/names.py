@@ -62,14 +62,14 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
 
 def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     found = {_INSIDE.sub("", name): value for name, value in checkpoint.tensors.items()}
-    if len(found) < len(checkpoint.tensors):  # names would collide: keep the wrappers
+    if len(found) < len(checkpoint.tensors):  # names would collide without the wrappers
         return dict(checkpoint.tensors), ()
     changed = any(name not in checkpoint.tensors for name in found)
     return found, ("wrappers' names (such as _orig_mod) were left out",) if changed else ()
 
 
 def _copies(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Returns the other names of the same tensor for each name. Savers may keep only one name of tied weights."""
+    """Returns for each name the other names of the same tensor. Savers may keep only one name of tied weights."""
     places: dict[tuple[object, ...], list[str]] = {}
     keys = {n: (t.data_ptr() or n, tuple(t.shape), t.stride(), t.dtype) for n, t in wanted.items()}
     for name, key in keys.items():
@@ -93,7 +93,7 @@ def _prefix(
             return prefix
     if not wanted:
         return ""
-    # A LightningModule may give its model any name, so any prefix that all names have will do.
+    # A LightningModule may give its model any name, so any prefix that all names share is accepted.
     first = next(iter(wanted))
     ends = [f".{name}" for name in (first, *copies[first])]
     fronts = {n[: len(n) - len(end) + 1] for n in found for end in ends if n.endswith(end)}

@@ -152,7 +152,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
     refuse_bomb(path)
     try:
         with warnings.catch_warnings(), _listed():
-            warnings.simplefilter("ignore")  # files that torch warns about are refused below
+            warnings.simplefilter("ignore")  # Files that torch warns about are refused below.
             # Files older than the zip format can't be mapped.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:

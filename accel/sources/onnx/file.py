@@ -108,8 +108,8 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
 
 
 def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
-    """Returns the inputs whose default is an initializer, which ``describe`` leaves out. Returns an empty tuple before
-    IR version 4, where constant initializers are listed as inputs too.
+    """Returns the inputs whose default is an initializer. ``describe`` leaves these inputs out. Returns an empty tuple
+    before IR version 4, where constant initializers are listed as inputs too.
     """
     if model.ir_version < 4:
         return ()
@@ -201,11 +201,11 @@ def open_onnx(
     cache: StageCache | None = None,
     probe: bool = True,
 ) -> Artifact:
-    """Opens an ONNX file as an artifact. A file with a manifest whose hashes hold keeps its history.
+    """Opens an ONNX file as an artifact. A file keeps its history if the hashes in its manifest match.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a child process first checks a file without a manifest by the ONNX checker and
-    ONNX Runtime, because a hostile file may crash the process. The result is cached by the file's content.
+    file leaves open. With ``probe``, a child process first runs the ONNX checker and ONNX Runtime on a file without a
+    manifest, because a hostile file may crash the process. The result is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't fit.
@@ -283,8 +283,9 @@ def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signatur
 
 
 def probe_apart(path: Path, digest: str, cache: StageCache, *, crashes_only: bool = False) -> None:
-    """Raises ``InvalidModel`` if the checker or ONNX Runtime, in a child process, crashes on the file or refuses it.
-    With ``crashes_only``, raises only for a crash. ``cache`` stores the result for each ``digest``."""
+    """Raises ``InvalidModel`` if the checker or ONNX Runtime crashes on the file or refuses the file. The checker and
+    ONNX Runtime run in a child process. With ``crashes_only``, raises only for a crash. ``cache`` stores the result for
+    each ``digest``."""
     found = cache.get_record(PROBED, digest)
     if found is None:
         try:
@@ -318,7 +319,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # valid but not for this machine, whose CPU may lack bfloat16 products, for example
+        return None  # a valid model that needs, for example, the bfloat16 products of another CPU
     except Exception as error:
         return one_line(error)
     return None

@@ -25,7 +25,7 @@ _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers
 
-# The key for a detached tensor's dtype in its file, if the tensor is to be converted to another dtype.
+# The key for the dtype that a detached tensor has in its file, if reading the tensor converts it.
 _STORED_AS = "stored_as"
 
 
@@ -55,7 +55,7 @@ def read_detached(path: Path) -> onnx.ModelProto:
 
 
 def _wide(tensor: onnx.TensorProto) -> bool:
-    """Tells whether numpy can map the tensor, whose numbers need at least one byte each."""
+    """Tells whether numpy can map the tensor. Numpy can't map numbers of less than one byte."""
     from onnx import TensorProto
 
     return tensor.data_type not in (TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1)

@@ -292,8 +292,8 @@ def _ends(graph: Any) -> tuple[list[str], list[str]]:
 
 
 def graph_ends(spec: TensorFlowSpec) -> tuple[list[str], list[str]]:
-    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file, which doesn't name its inputs and
-    outputs.
+    """Returns the likely input and output tensors of a ``.pb`` or ``.meta`` file. Files of these formats don't name
+    their inputs and outputs.
 
     Raises ``InvalidModel`` if the file can't be read.
     """
@@ -368,8 +368,8 @@ def _from_call(
     *,
     keep: Any,
 ) -> Loaded:
-    """Traces ``call``, which takes tensors and returns tensors in order, into one function. ``keep`` is the owner of
-    the variables, which has to live as long as the result."""
+    """Traces ``call`` into one function. ``call`` takes tensors and returns tensors in order. ``keep`` owns the
+    variables, and has to live as long as the result."""
     traced = tf.function(call, autograph=False).get_concrete_function(*kinds)
     names = [name for name, _, _ in inputs]
 

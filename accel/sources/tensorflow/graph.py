@@ -28,7 +28,8 @@ _RANDOM = frozenset(
         "StatefulStandardNormal", "StatefulStandardNormalV2", "StatefulTruncatedNormal",
     }
 )  # fmt: skip
-# Operators between the random numbers u and the mask of zeros and ones: TF1 computes floor(keep + u), TF2 compares u
+
+# The operators that turn random numbers u into a mask of zeros and ones. TF1 computes floor(keep + u), TF2 compares u
 # with the rate.
 _MASK = frozenset(
     {"Add", "AddV2", "Sub", "Mul", "Floor", "GreaterEqual", "Greater", "Less", "LessEqual", "Cast", "Identity"}
@@ -62,8 +63,8 @@ def freeze_function(function: Any, inputs: Sequence[str], outputs: Sequence[str]
 
 
 def _with_constants(function: Any) -> Any:
-    """Returns ``function`` with its variables as constants. Removes assignments to integer variables, in which Keras'
-    dropout stores the state of its random generator.
+    """Returns ``function`` with its variables as constants. Removes assignments to integer variables, because Keras'
+    dropout stores the state of its random generator in such variables.
 
     Raises ``BadSource`` if the model assigns to any other variable.
     """
@@ -94,8 +95,7 @@ def _with_constants(function: Any) -> Any:
 
 
 def _with_values(graph: Any) -> Any:
-    """Replaces the variables in ``graph`` (TF1 files name variables in the graph) by constants with their current
-    values."""
+    """Replaces the variables that the ``graph`` of a TF1 file names by constants with the variables' current values."""
     handles = {node.name: node for node in graph.node if node.op == "VarHandleOp"}
     if not handles:
         return graph
@@ -216,8 +216,9 @@ def _leading_to_outputs(frozen: Frozen) -> list[Any]:
 
 def strip_dropout(graph: Any) -> Any:
     """Returns ``graph`` with every dropout replaced by its input, because dropout is the identity at inference. A
-    dropout turns random numbers into a mask of zeros and ones. The mask is multiplied with, or selects from, the input
-    divided by the keep probability. All other random ops stay in the graph, and ``refuse_random`` reports them.
+    dropout turns random numbers into a mask of zeros and ones. The input is divided by the keep probability. The mask
+    then multiplies the result, or selects from the result. All other random ops stay in the graph, and
+    ``refuse_random`` reports them.
     """
     nodes = {node.name: node for node in graph.node}
     users: dict[str, list[str]] = {}

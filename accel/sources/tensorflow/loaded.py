@@ -19,7 +19,7 @@ _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """A GraphDef without variables. ``inputs`` and ``outputs`` give the tensor names (``x:0``) by the user's names."""
+    """A GraphDef without variables. ``inputs`` and ``outputs`` map the user's names to tensor names (``x:0``)."""
 
     graph: Any
     inputs: Mapping[str, str]

@@ -24,12 +24,12 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# The number of repeated runs on the same inputs, because a random choice among a few values may repeat itself.
+# How often the same inputs run again. A random choice among a few values may repeat itself in some of these runs.
 _AGAIN = 4
-# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim
-# (sound), because an image of this size takes long.
+# Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim,
+# such as the length of a sound. An image of this size would take long.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
-# The number of models that stay loaded, because a conversion loads the same model several times.
+# How many models stay loaded. A conversion loads the same model several times.
 _KEPT = 2
 _Run = Callable[[Feeds], "dict[str, np.ndarray]"]
 
@@ -69,7 +69,7 @@ def describe(
     model = load(spec)
     properties: dict[str, Any] = {"form": spec.form}
     sha256 = ""
-    # Images and quantized tensors use the whole range of their integers.
+    # Images and quantized tensors use every value of their integer dtype.
     outline: Frozen | None = None
     spans = {"uint8": (0, 255)} | ({"int8": (-128, 127)} if spec.form == "tflite" else {})
     bounds = {name: spans[dtype] for name, dtype, _ in model.inputs if dtype in spans}
@@ -169,7 +169,8 @@ def _failures(feeds: Mapping[str, np.ndarray], where: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first lines of TensorFlow's message, which give the cause, without the list of graph nodes."""
+    """Returns the first lines of TensorFlow's message. The first lines give the cause, and a list of graph nodes may
+    follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [x for x in lines if not x.startswith(("Graph execution error", "Detected at node", "File ", "[["))]
     # Keeps the name of a node and drops its attributes.
@@ -219,14 +220,14 @@ def _with_step(error: BadSource, signature: Signature, run_on: _Run) -> BadSourc
 
 
 def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) -> Signature:
-    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. Otherwise the ranges of
-    ``free`` begin at the usual sizes."""
+    """Returns ``signature`` if the model can take the smallest sizes of the dims ``free``. If the model can't, the
+    ranges of ``free`` begin at the usual sizes."""
     smallest = {d: signature.dims[d].min for d in free}
     try:
         if _is_sound(run_on(signature.example_inputs(**smallest))):
             return signature
     except BadSource:
-        pass  # the smallest sizes are too small
+        pass  # the model can't take the smallest sizes
     return signature.with_dims({d: replace(signature.dims[d], min=signature.dims[d].opt) for d in free})
 
 
@@ -257,8 +258,8 @@ def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> I
 
 
 def _dim(dim: int | None, axis: int, shape: Sequence[int | None], prefix: str) -> Dim:
-    """Returns the name of a dynamic dim, which is ``batch``, ``length`` (sequences), ``height`` or ``width`` (NHWC
-    images), or ``dim_<axis>``."""
+    """Returns the name of a dynamic dim: ``batch``, ``length`` for sequences, ``height`` or ``width`` for NHWC images,
+    else ``dim_<axis>``."""
     if dim is not None:
         return dim
     if axis == 0:

@@ -52,7 +52,7 @@ class TensorFlowSpec:
 
 
 def saved_model_file(path: Path) -> Path | None:
-    """Returns the main file of a SavedModel. ``path`` is its folder or the main file itself.
+    """Returns the main file of a SavedModel. ``path`` is the folder of the SavedModel or the main file itself.
 
     Returns None if ``path`` is no SavedModel.
     """
@@ -62,7 +62,7 @@ def saved_model_file(path: Path) -> Path | None:
 
 
 def form_of(text: str) -> str | None:
-    """Returns the ``form`` of the TensorFlow model that ``text`` names, or None if it names no TensorFlow model.
+    """Returns the ``form`` of the TensorFlow model that ``text`` names, or None if ``text`` names no TensorFlow model.
 
     Imports nothing.
     """
@@ -119,7 +119,7 @@ def open_tensorflow(
 ) -> Artifact:
     """Opens the TensorFlow model that ``text`` names, as an artifact of kind ``tensorflow`` or ``tflite``.
 
-    ``inputs`` names or fixes the model's dynamic dims, and gives the range of integers. ``graph_inputs`` and
+    ``inputs`` names or fixes the model's dynamic dims, and gives the range of integer inputs. ``graph_inputs`` and
     ``graph_outputs`` are tensor names of a frozen graph or checkpoint. ``signature`` is the name of a SavedModel's
     signature. ``strip_training_ops`` removes dropout that training left in the model.
 
@@ -230,7 +230,7 @@ def _files(form: str, path: Path, text: str) -> list[Path]:
 def with_given(found: Sequence[TensorSpec], given: Sequence[TensorSpec], where: str) -> tuple[TensorSpec, ...]:
     """Returns ``found`` with the dims and value ranges of ``given``, matched by name.
 
-    Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model, which messages call ``where``.
+    Raises ``BadInputSpec`` if a spec of ``given`` contradicts the model. Messages call the model ``where``.
     """
     by_name = {spec.name: spec for spec in given}
     specs = []

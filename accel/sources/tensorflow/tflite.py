@@ -62,7 +62,7 @@ def _interpreter(path: Path) -> Any:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the notice that the interpreter moves to another package
+        warnings.simplefilter("ignore")  # Hides the notice that the interpreter moves to another package.
         # The reference kernels define the result of the file, and XNNPACK's kernels may differ.
         interpreter = tf.lite.Interpreter(
             str(path),

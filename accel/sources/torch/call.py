@@ -25,7 +25,8 @@ _OTHER_IN_TRAINING = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dr
 
 
 def to_tensor(value: np.ndarray) -> torch.Tensor:
-    """Returns the array as a tensor, which shares the memory of a contiguous array. Converts bfloat16 bit by bit."""
+    """Returns the array as a tensor. The tensor shares the memory of a contiguous array. Converts bfloat16 bit by
+    bit."""
     import numpy as np
 
     if str(value.dtype) == "bfloat16":
@@ -113,8 +114,8 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
     """Tells whether all inputs are parameters of ``forward``, so that they can be passed by keyword.
 
     A single input may have any name and is passed by position. Several inputs are passed by position only if
-    ``forward`` takes ``*args``. Otherwise raises ``BadInputSpec`` for a name that ``forward`` doesn't have, because
-    inputs passed by position could be mixed up.
+    ``forward`` takes ``*args``. Raises ``BadInputSpec`` if one of several inputs has a name that ``forward`` doesn't
+    have, because inputs passed by position could be mixed up.
     """
     if isinstance(module, torch.jit.ScriptModule):
         known, anything = script_parameters(module), False
@@ -149,7 +150,7 @@ def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.
 
 def in_training(module: torch.nn.Module) -> str:
     """Returns a message about dropout and batch norm layers that are in training mode after a run, although ``module``
-    was set to evaluation mode. Returns "" if there are none."""
+    was set to evaluation mode. Returns "" if no layer is in training mode."""
     names = [name for name, part in module.named_modules() if part.training and isinstance(part, _OTHER_IN_TRAINING)]
     if not names:
         return ""

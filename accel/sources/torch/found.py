@@ -19,7 +19,8 @@ class Found:
 
     ``path`` is the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
     ``checkpoint`` holds the weights that were loaded into the module. ``forms`` lists possible signatures of the
-    module, one of which is selected by running the module. ``example`` holds example declarations of its inputs.
+    module, one of which is selected by running the module. ``example`` holds example declarations of the module's
+    inputs.
     """
 
     module: torch.nn.Module

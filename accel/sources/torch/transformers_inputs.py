@@ -15,7 +15,7 @@ from ..declare import input_example
 from ..output_specs import farthest, probe_cases
 from .call import NamedModule, run_named
 
-# The upper bound of default ranges, because gates run at the ends of each range.
+# No default range goes beyond this size, because gates run at the ends of each range.
 _LONGEST = 512
 # The last Unicode code point.
 _LAST_CHARACTER = 0x10FFFF
@@ -47,22 +47,23 @@ def forms(module: Any, folder: Path) -> tuple[Signature, ...]:
     if seen is None:
         return ()
     if "bbox" in takes and (last := _whole(config, "max_2d_position_embeddings")):
-        # Random corners are a second choice, because some models look up the width of a box, which may be negative.
+        # Boxes with random corners are the second choice. Some models look up the width of a box in a table, and random
+        # corners may give a negative width.
         return tuple(_both(seen, _boxes(values)) for values in ((0, last - 1), (0, 0)))
     if main == "input_ids" and pictures is not None and getattr(config, "vision_config", None) is not None:
-        # A model that compares each image with each text takes different numbers of images and texts.
+        # A model that compares each image with each text may take different numbers of images and texts.
         return _apart(seen), seen
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in takes:
         return (seen,)
     decoded = _both(seen, _decoder(config))
-    # A model that generates text needs decoder_input_ids, and other models may not need them.
+    # A model that generates text needs decoder_input_ids, and other models may work without decoder_input_ids.
     return (decoded, seen) if module.can_generate() else (seen, decoded)
 
 
 def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRange]) -> Signature:
-    """Returns the first signature of ``found`` that the module runs with, with ranges narrowed to sizes that run,
+    """Returns the first signature of ``found`` with which the module runs. Narrows the ranges to sizes that run,
     because a config may lack the size of a position table. Keeps the ranges in ``given``. Returns the first signature
-    unchanged if none runs.
+    unchanged if the module runs with none.
     """
     module.eval()
     for form in found:
@@ -185,8 +186,8 @@ def _text(module: Any, takes: set[str]) -> Signature | None:
 
 
 def _first_position(module: Any, positions: int) -> int:
-    """Returns the row of the position table for the first position, which follows the padding row in models like
-    RoBERTa."""
+    """Returns the row of the position table for the first position. In models like RoBERTa, this row follows the
+    padding row."""
     import torch
 
     for name, part in module.named_modules():

@@ -171,7 +171,7 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
         ("plan --params 7.5e9 --world 64 --tp 3", "use a multiple of 3"),
         ("plan --params 7.5e9 --world 64 --tp 4", "pass --layers"),
         ("plan --params 7.5e9 --world 64 --cp 4", "pass --layers"),
-        ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "don't all divide by cp 4"),
+        ("plan --layers 4 --hidden 60 --heads 6 --seq 64 --world 8 --cp 4", "cp 4 must divide the 6 heads"),
         ("plan --layers 4 --hidden 60 --heads 6 --kv-heads 4 --seq 64", "can't share --kv-heads 4 evenly"),
         ("plan --layers 4 --hidden 60 --kv-heads 4 --seq 64", "pass --heads too"),
         ("plan --layers 4 --hidden 64 --heads 8 --kv-heads 2 --seq 64 --world 4 --tp 4", "8 heads (2 of keys"),

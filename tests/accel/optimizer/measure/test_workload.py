@@ -329,7 +329,7 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for text, error, words in (
         ("8,x", BadData, "is not a file"),
-        (str(tmp_path / "binary"), BadData, "whole numbers, one a line"),
+        (str(tmp_path / "binary"), BadData, "whole numbers, one per line"),
         ("0", BadInputSpec, "from 1 on"),
         ("data", UsageError, "pass data="),
         (",", BadInputSpec, "from 1 on"),
