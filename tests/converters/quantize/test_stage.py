@@ -373,8 +373,8 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
 
 
 def environment_of(pid: int) -> list[str]:
-    """Returns the environment of a newly started process, and waits for the environment because the kernel first shows
-    none."""
+    """Returns the environment of a newly started process. Waits first, because the kernel shows no environment at the
+    start."""
     deadline = time.monotonic() + 20
     while "TMPDIR=" not in (found := Path(f"/proc/{pid}/environ").read_text()) and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -165,8 +165,8 @@ def test_the_operator_runs_gemv(dtype: str, act: str, ran: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", FLOATS)
 def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str]) -> None:
-    """Fails if a quantized value differs at all, even for rows with gaps, columns with gaps, a repeated row, or a
-    single row."""
+    """Fails if a quantized value differs from the reference, even for rows with gaps, columns with gaps, a repeated
+    row, or a single row."""
     whole = (torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 30).to(TORCH_DTYPES[source])
     whole[1] = 0
     for x in (whole, whole[:, :17], whole[::2], whole[:, ::3], whole[:1].expand(4, 40), whole[2:3, 5:9]):

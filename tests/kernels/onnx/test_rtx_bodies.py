@@ -66,7 +66,7 @@ def model(
 
 def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[str, Any]]:
     """Returns the computing kernels of the engine, each with the bare names of its nodes as ``parts``."""
-    take_fp8_bodies(made)  # the build of an engine also takes the fp8 bodies
+    take_fp8_bodies(made)  # the engine build calls this function too
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     words = [sys.executable, str(script), str(file), capability]

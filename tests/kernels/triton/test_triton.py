@@ -198,8 +198,8 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> 
 
 @pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
 def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
-    """Fails if the tensor cores sum all of K themselves, Triton's default on Hopper. Sums inside the tensor cores have
-    only 14 bits."""
+    """Fails if the tensor cores sum all of K themselves, as is Triton's default on Hopper. Sums inside the tensor cores
+    have only 14 bits."""
     made = cross.compile_config(get(name), "fp8_e4m3", 90)
     assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
     assert "14 bits" in replace(made, imprecise=1 << 30).problem

@@ -1,4 +1,4 @@
-"""Proves that a repository runs no code of its files, leads nowhere else and serves no file that a manifest denies."""
+"""Proves that a repository can't run code, lead to other folders, or serve a file that differs from its manifest."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_killed_process(two: Any) -> None:
     two.wait_for("serving", 3)
     load.more(50)
     load.end()
-    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a request that the dying process accepted
+    assert len(load.lost) <= 4 * 2, load.lost  # four clients, each with one running and one accepted request
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert two.process.poll() is None
 
@@ -199,8 +199,8 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
-    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT, which last for a
-    minute after another server closed the connections."""
+    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT. The connections of
+    another server stay in this state for a minute after closing."""
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -232,8 +232,8 @@ def cores_of(pid: int) -> set[frozenset[int]]:
 
 
 def test_each_process_has_its_cores(two: Any) -> None:
-    """Fails if a process, or a thread of its runtime, may run on another process's cores, or if no process may run on
-    some core."""
+    """Fails if a process, or a thread of its runtime, may run on another process's cores, or if a core is left without
+    a process."""
     own = sorted(os.sched_getaffinity(0))
     half = len(own) // 2
     wanted = [frozenset(own[:half] or own), frozenset(own[half:])]  # with one core, the first process isn't pinned

@@ -42,7 +42,7 @@ class TextSession(FakeSession):
 
 
 def text(number: int, length: int, rows: int = 1, *, mask: bool = False) -> InferenceRequest:
-    """Makes a request with other ids than a request with another ``number``. A mask hides a row's first id."""
+    """Makes a request whose ids are different for each ``number``. A mask hides a row's first id."""
     rng = np.random.default_rng(number)
     inputs = {
         "ids": rng.integers(1, 99, (rows, length)),
