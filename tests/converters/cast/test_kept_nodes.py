@@ -1,4 +1,4 @@
-"""Proves that nodes whose values 16 bits can't hold stay in float32, and that all others are cast."""
+"""Proves that nodes stay in float32 if their values don't fit into 16 bits, and that all other nodes are cast."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if a whole or decomposed LayerNormalization squares 1000 in fp16, or if the layers around it aren't
+    """Fails if a LayerNormalization, as one node or decomposed, squares 1000 in fp16, or if the layers around it aren't
     cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)

@@ -32,7 +32,8 @@ from tests.support.onnx_builder import (
 
 
 def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
-    """Fails if a subgraph reads an outer tensor or constant with the wrong dtype, or if a shadowing name is renamed."""
+    """Fails if a subgraph reads an outer tensor or constant with the wrong dtype, or if a name that shadows an outer
+    name is renamed."""
     then = helper.make_graph(
         [node("Mul", "h k", "t0"), node("Add", "t0 h", "t")],
         "then",

@@ -25,8 +25,8 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
     }
     for artifact in made.values():
         assert artifact.signature.inputs[0].shape == ("batch", 43844, 1)
-    # Noise gives every frequency some energy, and the net takes the logarithm of each energy. With a pure tone the
-    # other energies are rounding errors, which differ between runtimes by 2e-3.
+    # Noise gives every frequency some energy, and the net takes the logarithm of each energy. With a pure tone, the
+    # energies of all other frequencies are rounding errors, and the outputs of two runtimes differ by 2e-3.
     tone, noise = np.sin(np.arange(43844) * 0.06), np.random.default_rng(0).standard_normal(43844)
     audio = (0.5 * tone + 0.1 * noise).astype(np.float32).reshape(1, -1, 1)
     with open_session(made["saved_model"]) as session:

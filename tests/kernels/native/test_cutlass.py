@@ -216,7 +216,8 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The record with other sources is the newer file, as after switching to another version of accel and back.
+    # The record of the library with other sources is newer, as if the user had switched to another version of accel and
+    # back.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Proves that dispatch runs the hand-written kernels correctly, with kernels compiled for the host and CPU tensors.
+"""Proves that dispatch runs the hand-written kernels correctly, on CPU tensors with kernels compiled for the host.
 
 These tests fail if the reference runs a problem that a hand-written kernel supports, or if a kernel gets operands in an
 unsupported layout or dtype. The tests fail if a result has the wrong shape, or if a convolution's patches are
@@ -116,7 +116,7 @@ def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     monkeypatch.setattr(dispatch, "capability_of", lambda _tensor: (8, 0))
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     native_launch.installed.cache_clear()
-    library = native_launch.installed(None)  # CPU tensors use the same library object
+    library = native_launch.installed(None)  # dispatch uses this same object for CPU tensors
     assert library is not None
     calls: list[str] = []
 

@@ -36,7 +36,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
     load.end()
     stopped = [line["message"] for line in served.log]
     assert "stopped before every request was answered" not in stopped
-    # The server refused later requests with UNAVAILABLE, or no server was found, which gives the same status.
+    # Later requests get UNAVAILABLE, either from the ending server or because no server listens.
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert all(
         "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
