@@ -197,7 +197,7 @@ def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
-    """Fails if the conversion gives onnx2tf the option for image layouts for an input that is no image. The option only
+    """Fails if onnx2tf gets the image layout option for an input that is no image. The option only
     accepts inputs of 3 to 5 dims."""
     weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
     nodes = [

@@ -178,7 +178,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if a model with a shape as an input is built without a value range for this input."""
+    """Fails if TensorRT builds a model with a shape input that has no value range."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))

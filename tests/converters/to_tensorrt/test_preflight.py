@@ -225,7 +225,7 @@ def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monk
 
 
 def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
-    """Fails if only the build detects an operator that the toolkit's parser can't import."""
+    """Fails if preflight doesn't list an operator that the toolkit's parser can't import."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Det", "x", "d"), node("Relu", "d", "y")],

@@ -1,4 +1,4 @@
-"""Proves that dispatch takes only shipped implementations that can run the problem, and says why."""
+"""Proves that dispatch chooses only shipped implementations that can run the problem, and explains the choice."""
 
 from __future__ import annotations
 

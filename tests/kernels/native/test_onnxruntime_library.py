@@ -1,4 +1,4 @@
-"""Proves that the operators for ONNX Runtime are built once, loaded from the path that users set, and hide no body."""
+"""Proves that accel builds the library for ONNX Runtime once, loads it from a set path, and hides no function body."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
-    """Fails if a row of at most 8192 elements is read twice. The planted second read is wrong and may change only the
-    longer rows."""
+    """Fails if a row of at most 8192 elements is read twice. The test makes the second read wrong, which may change
+    only the longer rows."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text

@@ -106,7 +106,7 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
     dead, alive = pids(served)
     held: dict[int, list[HTTPConnection]] = {dead: [], alive: []}
     with ExitStack() as stack:
-        for _ in range(200):  # the kernel chooses the process
+        for _ in range(200):  # the operating system chooses the process
             made = stack.enter_context(closing(HTTPConnection("127.0.0.1", port, timeout=100)))
             made.request("GET", "/v2/health/live")
             assert json.loads(made.getresponse().read()) == {"live": True}
@@ -162,7 +162,7 @@ def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path
 
 def test_commands_reach_every_process(two: Any, repository: Path) -> None:
     """Fails if a command or a counter covers only a single process, or misses a process that started later."""
-    clients = [client(two.grpc) for _ in range(8)]  # the kernel distributes the connections over the processes
+    clients = [client(two.grpc) for _ in range(8)]  # the system distributes the connections over the processes
     linear(repository / "later" / "1")
     clients[0].load_model("later")
     clients[1].unload_model("pair")
