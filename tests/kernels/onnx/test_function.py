@@ -132,7 +132,7 @@ FOUND = {
 @pytest.mark.parametrize("opset", [17, 20])
 def test_patterns(case: str, opset: int) -> None:
     """Fails if a pattern is not fused as expected, or if the output changes by more than 1e-5 of its largest element.
-    The bound covers a few fp32 roundings in another order."""
+    The bound covers a few fp32 roundings, because the order of the sums may change."""
     text, wanted = FOUND[case]
     if opset < 20 and "Gelu" in text:
         pytest.skip("Gelu begins with opset 20")
