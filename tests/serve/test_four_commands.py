@@ -63,7 +63,7 @@ def test_the_four_commands_with_a_real_model(
     minilm: Artifact, minilm_data: Path, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if a text model can't be optimized, served and read by Triton's client without further options. Also fails
-    if the embeddings differ from the original model's by more than the search allows."""
+    if the embeddings differ from the original model's by more than `accel optimize` allows."""
     monkeypatch.chdir(tmp_path)
     source = minilm.copy_to(tmp_path / "minilm.onnx")
     (tmp_path / "calib.npz").write_bytes(minilm_data.read_bytes())

@@ -1,4 +1,4 @@
-"""Proves that nodes whose values 16 bits can't hold stay in float32, and that all others are cast."""
+"""Proves that nodes stay in float32 if their values don't fit into 16 bits, and that all other nodes are cast."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def attention_mask(path: Path, low: float) -> Artifact:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min), -1e4])
 def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
-    """Fails if a mask constant becomes small, zero or (times 0) NaN, or if the mask keeps the softmax in float32."""
+    """Fails if a mask constant becomes small or zero, if its product with 0 is NaN, or if the softmax stays in
+    float32."""
     made = cast(attention_mask(tmp_path / "m.onnx", low), CastConfig(precision=precision), tmp_path / "o.onnx")
     scores = np.array([[5, -20, 0, 3, 9, 9, 9, 9]], np.float32)
     p = run(made, scores=scores, mask=np.array([[1, 1, 1, 1, 0, 0, 0, 0]]))["p"]
@@ -78,7 +79,7 @@ def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
 
 
 def test_fully_masked_rows_stay_finite(tmp_path: Path) -> None:
-    """Fails if a finite mask value becomes -inf, which makes the output of a fully masked row NaN."""
+    """Fails if a finite mask value becomes -inf. The output of a fully masked row is then NaN."""
     made = cast(attention_mask(tmp_path / "m.onnx", -1e9), CastConfig(), tmp_path / "o.onnx")
     p = run(made, scores=np.zeros((1, 8), np.float32), mask=np.zeros((1, 8), np.int64))["p"]
     assert np.allclose(p, 1 / 8, atol=1e-3)
@@ -111,7 +112,7 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if eps is rounded to 0 or to another number, or if a node from the sum to the division is cast."""
+    """Fails if eps is rounded to 0 or to another number, or if a node between variance and quotient is cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -138,7 +139,7 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if a whole or decomposed LayerNormalization squares 1000 in fp16, or if the layers around it aren't
+    """Fails if a LayerNormalization, as one node or decomposed, squares 1000 in fp16, or if the layers around it aren't
     cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
@@ -176,7 +177,7 @@ def test_normalisation_over_large_activations(tmp_path: Path) -> None:
 
 
 def test_positions_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if angles of thousands of radians are rounded to 11 bits, which makes their sine noise without an overflow.
+    """Fails if angles of thousands of radians are rounded to 11 bits. Nothing overflows then, but the sines are noise.
     Also fails if nodes after the sine stay float32."""
     src = artifact(
         tmp_path / "m.onnx",
@@ -251,8 +252,8 @@ def test_the_search_holds_a_few_tensors_at_a_time(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("place", [12, 60])
 def test_an_overflow_that_only_a_later_sample_has(tmp_path: Path, place: int) -> None:
-    """Fails if the gate passes a sample that overflows among its first 16, or the judge among its first 128, although
-    the overflow search skipped the sample."""
+    """Fails if the gate misses an overflow in its first 16 samples, or if the judge misses an overflow in its first
+    128. The overflow search skips the sample that overflows."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.ones(64, np.float32)
     x[place] = 300

@@ -1,4 +1,4 @@
-"""Proves that casts to float16 and bfloat16 give valid graphs of the dtypes asked for and err by rounding only."""
+"""Proves that casts to float16 and bfloat16 give valid graphs with the requested dtypes and only rounding errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tests.support.onnx_builder import (
 
 
 def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
-    """Fails if a subgraph reads an outer tensor or constant with the wrong dtype, or if a shadowing name is renamed."""
+    """Fails if a subgraph reads an outer tensor or constant with the wrong dtype, or if a name that shadows an outer
+    name is renamed."""
     then = helper.make_graph(
         [node("Mul", "h k", "t0"), node("Add", "t0 h", "t")],
         "then",
@@ -63,7 +64,8 @@ def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
 
 
 def test_io_is_kept_or_cast(tmp_path: Path) -> None:
-    """Fails if keep_io changes a float dtype, if keep_io=False leaves a float32, or if an integer dtype changes."""
+    """Fails if keep_io changes a float dtype, if keep_io=False keeps a float32 input or output, or if an integer dtype
+    changes."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Gather", "table ids", "r"), node("Add", "r x", "y"), node("ArgMax", "y", "best", axis=-1)],

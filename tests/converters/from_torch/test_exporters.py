@@ -210,8 +210,9 @@ def every():
 
 @pytest.mark.parametrize("factory", ["last", "every"])
 def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if a packed sequence of uneven lengths can't be exported, by its last state or by its outputs. Also fails
-    if padding changes the outputs, if an output added for the exporter remains, or if the exporter prints messages."""
+    """Fails if an RNN on a packed sequence can't be exported, whether the model returns the RNN's last state or its
+    outputs. Also fails if padding changes the outputs, if an output added for the exporter remains, or if the exporter
+    prints messages."""
     (tmp_path / "packed.py").write_text(PACKED)
     spec = f"{tmp_path / 'packed.py'}:{factory}"
     out = tmp_path / "m.onnx"

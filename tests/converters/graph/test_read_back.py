@@ -21,7 +21,7 @@ from accel.tables.stage_table import get_stage
 
 
 class Net(torch.nn.Module):
-    """Computes y = 2x and z = x + 1 with one fault. A planted stage writes this module to a file."""
+    """Computes y = 2x and z = x + 1 with one fault. A faulty stage of the test writes this module to a file."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ def source(tmp_path: Path) -> Path:
 def test_an_exported_program(
     source: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, words: str
 ) -> None:
-    """Fails if accel trusts the signature that a stage claims. Each planted stage claims the signature of its
-    source."""
+    """Fails if accel trusts the signature that a stage reports. The test's faulty stages report the signature of the
+    source as that of the written file."""
 
     def planted(src: Artifact, config: Any, out: Path) -> Artifact:
         shapes = None if fault == "batch" else ({0: torch.export.Dim("batch", max=64)},)

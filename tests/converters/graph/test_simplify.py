@@ -98,8 +98,8 @@ def crash(path: Path, out: Path, skip: list[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["crash", "refusal", "drift", "invalid", "slow"])
 def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Fails if a native crash kills the calling process, if a hanging process isn't ended, or if an invalid model or
-    one with other dims is accepted."""
+    """Fails if a native crash kills the calling process, if a hanging process isn't killed, or if an invalid model or a
+    model with other dims is accepted."""
     src = conv_net(tmp_path / "m.onnx")
     before = outputs(src, src.signature.example_inputs(batch=2))
 

@@ -1,4 +1,4 @@
-"""Proves that block-wise weight-only quantization to 8 or 4 bits gives correct graphs, which TensorRT builds."""
+"""Proves that block-wise weight-only quantization to 8 or 4 bits gives correct graphs that TensorRT can build."""
 
 from __future__ import annotations
 

@@ -154,8 +154,7 @@ def stacked(path: Path, sizes: list[int], per_file: int) -> Path:
 
 
 def test_the_stream_is_the_dataset(tmp_path: Path) -> None:
-    """Fails if the stream loses, repeats or cuts a batch differently from ``Dataset``, or if ``skip`` drops the wrong
-    batch."""
+    """Fails if the stream's batches differ from those of ``Dataset``, or if ``skip`` drops the wrong batch."""
     src = conv_net(tmp_path / "m.onnx")
     data = stacked(tmp_path / "data", [12, 16, 9], 5)
     (tmp_path / "data" / "003.npz").write_bytes(b"")
@@ -266,7 +265,8 @@ def script(*arguments: object, waits_at: int = -1) -> list[str]:
 
 
 def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations accumulate in memory. Ten times as many images alone take 70 MB more."""
+    """Fails if samples or activations accumulate in memory. Kept in memory, ten times as many images would take 70 MB
+    more."""
     src = conv_net(tmp_path / "m.onnx", 64)
     peaks = []
     for count in (160, 1600):

@@ -150,7 +150,7 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
     values = constants(made)
     assert values["w2_quantized"].dtype == np.int8
     assert values["w2_scale"].shape == (16,)
-    assert "Relu" not in Counter(n.op_type for n in read_proto(made.path).graph.node)  # uint8 clips at 0 without a Relu
+    assert "Relu" not in Counter(n.op_type for n in read_proto(made.path).graph.node)  # uint8 already clips below 0
     assert error(src, made) < 0.03
 
 
@@ -373,8 +373,8 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
 
 
 def environment_of(pid: int) -> list[str]:
-    """Returns the environment of a newly started process, and waits for the environment because the kernel first shows
-    none."""
+    """Returns the environment of a newly started process. Waits first, because the kernel shows no environment at the
+    start."""
     deadline = time.monotonic() + 20
     while "TMPDIR=" not in (found := Path(f"/proc/{pid}/environ").read_text()) and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -25,7 +25,7 @@ from accel.tables.target import Target
 from tests.support.onnx_builder import FLOAT, artifact
 
 MODES = ("int8-weights", "int4-weights")
-LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # the error of 15 steps in blocks of 32 weights
+LIMITS = {"int8-weights": 0.02, "int4-weights": 0.2}  # int4 has 15 steps per block of 32 weights
 
 
 def linear_net(path: Path, opset: int) -> Artifact:

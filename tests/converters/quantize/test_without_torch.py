@@ -26,7 +26,7 @@ STAGES: dict[str, Callable[[Artifact, Path], Artifact]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_torch_stays_unloaded(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the process of a stage imports torch: the torch on its path ends the process."""
+    """Fails if the process of a stage imports torch. A fake torch on the import path ends the process."""
     weights = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
     net = artifact(
         tmp_path / "net.onnx",

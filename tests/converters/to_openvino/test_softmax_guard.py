@@ -52,8 +52,8 @@ def convert(src: Artifact, folder: Path) -> tuple[Artifact, int]:
 def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same(
     precision: str, tmp_path: Path
 ) -> None:
-    """Fails if a guard without effect stays, which prevents fused attention, or if the lowest number becomes -inf in
-    bfloat16, which gives NaN."""
+    """Fails if a guard without effect stays, because the guard prevents fused attention. Also fails if the lowest
+    number becomes -inf in bfloat16, because the outputs are then NaN."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     src = attention(tmp_path / "a.onnx", "lowest")
@@ -72,7 +72,7 @@ def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same
 
 @pytest.mark.parametrize(("mask", "scores"), [("-inf", "MatMul"), ("input", "MatMul"), ("lowest", "Log")])
 def test_a_guard_that_can_act_stays(mask: str, scores: str, tmp_path: Path) -> None:
-    """Fails if the guard is removed although the mask or the scores may be -inf, which makes fully masked rows NaN."""
+    """Fails if the guard is removed although the mask or the scores may be -inf. Fully masked rows are then NaN."""
     src = attention(tmp_path / "a.onnx", mask, scores)
     made, removed = convert(src, tmp_path)
     assert removed == 0

@@ -134,8 +134,8 @@ def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: py
         return made  # type: ignore[no-any-return]
 
     monkeypatch.setattr(f"{module}.{name}", wrong)
-    # The cache may contain the correct conversion and the correct SavedModel behind the TFLite file. A planted package
-    # version changes the cache keys, so that the stages run again.
+    # The cache may contain the correct files, including the SavedModel from which the TFLite file is made. A fake
+    # package version changes the cache keys, so that the stages run again.
     planted = {"planted": "a fault"}
     monkeypatch.setattr("accel.stage.versions", lambda of: known(of) | (planted if of == stage.packages else {}))
     with pytest.raises(GateFailed, match=f"stage {stage.name} changed the output"):
@@ -197,8 +197,8 @@ def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
-    """Fails if the conversion passes onnx2tf's option for the layout of images for an input of features. The option
-    only accepts inputs of 3 to 5 dims."""
+    """Fails if onnx2tf gets the image layout option for an input that is no image. The option only
+    accepts inputs of 3 to 5 dims."""
     weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
     nodes = [
         onnx.helper.make_node("Conv", ["image", "w"], ["c"]),

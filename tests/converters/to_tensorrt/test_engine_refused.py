@@ -60,8 +60,8 @@ def test_files_that_are_no_model(
 
 
 def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the build skips the ONNX checker. TensorRT builds a model whose outputs contradict the declared
-    shape."""
+    """Fails if the build skips the ONNX checker. Without this check, TensorRT builds a model whose outputs contradict
+    the declared shape."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     path = save(tmp_path / "model.onnx", [node], [value("x", [4, 8])], [value("y", [4, 9])])
     with pytest.raises(InvalidModel, match=r"fails the ONNX checker .*; export it again"):
@@ -178,7 +178,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if a model with a shape as an input is built without a value range for this input."""
+    """Fails if TensorRT builds a model with a shape input that has no value range."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))
@@ -264,8 +264,8 @@ def test_one_flipped_bit_is_found_by_the_sidecar(engine: Artifact, tmp_path: Pat
 
 
 def test_inspect_lets_the_toolkit_read_an_engine(engine: Artifact, tmp_path: Path, cli: Any) -> None:
-    """Fails if `accel inspect --check` accepts an engine that its toolkit refuses although the hashes match, or if the
-    check refuses a good engine."""
+    """Fails if `accel inspect --check` trusts matching hashes although the toolkit refuses the engine, or if the check
+    refuses a good engine."""
     copy = engine.copy_to(tmp_path / "copy.engine")
     found = accel.inspect(copy.path, check=True)
     assert (found.intact, found.problem) == (True, "")

@@ -1,9 +1,9 @@
 """Proves that ``engine_from_onnx`` and the session use accel's operators as plugins, with a stand-in for TensorRT.
 
 The stand-in imitates each known set of rules of TensorRT's parser. The tests fail if an existing plugin isn't used, or
-if a missing plugin is used instead of the function body. The tests also fail if the manifest contradicts the engine, or
-if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins, or if
-plugins are loaded from a path in a manifest.
+if a function body is replaced by a plugin that doesn't exist. The tests also fail if the manifest contradicts the
+engine, or if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins,
+or if plugins are loaded from a path in a manifest.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ def test_rows_that_the_library_has_no_kernel_for_are_not_its(
 def test_what_has_no_plugin_is_named_and_built_from_its_body(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if an operator without a plugin isn't named and built from its function body. Without Triton, no operator
-    has a plugin. If a single kernel doesn't compile, only the operator of this kernel lacks a plugin."""
+    """Fails if the build doesn't name an operator without a plugin, or doesn't use the operator's function body.
+    Without Triton, no operator has a plugin. If a single kernel doesn't compile, only the operator of this kernel lacks
+    a plugin."""
 
     def refuses(function: Any, arch: int) -> PluginKernel:
         if function.name == CONV:

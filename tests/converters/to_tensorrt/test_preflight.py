@@ -1,4 +1,4 @@
-"""Proves that `accel preflight` lists each node that an engine build refuses, and can rewrite the safe ones."""
+"""Proves that `accel preflight` lists each node that an engine build refuses, and rewrites nodes where this is safe."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_optimize_mends_it_too(tmp_path: Path) -> None:
 def test_a_fix_that_changes_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    """Fails if the rewritten model is written to a file without a gate. The rewrite in this test makes the scales ten
-    times too large."""
+    """Fails if the rewritten model is written to a file although it fails the gate. The rewrite in this test makes the
+    scales ten times too large."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -225,7 +225,7 @@ def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monk
 
 
 def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
-    """Fails if only the build detects an operator that the toolkit's parser can't import."""
+    """Fails if preflight doesn't list an operator that the toolkit's parser can't import."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Det", "x", "d"), node("Relu", "d", "y")],
@@ -331,8 +331,9 @@ def test_float64_inside_a_local_function_is_rewritten_too(cli: Any, tmp_path: Pa
 
 
 def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) -> None:
-    """Fails if --fix accepts a float32 rewrite with an error of 2%, which ``accel.optimize`` refuses. Also fails if
-    either error names no fix, or suggests a larger --max-drop, which no gate reads."""
+    """Fails if --fix accepts a float32 rewrite with an error of 2%, although ``accel.optimize`` refuses the same
+    rewrite. Also fails if the error of --fix or of ``accel.optimize`` names no fix, or suggests a larger --max-drop,
+    which has no effect."""
     import accel
 
     lossy = in_float64(tmp_path / "lossy.onnx", 1e6)
@@ -353,7 +354,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 
 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
-    """Fails if a count of one is followed by a plural, or if the output shows the rewrite of float64 as True."""
+    """Fails if the output has a plural after the number one, or shows the rewrite of float64 as True."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
     said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said

@@ -97,8 +97,8 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Fails if the lines printed for missing inputs and the given inputs don't form a valid profile. The signature
-    gives the range of a dim that no given input has."""
+    """Fails if the given inputs, completed by the lines that the error prints for missing inputs, aren't a valid
+    profile. The signature gives the range of a dim that no given input has."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with on_command_line(), pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)

@@ -2,8 +2,8 @@
 
 The tests fail if the library doesn't get the products of a transformer, whose rows have two dimensions. The tests also
 fail if a weight isn't transposed, or if a weight is transposed for a node that needs the original. The tests also fail
-if the source's file or folder changes, if the library gets a product without a kernel, or if a node's attributes
-contradict its operator's name.
+if the source's file or folder changes, if the library gets a product for which it has no kernel, or if a node's
+attributes contradict its operator's name.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def test_what_the_library_cant_have_of_an_operator_stays_with_triton(
 )
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_weight_of_every_dtype_is_transposed(raw: bool, dtype: int, tmp_path: Path) -> None:
-    """Fails if a weight isn't transposed, in raw_data or in the integer field, or if the attributes don't describe the
-    weight's scales and dtypes."""
+    """Fails if a weight that is stored in raw_data or in the integer field isn't transposed, or if the attributes don't
+    describe the weight's scales and dtypes."""
     values = np.random.default_rng(0).integers(-100, 100, (32, 16)).astype(np.float32)
     tensor = onnx.helper.make_tensor("w", dtype, values.shape, values.reshape(-1).tolist())
     exact = numpy_helper.to_array(tensor)

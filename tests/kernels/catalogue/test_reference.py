@@ -1,9 +1,8 @@
 """Proves that the numpy and torch references agree, and that the CPU path stays within the proven error bound.
 
-These tests fail if the numpy or the torch formula is wrong, such as another order of scale, bias, activation and
-residual, or another GELU. The tests fail if the CPU path rounds more than once or sums in less than fp32. The tests
-also fail if the bound is too loose to catch a planted wrong index, a planted missing scale or a planted wrong
-activation.
+These tests fail if the numpy or the torch formula is wrong, for example in the order of scale, bias, activation and
+residual, or in the GELU. The tests fail if the CPU path rounds more than once or sums in less than fp32. The tests also
+fail if the bound is too loose to catch a planted wrong index, a planted missing scale or a planted wrong activation.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, source: torch.dtype) -> None:
     """Fails if the error of a quantized row exceeds rounding. For int8, rounding is half a step of the scale. For e4m3,
-    rounding is 1/16 relative or half the smallest step, 2**-10. The int8 and e4m3 bounds are widened by 4e-5, because
+    rounding is 1/16 relative, or 2**-10 (half the smallest step). The int8 and e4m3 bounds are widened by 4e-5, because
     the fp32 quotient before rounding has an error of up to 127 * 2**-24 of a step."""
     x = (torch.randn(17, 33, generator=torch.Generator().manual_seed(2)) * 100).to(source)
     x[3] = 0

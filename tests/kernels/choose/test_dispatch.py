@@ -1,4 +1,4 @@
-"""Proves that dispatch takes only shipped implementations that can run the problem, and says why."""
+"""Proves that dispatch chooses only shipped implementations that can run the problem, and explains the choice."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_what_can_be_loaded_in_vectors() -> None:
 
 
 def test_a_residual_of_another_dtype_is_never_rounded() -> None:
-    """Fails if CUTLASS gets a residual of another dtype than the output. CUTLASS would read an fp32 1e5 as infinite in
-    fp16."""
+    """Fails if CUTLASS gets a residual of another dtype than the output. CUTLASS would read the residual as fp16, in
+    which 1e5 is infinite."""
     spec = GemmSpec(m=512, n=512, k=512, epilogue=EpilogueSpec(residual=True))
 
     def kinds(spec: GemmSpec, residual: str | None) -> set[type]:
@@ -143,8 +143,8 @@ def test_a_residual_of_another_dtype_is_never_rounded() -> None:
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 def test_the_dtype_of_the_residual_reaches_dispatch(residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the operator rounds the residual before dispatch. The sum of 1e5 in fp32 and -1e5 from the product is 0,
-    not infinite."""
+    """Fails if the operator rounds the residual before dispatch. The product is -1e5 and the residual is 1e5. Their sum
+    is 0, but in fp16 the residual would be infinite."""
     seen = []
     right = dispatch.choose_for
 

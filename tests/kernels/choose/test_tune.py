@@ -89,8 +89,8 @@ def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
-    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result with an element that is off
-    by four units of its dtype, without a scale, the bias or the residual, or with another activation."""
+    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result that lacks a scale, the
+    bias or the residual, has another activation, or has an element that is off by four units of its dtype."""
     for spec in tune.specs([dtype], [act], [(300, 40, 56)], added=("bias", "none", "bias+residual")):
         verified(spec, act)
 
@@ -167,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # this table imitates another process that read the file before the first write
+    other.put(second, entry)  # like another process that has read the file before the first write
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 
@@ -250,8 +250,8 @@ def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_layer_asks_for_is_among_what_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the tuner makes no entry for a key that a layer looks up. Dispatch looks up exact keys, so no bias, a
-    residual, and int8 input with bf16 output each need an entry."""
+    """Fails if the tuner makes no entry for a key that a layer looks up. Dispatch looks up exact keys, so problems
+    without a bias, with a residual, and with int8 input and bf16 output each need an entry."""
     seen: list[GemmSpec] = []
 
     def tuned_one(spec: GemmSpec, _table: Table) -> tune.Tuned:

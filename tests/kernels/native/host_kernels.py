@@ -1,7 +1,7 @@
 """Calls the hand-written kernels on buffers of exact size, in a process with a sanitizer loaded.
 
-The command line is ``python host_kernels.py library calls.npz results.npz``. Each call is a JSON array and the call's
-operands by name.
+The command line is ``python host_kernels.py library calls.npz results.npz``. ``calls.npz`` has a JSON array and the
+named operands for each call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models that call the operators for ONNX Runtime, their sessions, and the check of their results."""
+"""Makes models that call the operators for ONNX Runtime, opens sessions of the models, and checks the results."""
 
 from __future__ import annotations
 

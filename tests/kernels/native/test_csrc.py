@@ -36,7 +36,7 @@ Calls = dict[str, Any]
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Returns the bytes of a tensor, because numpy has no bfloat16."""
+    """Returns the bits of a tensor as integers, because numpy has no bfloat16."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.contiguous().view(bits[tensor.element_size()]).numpy()
 

@@ -131,8 +131,8 @@ def test_every_family_becomes_tensor_core_instructions(library: build.Built) -> 
 
 @pytest.mark.proof
 def test_the_tree_and_a_library_for_hopper_stay_small(library: build.Built) -> None:
-    """Fails if the sources and the library together take 60 MB. Building all units for sm_90a takes many minutes, so
-    the test multiplies the mean size of a built kernel by the number of kernels."""
+    """Fails if the sources and the library together take 60 MB or more. Building all units for sm_90a takes many
+    minutes, so the test multiplies the mean size of a built kernel by the number of kernels."""
     root = ROOT
     if not (root / ".git").exists():
         pytest.skip("no git here to say what is tracked")
@@ -216,7 +216,8 @@ def test_a_planted_function_call_is_seen() -> None:
 
 
 def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The record with other sources is the newer file, as after switching to another version of accel and back.
+    # The record of the library with other sources is newer, as if the user had switched to another version of accel and
+    # back.
     for name, sources in (("new", build.sources_digest()), ("old", "0" * 64)):
         folder = tmp_path / name
         folder.mkdir()

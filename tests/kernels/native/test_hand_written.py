@@ -1,4 +1,4 @@
-"""Proves that dispatch runs the hand-written kernels correctly, with kernels compiled for the host and CPU tensors.
+"""Proves that dispatch runs the hand-written kernels correctly, on CPU tensors with kernels compiled for the host.
 
 These tests fail if the reference runs a problem that a hand-written kernel supports, or if a kernel gets operands in an
 unsupported layout or dtype. The tests fail if a result has the wrong shape, or if a convolution's patches are
@@ -116,7 +116,7 @@ def ran(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     monkeypatch.setattr(dispatch, "capability_of", lambda _tensor: (8, 0))
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     native_launch.installed.cache_clear()
-    library = native_launch.installed(None)  # CPU tensors use the same library object
+    library = native_launch.installed(None)  # dispatch uses this same object for CPU tensors
     assert library is not None
     calls: list[str] = []
 
@@ -165,8 +165,8 @@ def test_the_operator_runs_gemv(dtype: str, act: str, ran: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", FLOATS)
 def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str]) -> None:
-    """Fails if a quantized value differs at all, even for rows with gaps, columns with gaps, a repeated row, or a
-    single row."""
+    """Fails if a quantized value differs from the reference, even for rows with gaps, columns with gaps, a repeated
+    row, or a single row."""
     whole = (torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 30).to(TORCH_DTYPES[source])
     whole[1] = 0
     for x in (whole, whole[:, :17], whole[::2], whole[:, ::3], whole[:1].expand(4, 40), whole[2:3, 5:9]):

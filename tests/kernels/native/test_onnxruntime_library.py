@@ -1,4 +1,4 @@
-"""Proves that the library of operators for ONNX Runtime is built once, taken where it is named, and hides no body."""
+"""Proves that accel builds the library for ONNX Runtime once, loads it from a set path, and hides no function body."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_missing_headers_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_what_has_no_operator_is_still_inlined(onnxruntime_library: Path) -> None:
-    """Fails if registering the library hides the function body of a product without an operator. The model also
-    contains a product with an operator, and both products have bodies."""
+    """Fails if registering the library hides the function body of a product for which the library has no operator. The
+    model also contains a product for which the library has an operator."""
     plain = FusedGemm(product="gemm_nn", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT)
     scaled = FusedGemm(
         product="gemm_nt", act="silu", bias=True, residual=False, dtype=TensorProto.FLOAT, col_scale=True

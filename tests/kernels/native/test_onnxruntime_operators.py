@@ -55,8 +55,8 @@ from tests.kernels.native.onnxruntime_models import (
 
 @pytest.mark.proof
 def test_every_operator_is_the_reference(onnxruntime_library: Path) -> None:
-    """Fails if one of 180 operators, in one graph without bodies, differs from float64 on operands rounded to the
-    dtype. The bound is half a unit in the last place of the result, plus 1e-5 for fp32 sums."""
+    """Fails if one of 180 operators differs from float64 on operands rounded to the dtype. One graph without bodies
+    contains all operators. The bound is half a unit in the last place of the result, plus 1e-5 for fp32 sums."""
     flags = itertools.product(PRODUCTS, ACTS, (False, True), (False, True), DTYPES)
     functions = [FusedGemm(product=p, act=act, bias=b, residual=r, dtype=d) for p, act, b, r, d in flags]
     made = model(functions, bodies=False)
@@ -72,8 +72,8 @@ def test_every_operator_is_the_reference(onnxruntime_library: Path) -> None:
 
 @pytest.mark.proof
 def test_products_with_scales_and_of_small_types_are_the_reference(onnxruntime_library: Path) -> None:
-    """Fails if one of 660 products differs from the reference. torch's export writes these products for W8A8 and fp8,
-    with row and column scales, int8 operands (exact sums) or fp8 operands."""
+    """Fails if one of 660 products differs from the reference. torch's export writes these products for W8A8 and fp8.
+    The products have row scales, column scales, int8 operands (whose sums are exact) or fp8 operands."""
     pairs = [(None, row, col) for row, col in itertools.product((False, True), repeat=2) if row or col]
     pairs += itertools.product((TensorProto.INT8, TensorProto.FLOAT8E4M3FN), (False, True), (False, True))
     functions = [
@@ -92,8 +92,8 @@ def test_products_with_scales_and_of_small_types_are_the_reference(onnxruntime_l
 @pytest.mark.parametrize("dtype", [TensorProto.INT8, TensorProto.FLOAT8E4M3FN])
 @pytest.mark.parametrize("source", DTYPES)
 def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, onnxruntime_library: Path) -> None:
-    """Fails if a quantized value differs at all, even in a row of zeros, a row with a NaN or a row of subnormal
-    numbers."""
+    """Fails if a quantized value differs from the reference, even in a row of zeros, a row with a NaN or a row of
+    subnormal numbers."""
     function = QuantizeRowwise(source=source, dtype=dtype)
     nodes = [
         helper.make_node("Cast", ["x"], ["narrow"], to=source),
@@ -116,8 +116,8 @@ def test_rows_are_quantized_as_the_reference_does(source: int, dtype: int, onnxr
 @pytest.mark.proof
 def test_the_operator_is_taken_and_equals_its_body(onnxruntime_library: Path, tmp_path: Path) -> None:
     """Fails if ONNX Runtime doesn't run the operator, or if the operator's result differs from the body's. The bound
-    for a product and a convolution in fp32 is 1e-5 of the largest element, which covers the same few roundings in
-    another order."""
+    for a product and a convolution in fp32 is 1e-5 of the largest element, because the operator and the body round in
+    different orders."""
     product = FusedGemm(product="matmul", act="gelu_erf", bias=True, residual=True, dtype=TensorProto.FLOAT)
     conv = convolution(residual=True)
     made = model([product, conv], bodies=True)
@@ -201,8 +201,8 @@ def test_a_convolution_of_what_does_not_fit_is_an_error(
     "name", ["FusedConv2d_k3x3_s0x1_p0x0_d1x1_fp32", "FusedConv2d_mine", "FusedConv2d_" + "k" * 900]
 )
 def test_a_name_that_is_no_convolution_is_passed_over(onnxruntime_library: Path, name: str) -> None:
-    """Fails if a name that is no convolution raises an error. ONNX Runtime then runs the operator's body, as for any
-    operator of another library."""
+    """Fails if an operator name that doesn't describe a convolution raises an error. ONNX Runtime has to run the body
+    of such an operator."""
     made = model([convolution()], bodies=True)
     node = next(node for node in made.graph.node if node.domain == DOMAIN)
     node.op_type = made.functions[0].name = name

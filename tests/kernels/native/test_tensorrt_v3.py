@@ -1,13 +1,13 @@
-"""Proves that the C++ plugins for TensorRT (IPluginV3) compile and compute correctly when driven as by TensorRT.
+"""Proves that the C++ plugins for TensorRT (IPluginV3) compile, and compute correctly if called as TensorRT does.
 
-The headers are a stub of the interface (``tensorrt_stub/``) and, if ``$ACCEL_TENSORRT_INCLUDE`` names their folder,
-also the real headers. TensorRT's library itself is not used. The tests cover the plugins' own logic, with the kernels
-compiled for the host. A stand-in for the tensor-core GEMM computes products of 24 columns.
+The tests compile against stub headers (``tensorrt_stub/``), and also against the real headers if
+``$ACCEL_TENSORRT_INCLUDE`` names their folder. TensorRT's library itself is not used. The tests cover the plugins' own
+logic, with the kernels compiled for the host. A stand-in for the tensor-core GEMM computes products of 24 columns.
 
-These tests fail if a name from ``accel.kernels.onnx.function`` has no creator or gets another epilogue. The tests fail
-if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the reference. The
-tests also fail if sizes without a kernel give numbers instead of an error, or if the error for missing headers takes
-more than one line.
+These tests fail if a name from ``accel.kernels.onnx.function`` has no creator or gets the wrong epilogue. The tests
+fail if types, shapes, serialized fields or the order of the inputs are wrong, or if a result differs from the
+reference. The tests also fail if sizes without a kernel give numbers instead of an error, or if the error for missing
+headers takes more than one line.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> d
 @needs_compiler
 @pytest.mark.proof
 def test_every_name_has_a_creator(plugins: Plugins) -> None:
-    """Fails if a name with b as (N, K) and an fp16 or bf16 output doesn't have exactly one creator, or if accel never
-    generates the name."""
+    """Fails if an operator with b as (N, K) and an fp16 or bf16 output doesn't have exactly one creator, or if a
+    creator has a name that accel never generates."""
     assert plugins.names[:2] == ["FusedGemm", "FusedConv2d"]
     named = plugins.names[2:]
     assert len(named) == len(set(named)) == 2 * 3 * len(ACTS) * 16
@@ -175,8 +175,8 @@ def test_every_name_has_a_creator(plugins: Plugins) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> None:
-    """Fails if a layer's error exceeds ``gemm_bound``. The test covers every combination of operands, by the layer's
-    name and by fields alone, and the same rows in more dims."""
+    """Fails if a layer's error exceeds ``gemm_bound``. The test describes every combination of operands once by the
+    layer's name and once by fields alone, with the rows in one to three dims."""
     m, n, k = 6, 4, 9
     for flags, rows in itertools.product(range(16), ((m,), (2, 3), (1, 3, 2))):
         bias, residual, row, col = (bool(flags >> at & 1) for at in range(4))
@@ -317,8 +317,8 @@ def conv_spec(geometry: int = 0, *, images: int = 1, c_in: int = 8, c_out: int =
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plugins) -> None:
-    """Fails if a convolution's error exceeds ``gemm_bound``. The test covers every epilogue with 16 and with 15 output
-    pixels, which the kernel for few rows computes."""
+    """Fails if a convolution's error exceeds ``gemm_bound``. The kernel for few rows computes every epilogue, for 16 or
+    15 output pixels."""
     for act in ACTS:
         for flags in range(4):
             epilogue = {"act": act, "bias": bool(flags & 1), "residual": bool(flags & 2), "out_dtype": dtype}

@@ -90,8 +90,8 @@ class Net(nn.Module):
 
 
 def test_a_fused_module_exports_to_the_operators() -> None:
-    """Fails if the exported model differs from the module at a batch size other than the traced one. The bound is 1e-5
-    of the largest element, a handful of fp32 roundings."""
+    """Fails if the exported model differs from the module at a batch size other than that of the trace. The bound is
+    1e-5 of the largest element, a handful of fp32 roundings."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -166,7 +166,7 @@ def test_conv_with_residual() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", [torch.float32, torch.float16])
 def test_quantize(source: torch.dtype, dtype: torch.dtype) -> None:
-    """Fails if a quantized value differs at all, even in a row of zeros or a row with a NaN."""
+    """Fails if a quantized value differs from the operator's, even in a row of zeros or a row with a NaN."""
     x = (torch.randn(6, 37, generator=torch.Generator().manual_seed(0)) * 20).to(source)
     x[1], x[2, 7] = 0, float("nan")
 

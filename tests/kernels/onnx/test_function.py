@@ -132,7 +132,7 @@ FOUND = {
 @pytest.mark.parametrize("opset", [17, 20])
 def test_patterns(case: str, opset: int) -> None:
     """Fails if a pattern is not fused as expected, or if the output changes by more than 1e-5 of its largest element.
-    The bound covers the same few fp32 roundings in another order."""
+    The bound covers a few fp32 roundings, because the order of the sums may change."""
     text, wanted = FOUND[case]
     if opset < 20 and "Gelu" in text:
         pytest.skip("Gelu begins with opset 20")
@@ -158,8 +158,8 @@ def test_patterns(case: str, opset: int) -> None:
 @pytest.mark.parametrize("product", ["matmul", "gemm_nn", "gemm_nt"])
 @pytest.mark.parametrize("opset", [17, 20])
 def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
-    """Fails if a body differs from float64 by more than 2e-6 of the largest element, which covers K = 8 fp32 roundings
-    of 6e-8 and those of one activation."""
+    """Fails if a body differs from float64 by more than 2e-6 of the largest element. The bound covers K = 8 fp32
+    roundings of 6e-8 each, and the roundings of one activation."""
     function = FusedGemm(product=product, act=act, bias=True, residual=True, dtype=TensorProto.FLOAT)
     shapes = {"a": (3, 8), "b": (6, 8) if product == "gemm_nt" else (8, 6), "bias": (6,), "residual": (3, 6)}
     inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()]

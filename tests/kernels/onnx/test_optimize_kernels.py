@@ -79,7 +79,8 @@ def test_convolutions_are_fused_too(digits: Artifact, tmp_path: Path) -> None:
 
 def test_the_fused_form_that_seemed_faster_first(my_softmax: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Fails if the source is chosen although the fused model was faster in the first measurement. In the second
-    measurement, with other session options, the fused model is no longer faster. The test scripts all times."""
+    measurement, with other session options, the fused model is no longer faster. The test replaces all measured times
+    by fixed times."""
     ratios = iter([2.0])
 
     def measured(source: Any, rows: Any, *_: Any) -> dict[str, Any]:

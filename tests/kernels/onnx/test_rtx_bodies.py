@@ -1,7 +1,7 @@
 """Proves, without a GPU, that TensorRT-RTX fuses the function bodies into few kernels for three GPU architectures.
 
 These tests fail if a body doesn't build, if the epilogue of a product is no longer in the product's kernel, or if int8
-and fp8 operands are multiplied in another type.
+or fp8 operands are converted to another type before the product.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def model(
 
 def kernels_of(made: onnx.ModelProto, file: Path, capability: str) -> list[dict[str, Any]]:
     """Returns the computing kernels of the engine, each with the bare names of its nodes as ``parts``."""
-    take_fp8_bodies(made)  # the build of an engine also takes the fp8 bodies
+    take_fp8_bodies(made)  # the engine build calls this function too
     onnx.save(made, file)
     script = Path(__file__).with_name("build_engine.py")
     words = [sys.executable, str(script), str(file), capability]
@@ -149,8 +149,8 @@ def test_the_stage_builds_fp8_from_a_file_for_any_runtime(tmp_path: Path) -> Non
     + [(TensorProto.FLOAT8E4M3FN, capability, "fp8") for capability in ("SM89", "SM120")],
 )
 def test_small_types_are_multiplied_as_such(operand: int, capability: str, word: str, tmp_path: Path) -> None:
-    """Fails if int8 or fp8 operands are multiplied in another type. Also fails if a layer doesn't become three kernels
-    for the quantization of the rows, the product, and the epilogue of scales, bias and activation."""
+    """Fails if int8 or fp8 operands are converted to another type before the product. Also fails if a layer doesn't
+    become three kernels: the quantization of the rows, the product, and the epilogue of scales, bias and activation."""
     quantize, product, epilogue = kernels_of(quantized_layer(operand), tmp_path / "m.onnx", capability)
     assert word in quantize["outputs"]
     assert product["type"] == "gemm"

@@ -1,7 +1,7 @@
 """Proves, without TensorRT, that the quick plugin's PTX, kernel parameters and launch sizes are correct.
 
-These tests fail if the PTX of a variant doesn't assemble or has no tensor-core product. The tests fail if a kernel
-takes more parameters than TensorRT passes, or another order than inputs, M, N, K, output. The tests also fail if the
+These tests fail if the PTX of a variant doesn't assemble or has no tensor-core product. The tests fail if a kernel has
+more parameters than TensorRT passes, or if their order isn't inputs, M, N, K, output. The tests also fail if the
 kernels differ from the reference in the interpreter, or if grid and scalars don't match the shapes.
 """
 
@@ -160,8 +160,8 @@ def test_without_tensorrt_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Returns the functions that the plugin registers with a stand-in for ``tensorrt.plugin``. The stand-in can test
-    the arithmetic of grid and shapes, but not TensorRT."""
+    """Returns the functions that the plugin registers with a stand-in for ``tensorrt.plugin``. The stand-in tests the
+    arithmetic of grid and shapes, but not TensorRT itself."""
     plugin = quick_plugins()
     package = ModuleType("tensorrt")
     package.__spec__ = importlib.machinery.ModuleSpec("tensorrt", None)

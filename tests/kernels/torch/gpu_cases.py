@@ -31,7 +31,7 @@ def main() -> None:
                 error = tune.largest_error(spec, operands, got)
                 assert error <= 1, (config.name, spec, error)
                 ran += 1
-    for c_in, c_out in ((11, 13), (16, 24)):  # the test also multiplies the patches if their rows are 16 bytes long
+    for c_in, c_out in ((11, 13), (16, 24)):  # for 16 and 24 channels, the test also multiplies the patches
         shape = ConvSpec(images=2, height=7, width=5, c_in=c_in, c_out=c_out, kernel=(3, 2), stride=(2, 1))
         for conv in tune.conv_specs(["fp16", "int8"], ["silu"], [shape]):
             x, w, given = operands = tune.operands_for(conv, device)

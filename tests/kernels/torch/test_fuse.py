@@ -159,7 +159,7 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
     channels = torch.randn(1, 4, 1, 1)
     # the sum broadcasts and so is outside the kernel
     torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
-    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # the sum promotes and so is outside the kernel
+    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # the kernel can't compute a sum that promotes
     assert inside[2:] == [False] * 3
     torch.testing.assert_close(layer(longer[:, :2], plain), 2 * plain)
     assert inside[-1]
@@ -202,7 +202,7 @@ def test_a_part_in_training_mode_is_refused(inputs: tuple[torch.Tensor, ...] | N
 @pytest.mark.parametrize("inside", [torch.float32, torch.bfloat16])
 def test_autocast_is_followed(inside: torch.dtype) -> None:
     """Fails if the fused module differs from the original under autocast by more than two roundings of bf16. The
-    weights are fp32, the inputs have either dtype, and the output is bf16."""
+    weights are fp32, the inputs are fp32 or bf16, and the output is bf16."""
     torch.manual_seed(0)
     linear, conv = nn.Sequential(nn.Linear(32, 16), nn.GELU()).eval(), Residual().eval()
     for model, x in ((linear, torch.randn(3, 32)), (conv, torch.randn(2, 3, 9, 7))):
@@ -214,7 +214,7 @@ def test_autocast_is_followed(inside: torch.dtype) -> None:
 
 
 class Written(nn.Module):
-    """A module with statements whose result is unused, but which write to their input."""
+    """A module with statements that write to their input and whose result is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Optional(nn.Module):
 
 
 class OneByOne(nn.Module):
-    """A Sequential whose layers ``forward`` calls one by one, in a loop that depends on values and so can't be
+    """A module that calls the layers of its Sequential one by one, in a loop that depends on values and can't be
     traced."""
 
     def __init__(self) -> None:

@@ -139,7 +139,7 @@ def test_gemv(dtype: str, act: str, library: Library) -> None:
 @pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("columns", [1500, 9000])
 def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library: Library) -> None:
-    """Fails if a quantized value differs at all, because the reference has the same divisions and rounding. Triton
+    """Fails if a quantized value differs from the reference, which has the same divisions and rounding. Triton
     reads the elements of a row with more than 8192 elements twice."""
     x = (torch.randn(67, columns, generator=torch.Generator().manual_seed(0)) * 30).to(source)
     x[1], x[2, 7] = 0, float("nan")
@@ -187,9 +187,8 @@ def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
-    """Fails if an implementation of a convolution is wrong in any dtype. The implementations are both Triton tiles and,
-    if the patches' rows are 16 bytes long, the product of the patches. The bound is that of the convolution's
-    product."""
+    """Fails if an implementation of a convolution is wrong in any dtype. The implementations are the two Triton tiles
+    and, for 32 input channels, the product of the patches. The bound is that of the convolution's product."""
     names = dispatch.native_names(capability())
     ran = set()
     for c_in, c_out in ((19, 35), (32, 72)):

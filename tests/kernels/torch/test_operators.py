@@ -87,7 +87,7 @@ def test_conv_gradients_are_those_of_the_formula() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operators_whole(dynamic: bool) -> None:
     """Fails if compiling breaks the graph (an error with fullgraph), if the captured graph doesn't call the operators
-    by name, or if a result differs at all."""
+    by name, or if a compiled result differs from the uncompiled result."""
     calls: list[str] = []
 
     def capture(graph: torch.fx.GraphModule, _: list[Any]) -> Any:

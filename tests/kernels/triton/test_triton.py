@@ -79,8 +79,8 @@ def test_a_planted_mistake_is_caught_in_the_interpreter(mistake: str, tmp_path: 
 
 @pytest.mark.proof
 def test_a_row_is_read_once(tmp_path: Path) -> None:
-    """Fails if a row of at most 8192 elements is read twice. The planted second read is wrong and may change only the
-    longer rows."""
+    """Fails if a row of at most 8192 elements is read twice. The test makes the second read wrong, which may change
+    only the longer rows."""
     text = SOURCE.read_text()
     right = "again = tl.load(start + (k + steps)"
     assert right in text
@@ -198,8 +198,8 @@ def test_the_sum_of_a_split_k_compiles(dtype: str, arch: int, aligned: bool) -> 
 
 @pytest.mark.parametrize("name", ["gemm_128x128", "conv2d_64x64"])
 def test_fp8_sums_are_added_up_in_fp32_on_hopper(name: str) -> None:
-    """Fails if the tensor cores sum all of K themselves, Triton's default on Hopper. Sums inside the tensor cores have
-    only 14 bits."""
+    """Fails if the tensor cores sum all of K themselves, as is Triton's default on Hopper. Sums inside the tensor cores
+    have only 14 bits."""
     made = cross.compile_config(get(name), "fp8_e4m3", 90)
     assert (made.imprecise, made.problem) == (get(name).block_k("fp8_e4m3"), "")
     assert "14 bits" in replace(made, imprecise=1 << 30).problem

@@ -69,7 +69,7 @@ def test_one_number_a_row(models: Path, start: Start) -> None:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_unloading_an_ensemble(models: Path, start: Start, face: str) -> None:
-    """Fails if unloading an ensemble always or never unloads the models of its steps, instead of following the request.
+    """Fails if unloading an ensemble ignores whether the request asks to unload the models of the steps as well.
     Also fails if unloading an ensemble unloads other models."""
     linear(models / "other" / "1")
     process = start(models, mode="explicit", models=("*",), http_port=0)

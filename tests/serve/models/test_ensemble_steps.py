@@ -99,8 +99,8 @@ def test_check_finds_a_broken_step(models: Path, cli: Any) -> None:
 
 
 def test_ensembles_of_ensembles_in_any_order(models: Path) -> None:
-    """Fails if steps load before their ensembles only for some names of ensembles, or if ensembles that contain each
-    other stop the server."""
+    """Fails if an ensemble loads before its steps because of its place in the alphabet, or if ensembles that contain
+    each other stop the server."""
     outer = CONFIG.replace('"linear"', '"both"').replace('key: "x" value: "image"', 'key: "image" value: "image"')
     ensemble(models, outer.replace('key: "y"', 'key: "score"'), name="a")
     ensemble(models, CONFIG.replace('"relu"', '"circle"'), name="circle")

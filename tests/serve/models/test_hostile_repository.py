@@ -1,4 +1,4 @@
-"""Proves that a repository runs no code of its files, leads nowhere else and serves no file that a manifest denies."""
+"""Proves that a repository can't run code, lead to other folders, or serve a file that differs from its manifest."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ class Mark:
 @pytest.mark.parametrize("insecure", [False, True])
 @pytest.mark.parametrize("manifest", [False, True])
 def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, manifest: bool) -> None:
-    """Fails if a file that may contain pickles is opened without --allow-pickle. The file has its usual name or a name
-    from the config, with or without --insecure and a valid manifest. Unpickling would leave a mark."""
+    """Fails if a file that may contain pickles is opened without --allow-pickle. The config names the file. The test
+    runs with and without --insecure, and with and without a valid manifest. Unpickling the file would create a
+    folder."""
     signature = build.open_onnx(linear(tmp_path / "other"), probe=False).signature
     mark = tmp_path / "executed"
     named = {"pt": "model.pt", "pt2": "model.pt2", "pth": "weights.pth", "pkl": "model.pkl", "onnx": "model.onnx"}
@@ -82,7 +83,7 @@ def test_pickles_are_not_opened(tmp_path: Path, opened: Any, insecure: bool, man
         if manifest:
             kind = "onnx" if model == "onnx" else "torch"
             Manifest(kind=kind, signature=signature, files={name: file_sha256(path)}).write(manifest_path(path))
-        torch.load(path, weights_only=False)  # opening the pickle leaves the mark
+        torch.load(path, weights_only=False)  # opening the pickle creates the folder
         mark.rmdir()
     loading = Loading(trust=Trust(insecure=insecure))
     found = reasons(opened(tmp_path / "models", loading=loading))

@@ -141,7 +141,7 @@ def test_instances_on_their_own_cores(tmp_path: Path, serve: Any) -> None:
 
 @pytest.mark.parametrize("text", ["own", "own,cpu-cores=", "own,cpu-cores=3-1", "own,numa-node=0", ",cpu-cores=1"])
 def test_policies_that_say_nothing(tmp_path: Path, text: str) -> None:
-    """Fails if a misspelled host policy is accepted without an effect."""
+    """Fails if a misspelled host policy is silently ignored."""
     with pytest.raises(UsageError, match="--host-policy takes NAME,cpu-cores=0-3,6"):
         ServeOptions(repository=str(tmp_path), host_policies=(text,)).open_repository()
 

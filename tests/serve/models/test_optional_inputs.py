@@ -123,8 +123,7 @@ def test_beside_the_batch(asking: Any) -> None:
 
 
 def test_many_at_once(tmp_path: Path, start: Start) -> None:
-    """Fails if a request with the optional input shares a run with a request without this input, and a request gets the
-    wrong value."""
+    """Fails if a request gets a wrong value because requests with and without the optional input share a run."""
     scaled(tmp_path / "models" / "scaled" / "1")
     (tmp_path / "models" / "scaled" / "config.pbtxt").write_text(
         'max_batch_size: 8 input { name: "scale" optional: true } '

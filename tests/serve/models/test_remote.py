@@ -1,4 +1,4 @@
-"""Proves that remote repositories are served and followed, in fsspec's memory and on an HTTP server."""
+"""Proves that the server serves and updates models of remote repositories, in fsspec's memory and over HTTP."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def scale(made: Any) -> float:
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["onnx", "external", "openvino"])
 def test_weights_that_are_renamed_over(tmp_path: Path, start: Start, kind: str) -> None:
-    """Fails if weights replaced by a rename change an answer before the model is reloaded, or if a reload misses that
-    only the weights changed."""
+    """Fails if new weights, moved over the old file, change an answer before the model is reloaded. Also fails if a
+    reload doesn't notice that only the weights changed."""
     weights = weighted(tmp_path / "models" / "wide" / "1", kind, 1)
     process = start(tmp_path / "models", mode="explicit", models=("*",))
     with client(process.ports["grpc"]) as made:

@@ -90,7 +90,7 @@ def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
 
 
 def test_a_batch_below_the_declared() -> None:
-    """Fails if a max_batch_size below the smallest batch is refused without both numbers in the error."""
+    """Fails if the error for a max_batch_size below the smallest batch doesn't contain both numbers."""
     spec = TensorSpec("x", "float32", ("batch", 4))
     signature = Signature((spec,), (spec,), {"batch": DimRange(4, 8, 16)})
     config = model_config.parse("max_batch_size: 2", "config.pbtxt")

@@ -74,7 +74,7 @@ def test_a_segfault_in_one_process_of_two(models: Path, serve: Any) -> None:
     load.more(50)
     load.end()
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
-    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a request that the dying process accepted
+    assert len(load.lost) <= 4 * 2, load.lost  # four clients, each with one running and one accepted request
     assert len([line for line in served.log if line["message"] == "a process died and is started again"]) == 1
     assert any("Segmentation fault" in line["message"] for line in served.log)
     before = counts(port)

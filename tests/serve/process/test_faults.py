@@ -172,7 +172,7 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
         ThreadPoolExecutor(3) as pool,
         ExitStack() as stack,
     ):
-        stack.callback(faulty.released.set)  # releases the session even if an assertion fails, because the pool waits
+        stack.callback(faulty.released.set)  # if an assertion fails, the pool would otherwise wait forever
         client.load_model("bad", config=LEVELS % "true")
         first = pool.submit(ask, client, "bad", 2)
         assert faulty.running.acquire(timeout=60)
@@ -200,8 +200,8 @@ def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
 
 
 def test_a_priority_that_a_request_brings(faulty: Any) -> None:
-    """Fails if a first-level request, over gRPC or HTTP, runs after earlier second-level requests. Also fails if a
-    request without a priority overtakes others of the default level."""
+    """Fails if a request of priority 1, over gRPC or HTTP, runs after earlier requests of priority 2. Also fails if a
+    request without a priority overtakes earlier requests of the default priority."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [7] * 4}
     body = json.dumps({"parameters": {"priority": 1}, "inputs": [x]}).encode()
     model = faulty.server.repository
@@ -237,9 +237,9 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
 
 @pytest.mark.parametrize("mark", ["2", "3"])
 def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
-    """Fails if a request of a killed client stays pending, or still runs although the request was waiting. Also fails
-    if the kill affects the server or another caller. Mark 2 kills the client of a running request, and mark 3 the
-    client of a waiting request."""
+    """Fails if a killed client's request stays pending, or if the session runs a waiting request of a killed client.
+    Also fails if the kill affects the server or another caller. The killed client's request is running if ``mark`` is
+    2, and waiting if ``mark`` is 3."""
     address = f"127.0.0.1:{faulty.ports['grpc']}"
     model = faulty.server.repository.get("bad")
     with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:

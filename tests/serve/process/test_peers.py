@@ -151,7 +151,7 @@ def test_strangers(two: Any, tmp_path: Path) -> None:
 
 
 def test_commands_are_the_methods_of_control(two: Any) -> None:
-    """Fails if a process executes a method that isn't a command at the request of another process."""
+    """Fails if a process can make another process execute a method that isn't a command."""
     assert {"load", "unload", "register_memory", "change_log_settings"} <= COMMANDS
     assert all(callable(getattr(two[0].processes, name)) for name in COMMANDS)
     for name in ("statistics", "commands", "__init__", "nothing"):

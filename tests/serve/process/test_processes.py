@@ -36,7 +36,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
     load.end()
     stopped = [line["message"] for line in served.log]
     assert "stopped before every request was answered" not in stopped
-    # The server refused later requests with UNAVAILABLE, or no server was found, which gives the same status.
+    # Later requests get UNAVAILABLE, either from the ending server or because no server listens.
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert all(
         "stopping" in text or "onnect" in text or "GOAWAY" in text or "closed" in text.lower()
@@ -78,7 +78,7 @@ def test_a_killed_process(two: Any) -> None:
     two.wait_for("serving", 3)
     load.more(50)
     load.end()
-    assert len(load.lost) <= 4 * 2, load.lost  # the running request, and a request that the dying process accepted
+    assert len(load.lost) <= 4 * 2, load.lost  # four clients, each with one running and one accepted request
     assert {status for status, _ in load.errors} <= {"StatusCode.UNAVAILABLE"}
     assert two.process.poll() is None
 
@@ -106,7 +106,7 @@ def test_only_the_requests_of_a_dead_process_fail(tmp_path: Path, serve: Any) ->
     dead, alive = pids(served)
     held: dict[int, list[HTTPConnection]] = {dead: [], alive: []}
     with ExitStack() as stack:
-        for _ in range(200):  # the kernel chooses the process
+        for _ in range(200):  # the operating system chooses the process
             made = stack.enter_context(closing(HTTPConnection("127.0.0.1", port, timeout=100)))
             made.request("GET", "/v2/health/live")
             assert json.loads(made.getresponse().read()) == {"live": True}
@@ -162,7 +162,7 @@ def test_processes_that_never_serve(repository: Path, serve: Any, tmp_path: Path
 
 def test_commands_reach_every_process(two: Any, repository: Path) -> None:
     """Fails if a command or a counter covers only a single process, or misses a process that started later."""
-    clients = [client(two.grpc) for _ in range(8)]  # the kernel distributes the connections over the processes
+    clients = [client(two.grpc) for _ in range(8)]  # the system distributes the connections over the processes
     linear(repository / "later" / "1")
     clients[0].load_model("later")
     clients[1].unload_model("pair")
@@ -199,8 +199,8 @@ def test_two_servers_on_one_port(two: Any, repository: Path, cli: Any) -> None:
 
 
 def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None:
-    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT, which last for a
-    minute after another server closed the connections."""
+    """Fails if a server of several processes can't start on a port with connections in TIME_WAIT. The connections of
+    another server stay in this state for a minute after closing."""
     with socket.create_server(("127.0.0.1", 0)) as before:
         port = before.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -232,8 +232,8 @@ def cores_of(pid: int) -> set[frozenset[int]]:
 
 
 def test_each_process_has_its_cores(two: Any) -> None:
-    """Fails if a process, or a thread of its runtime, may run on another process's cores, or if no process may run on
-    some core."""
+    """Fails if a process, or a thread of its runtime, may run on another process's cores, or if a core is left without
+    a process."""
     own = sorted(os.sched_getaffinity(0))
     half = len(own) // 2
     wanted = [frozenset(own[:half] or own), frozenset(own[half:])]  # with one core, the first process isn't pinned

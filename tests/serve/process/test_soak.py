@@ -45,8 +45,8 @@ def files_and_threads(pid: int) -> tuple[int, int]:
 
 class Clients:
     """Runs each function in ``kinds`` repeatedly on a separate thread until ``end``. A function gets a gRPC client, the
-    HTTP port and a number, and returns a model, an outcome and, if not 1, the number of requests. ``counts`` contains
-    the number of requests by model and outcome."""
+    HTTP port and a number. The function returns a model, an outcome and the number of requests (default: 1). ``counts``
+    contains the number of requests by model and outcome."""
 
     def __init__(self, ports: dict[str, int], kinds: list[Any]) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()

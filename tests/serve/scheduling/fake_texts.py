@@ -22,8 +22,8 @@ LENGTHS = LengthBatching(dim="length", mask="mask", pad={"ids": 77})
 
 
 class TextSession(FakeSession):
-    """A session that records its inputs, and returns the sum of the unmasked ids, and twice each id. Padding without a
-    mask would change the sum."""
+    """A session that records its inputs. The output ``sum`` is the sum of the unmasked ids, and ``each`` repeats each
+    id. Padding without a mask would change the sum."""
 
     def __init__(self) -> None:
         super().__init__(TEXT)
@@ -42,7 +42,7 @@ class TextSession(FakeSession):
 
 
 def text(number: int, length: int, rows: int = 1, *, mask: bool = False) -> InferenceRequest:
-    """Makes a request with other ids than a request with another ``number``. A mask hides a row's first id."""
+    """Makes a request whose ids are different for each ``number``. A mask hides a row's first id."""
     rng = np.random.default_rng(number)
     inputs = {
         "ids": rng.integers(1, 99, (rows, length)),

@@ -24,7 +24,7 @@ def test_an_idle_instance_runs_at_once() -> None:
 
 
 def test_requests_gather_while_the_instance_is_busy() -> None:
-    """Fails if requests that arrive during a run are run one by one after the run, or inside the run."""
+    """Fails if requests that arrive during a run join this run, or run one by one afterwards."""
     executor, session, clock = by_hand(waiting(eager=True))
     callers: list[Caller] = []
 
@@ -63,8 +63,7 @@ def test_the_delay_is_that_of_the_oldest() -> None:
 
 
 def test_a_limit_of_its_own_is_not_waited_away() -> None:
-    """Fails if a request whose queue timeout is shorter than the delay times out because the request waits for
-    others."""
+    """Fails if a request expires during the batching delay because its queue timeout is shorter than the delay."""
     executor, _, clock = by_hand(waiting(max_delay_us=10_000, default_policy=QueuePolicy(timeout_us=2000)))
     caller = Caller(executor, request(1))
     clock.now += 0.0011

@@ -27,7 +27,7 @@ class Streaming(FakeSession):
         self.freed = 0
 
     def stream(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:
-        self.held = self._parts(feeds)  # a session may keep its stream, and the buffers must still be freed
+        self.held = self._parts(feeds)  # a session may keep its stream, but the buffers have to be freed
         return self.held
 
     def _parts(self, feeds: Feeds) -> Iterator[dict[str, np.ndarray]]:

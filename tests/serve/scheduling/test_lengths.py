@@ -225,8 +225,8 @@ def test_a_mask_is_made_and_a_sent_one_kept() -> None:
 
 
 def test_sizes_are_part_of_the_cost() -> None:
-    """Fails if the cost of a split ignores that every run has eight rows, or if the padding rows aren't copies of a
-    valid row."""
+    """Fails if the cost of a split into batches ignores that every run has eight rows, or if a padding row isn't a copy
+    of a valid row."""
     executor, session, _ = by_length(allowed=(8,))
     callers = [Caller(executor, text(i, n)) for i, n in enumerate((3, 50, 3))]
     run_all(executor)

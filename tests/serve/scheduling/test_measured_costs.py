@@ -1,4 +1,4 @@
-"""Proves that the costs of runs are measured at loading, within a time budget, and that a model can do without."""
+"""Proves that loading a model measures run costs within a time budget, and that a model can load without costs."""
 
 from __future__ import annotations
 

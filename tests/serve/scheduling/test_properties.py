@@ -90,7 +90,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
     session = FakeSession()
     executor, _, clock = by_hand(scheduling, session)
     callers: list[Caller] = []
-    cancelled_before: dict[float, int] = {}  # maps a canceled request's value to the number of runs until then
+    cancelled_before: dict[float, int] = {}  # maps a canceled request's value to the number of runs before the cancel
     inside: list[Any] = []
     started: list[tuple[float, set[float]]] = []
 
@@ -169,7 +169,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 9))
 def test_who_fails_does_not_depend_on_company(rows: list[int], bad: set[int], limit: int) -> None:
-    """Fails if other requests fail in a batch than alone, because the bisection ends early or blames a neighbor."""
+    """Fails if the bisection of a failed batch ends early or blames a neighbor of the bad request."""
     executor, _, _ = by_hand(Scheduling(max_batch_size=max(limit, 4), dynamic=True, eager=False))
     callers = []
     for i, n in enumerate(rows):

@@ -82,8 +82,8 @@ def test_a_bound_for_each_level() -> None:
 
 
 def test_timeout_rejects_or_delays() -> None:
-    """Fails if ``delay`` drops a timed-out request or runs it before requests in time, or if ``reject`` keeps a
-    timed-out request."""
+    """Fails if the timeout action ``delay`` drops a timed-out request or leaves it before other requests. Also fails if
+    ``reject`` keeps a timed-out request."""
     policies = {
         1: QueuePolicy(timeout_us=1000, timeout_action="delay"),
         2: QueuePolicy(timeout_us=1000, timeout_action="reject"),

@@ -1,4 +1,4 @@
-"""Proves which requests the response cache treats as equal, its size limit and its statistics."""
+"""Proves that the response cache answers only equal requests, keeps its size limit and has correct statistics."""
 
 from __future__ import annotations
 

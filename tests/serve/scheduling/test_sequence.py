@@ -125,7 +125,7 @@ def test_start_begins_anew() -> None:
     ],
 )  # fmt: skip
 def test_refused(asked: InferenceRequest, text: str) -> None:
-    """Fails if a request outside any sequence runs, or isn't counted."""
+    """Fails if a request outside any sequence runs, or isn't counted as a failure."""
     executor, session, _ = make()
     caller = Caller(executor, asked)
     assert caller.code == "INVALID_ARGUMENT"

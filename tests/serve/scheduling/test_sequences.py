@@ -133,7 +133,7 @@ def test_no_more_sequences_than_the_config_says(tmp_path: Path, start: Start) ->
 
 
 def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
-    """Fails if the steps of a sequence that are sent without waiting for answers run out of order or are mixed up."""
+    """Fails if the steps of two sequences run out of order or are mixed up. The client doesn't wait for answers."""
     configure(tmp_path / "models" / "sums", CONFIG.replace("oldest { max_candidate_sequences: 2", "direct {"))
     process = start(tmp_path / "models")
     answers: queue.Queue[Any] = queue.Queue()

@@ -194,7 +194,7 @@ def status(process: Any, method: str, path: str, token: str | None, model: str) 
 
 
 def test_the_page_says_which_routes_need_control(process: Any) -> None:
-    """Fails if docs/how-to/serving.md marks a route with "control" that any token may call, or leaves out a mark."""
+    """Fails if docs/how-to/serving.md doesn't mark exactly the routes that need the control right."""
     page = (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8")
     for method, path, answer in re.findall(r"^\| (GET|POST) \| `([^`]+)` \| (.+) \|$", page, re.MULTILINE):
         short = re.sub(r"\[.*?\]", "", path)
@@ -247,7 +247,7 @@ def test_a_bad_file_of_tokens(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_the_header() -> None:
-    """Fails if another header value is read as a bearer token."""
+    """Fails if a header value that contains no bearer token is read as a token."""
     assert bearer("Bearer abc") == "abc"
     assert bearer("bearer  abc ") == "abc"
     assert bearer("Basic abc") is bearer("Bearer ") is bearer("abc") is bearer(None) is None

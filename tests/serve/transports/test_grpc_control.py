@@ -68,7 +68,7 @@ def test_model(client: Any) -> None:
 
 
 def test_statistics_add_up(client: Any) -> None:
-    """Fails if the statistics miss a request or a row or count a request or a row twice. Also fails if a refused
+    """Fails if the statistics leave out a request or a row, or count a request or a row twice. Also fails if a refused
     request isn't counted as a failure."""
     for rows in (1, 2, 3):
         ask(client, rows)
@@ -140,7 +140,7 @@ def test_load_and_unload(client: Any, repository: Path) -> None:
 
 
 def says(call: Any) -> str:
-    """Returns the status code of the error that ``call`` raises, without the prefix of the code."""
+    """Returns the status code of the error that ``call`` raises, without the prefix "StatusCode."."""
     with pytest.raises(InferenceServerException) as caught:
         call()
     return str(caught.value.status()).removeprefix("StatusCode.")
@@ -238,7 +238,7 @@ def test_every_method_is_there() -> None:
 
 
 def test_health(process: Any) -> None:
-    """Fails if the standard health probe reports the wrong server state, even while the server ends."""
+    """Fails if the standard health probe reports the wrong server state, also while the server ends."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         status = health_pb2.HealthCheckResponse
@@ -250,8 +250,7 @@ def test_health(process: Any) -> None:
 
 def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a watching client is told that the server serves while models still load. Also fails if the client isn't
-    told that loading has ended, that a model is broken (if strict readiness counts broken models), or that the server
-    drains."""
+    told that loading has ended, that the server drains, or that a model is broken while strict readiness is on."""
     released = threading.Event()
     real = Repository.start
 

@@ -171,7 +171,7 @@ def test_typed_contents_of_every_datatype(kinds: int) -> None:
 
 
 def test_classification(tmp_path: Path, start: Start) -> None:
-    """Fails if the largest value isn't first, or if this value's index, number or label is wrong."""
+    """Fails if a classification doesn't begin with the largest value, or has a wrong value, index or label."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
     (tmp_path / "linear" / "config.pbtxt").write_text(

@@ -165,7 +165,7 @@ def test_versions_that_lead_out_of_the_model(process: Any, repository: Path, ver
     "path", ["/v2/models/../outside", "/v2/models/linear/versions/../../../outside", "/../etc/passwd"]
 )
 def test_dots_in_the_path_itself(process: Any, repository: Path, path: str) -> None:
-    """Fails if dots in the URL path reach a model. No route contains dots, resolved or not."""
+    """Fails if a URL path with ".." reaches a model."""
     linear(repository.parent / "outside" / "1")
     for tail, body in (("", None), ("/config", None), ("/infer", good())):
         assert plain(process, f"{path}{tail}", body)[0] == 404
@@ -173,7 +173,8 @@ def test_dots_in_the_path_itself(process: Any, repository: Path, path: str) -> N
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_classification(tmp_path: Path, start: Start, binary: bool) -> None:
-    """Fails if the largest value isn't first, or if its index, value or label is wrong, in JSON or in binary."""
+    """Fails if a classification, as JSON or binary, doesn't begin with the largest value, or has a wrong value, index
+    or label."""
     linear(tmp_path / "linear" / "1")
     (tmp_path / "linear" / "labels.txt").write_text("cat\ndog\nbird\n")
     (tmp_path / "linear" / "config.pbtxt").write_text(

@@ -69,8 +69,8 @@ def test_what_it_draws(repository: Path, start: Start) -> None:
 
 
 def test_without_a_token_it_says_nothing(repository: Path, start: Start, tmp_path: Path) -> None:
-    """Fails if the page or its data shows a model's name to a caller without a token, or shows a token models outside
-    the token's list. Also fails if the page may load content from another host."""
+    """Fails if the page or its data shows a model's name to a caller without a token, or shows a caller models that
+    aren't in the list of the caller's token. Also fails if the page may load content from another host."""
     (tmp_path / "tokens.toml").write_text(TOKENS)
     process = start(repository, http_port=0, tokens=str(tmp_path / "tokens.toml"))
     status, text = plain(process, "/")
