@@ -67,7 +67,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make(spec: str, seed: int) -> Any:
-    """Returns the result of the factory ``package.module:name`` or ``file.py:name``, imported and called ``seeded``."""
+    """Imports and calls the factory ``package.module:name`` or ``file.py:name``, both ``seeded``, and returns the
+    result."""
     from accel.sources.python_object import load_object
     from accel.sources.torch.factory import call_factory
 

@@ -47,7 +47,7 @@ class Trainer:
         self.config, self.out, self.ranks = config, out, ranks
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # for convolutions, where torch's default is True
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # convolutions use TF32 by default in torch
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
@@ -66,12 +66,12 @@ class Trainer:
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
         self.skipped = 0
-        self.expected = 0.0  # the number of targets in the loss of the last step
-        self.checked = ranks.tp is None  # True once the parameters outside the tensor-parallel plan were compared
+        self.expected = 0.0  # The number of targets in the loss of the last step.
+        self.checked = ranks.tp is None  # True once the parameters outside the tensor-parallel plan were compared.
         self.metrics: dict[str, float] = {}
-        self.reordered: list[str] = []  # the config keys that have changed since the checkpoint and reorder the samples
-        self.log: StepLog | None = None  # only on rank 0, during run()
-        self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed
+        self.reordered: list[str] = []  # Changed config keys that reorder the samples.
+        self.log: StepLog | None = None  # Set only on rank 0, during run().
+        self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
 
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
@@ -162,8 +162,8 @@ class Trainer:
         parameters = self.optimizer.parameters
         alike = self.built.alike
         squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
-        # One all-reduce sums the loss, the ranks that still write a checkpoint, and, if all ranks hold the same
-        # gradients, each rank's part of the squared norm.
+        # One all-reduce sums the loss and the number of ranks that still write a checkpoint. If all ranks hold the same
+        # gradients, the all-reduce also sums each rank's part of the squared norm.
         seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)))
         if ranks.world > 1:
             dist.all_reduce(seen)

@@ -20,7 +20,8 @@ RECOMPUTE = ("none", "selective", "full")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# The first step may take this many times ``hang_seconds``, for imports, building the model and reading a checkpoint.
+# The first step may take this many times ``hang_seconds``, because it includes imports, building the model and reading
+# a checkpoint.
 FIRST_STEP_FACTOR = 10
 
 
@@ -53,10 +54,10 @@ class ParallelConfig:
     data-parallel ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload`` keeps
     the shards on the host. ``replicate`` is the number of replicas of the sharded group (hybrid sharding).
 
-    ``tp`` is the number of ranks that share each tensor. ``sequence_parallel`` also shards the sequence over the
-    tensor-parallel ranks between the modules that the plan cuts. ``pp`` is the number of pipeline stages, which run in
-    the order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks that share the sequences of the
-    same samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute`` sets activation
+    ``tp`` is the number of ranks that share each tensor. Between the modules that the plan cuts, ``sequence_parallel``
+    also shards the sequence over the tensor-parallel ranks. ``pp`` is the number of pipeline stages, which run in the
+    order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks that share the sequences of the same
+    samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute`` sets activation
     checkpointing.
 
     ZeRO++ (stage 3): ``hpz`` ranks together hold a second copy of the parameters in shards, so that the backward gather
@@ -88,7 +89,7 @@ class ParallelConfig:
 class OptimizerConfig:
     """The optimizer.
 
-    ``clip`` limits the norm of all gradients together, 0 for no limit. SGD uses ``momentum``, Adam uses ``betas`` and
+    ``clip`` limits the norm of all gradients together; 0 means no limit. SGD uses ``momentum``, Adam uses ``betas`` and
     ``eps``.
     """
 

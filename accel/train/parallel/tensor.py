@@ -64,7 +64,7 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raises ``BadConfig`` if a column would gather a sequence that no module has split, under sequence parallel."""
+    """Raises ``BadConfig`` if sequence parallel would let a column gather a sequence that no module has split."""
     modules = dict(module.named_modules())
     splits = any(
         s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()
@@ -87,8 +87,8 @@ def fits(name: str, pattern: str) -> bool:
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
     """Cuts the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place. Names don't change.
 
-    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size, except the vocabulary's, doesn't divide by the
-    ranks.
+    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size other than the vocabulary's doesn't divide by
+    the number of ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -167,7 +167,8 @@ class _Divides(ParallelStyle):
 
 
 class _Split(ParallelStyle):
-    """Computes the whole output, [..., sequence, hidden], on every rank, and passes on its part of the sequence."""
+    """Computes the whole output, [..., sequence, hidden], on every rank, and passes on the rank's part of the
+    sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Tried:
 def try_whole(
     module: nn.Module, styles: Mapping[str, str], config: TrainConfig, ranks: Ranks, data: Sequence[Any]
 ) -> Tried:
-    """Runs ``module``, which must still be whole, on the first sample.
+    """Runs the uncut ``module`` on the first sample.
 
     Raises ``BadConfig`` if ``styles`` would cut an attention head over several ranks.
     """
