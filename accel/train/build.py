@@ -93,7 +93,7 @@ def make_data(config: TrainConfig) -> Any:
         )
     if not len(data):
         raise BadData(
-            f"{config.data} made a {type(data).__name__} without a sample; give data (docs/how-to/training.md)"
+            f"{config.data} made a {type(data).__name__} without samples; add samples (docs/how-to/training.md)"
         )
     try:
         sample = data[0]

@@ -58,7 +58,7 @@ class InferCall:
     ``outputs``: None requests all outputs. ``deadline`` is the ``time.monotonic()`` after which the client no longer
     waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the server fills in. ``single``
     is True if the transport can send one response only. ``holds_thread`` is True if a thread of the transport waits for
-    the reply. ``binary=True`` sends outputs that the client did not name as binary data. ``trace`` holds the
+    the reply. ``binary=True`` sends the outputs in binary if the client did not name any outputs. ``trace`` holds the
     ``TRACE_HEADERS`` of the request, or None if the server does not trace.
     """
 

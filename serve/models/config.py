@@ -29,7 +29,7 @@ PLATFORMS = {
 }
 # accel's own options are free parameters of the config, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost (least total cost of the batches: the default), none (order of arrival)
+LENGTH_GROUPING = "length_grouping"  # cost (the default: least total cost of the batches) or none (order of arrival)
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -82,7 +82,7 @@ def complete(
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"the config of model '{name}' says name '{config.name}', but the folder's name counts; take name out"
+            f"the config of model '{name}' says name '{config.name}', but a model has its folder's name; take name out"
         )
     config.name = name
     platform, backend = PLATFORMS[kind]
@@ -109,8 +109,8 @@ def complete(
 def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
     """Returns the signature that ``config`` declares. ``what`` names the model in errors.
 
-    With ``scalars``, a tensor without dims is a single number (for each row). Raises ``BadRepository`` if a data_type
-    or, without ``scalars``, dims are missing.
+    With ``scalars``, a tensor without dims is a single number (for each row). Without ``scalars``, a tensor without
+    dims raises ``BadRepository``. A tensor without a data_type always raises ``BadRepository``.
     """
 
     def spec(tensor: Any) -> TensorSpec:

@@ -26,7 +26,7 @@ log = logging.getLogger("accel.serve")
 
 MODES = ("none", "poll", "explicit")
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
-UNLOADED = "unloaded"  # the reason of a model that a command unloaded, which is no failure
+UNLOADED = "unloaded"  # the reason in the index if a command unloaded the model
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Run the commands that the server got before this process started, as another process reports the commands."""
+        """Run the commands that the server got before this process started. Another process reports these commands."""
         with self._turn(_LOAD_PATIENCE):  # the state of the other processes must not change meanwhile
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":

@@ -156,7 +156,7 @@ class Supervisor:
         back.
         """
         if running.listener is not None:
-            running.listener.join(5)  # until the last line of the dead process's output is read
+            running.listener.join(5)  # waits until the last line of the dead process's output is read
         self._served = self._served or running.ready
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if not self._served and running.reason:

@@ -86,8 +86,8 @@ class QueuedExecutor:
         self._eager = scheduling.eager
         self._clock = clock
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # for the instances' threads
-        self._timer = threading.Condition(self._lock)  # for the thread that answers expired requests
+        self._work = threading.Condition(self._lock)  # The threads of the instances wait here.
+        self._timer = threading.Condition(self._lock)  # The thread that answers expired requests waits here.
         self._drained = threading.Condition(self._lock)
         self._queue = RequestQueue(scheduling)
         self._recorder = Recorder(wall)
@@ -184,7 +184,7 @@ class QueuedExecutor:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # a bug of the server: answers every waiting request with an error
+        except Exception as error:  # only a bug of the server gets here; every waiting request gets an error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):
@@ -327,7 +327,7 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """Converts ``error`` to the client's error. ``session`` is the session that failed on ``entry`` alone."""
+        """Converts ``error`` to the client's error. ``session`` failed in a run of ``entry`` alone."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):

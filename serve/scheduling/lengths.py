@@ -7,9 +7,10 @@ other cut of the same requests has a shorter maximum wait. An idle instance runs
 batches can begin in time, the instance postpones batches so that the fewest requests are late.
 
 If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. If
-``eager`` is off, a batch runs at the latest time at which no request is late, if all batches run one after the other. A
-request is late if its answer comes after the delay bound. A request whose run takes more than half of the bound is late
-if the run begins after half of the bound. A batch also runs as soon as the waiting requests fill a batch.
+``eager`` is off, a batch waits until the latest time at which no request is late. This time assumes that all batches
+run one after the other. A request is late if its answer comes after the delay bound. A request whose run takes more
+than half of the bound is late if the run begins after half of the bound. A batch also runs as soon as the waiting
+requests fill a batch.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # If running each request alone is cheap enough, the best cut, which never costs more, needn't be found.
+            # If running each request alone is cheap enough, there is no search for the best cut, which never costs
+            # more.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -140,10 +142,10 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Whenever a batch would begin late, the most expensive batch per request up to and including this batch is
-        postponed. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one machine
-        sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority level
-        are compared.
+        Whenever a batch would begin late, the batch with the highest cost per request is postponed, out of this batch
+        and the batches before it. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one
+        machine sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority
+        level are compared.
         """
         if not self._delay:
             return batches[0]
@@ -192,8 +194,8 @@ class LengthBatchingRows(RowBatching):
         return [by_length[begin:end] for begin, end in cuts]
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
-        """Returns the seconds of a run by number of rows (those that pad the batch included), for requests of the
-        shapes of ``one`` padded to ``length``."""
+        """Returns the seconds of a run by number of rows. The requests have the shapes of ``one``, padded to
+        ``length``. The seconds include the rows that pad the batch."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:

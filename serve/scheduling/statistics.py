@@ -50,7 +50,7 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Moves a request that another recorder counted with ``durations`` from success to failure."""
+        """Moves a request from success to failure. Another recorder counted the request with ``durations``."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)

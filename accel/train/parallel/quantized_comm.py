@@ -1,8 +1,8 @@
 """Collectives of FSDP2 in 8 bits: qwZ (gather of parameters) and qgZ (reduction of gradients) of ZeRO++.
 
-The paper is Wang et al. 2023, "ZeRO++". Values are quantized
-symmetrically in blocks. Each block has a scale, so an outlier affects only one block. Each parameter begins a new
-block, so that a norm's weights of 1 don't affect a neighbor's weights of 0.02.
+The paper is Wang et al. 2023, "ZeRO++". Values are quantized symmetrically in blocks. Each block has a scale, so an
+outlier affects only one block. Each parameter begins a new block, so that a norm's weights of 1 don't affect a
+neighbor's weights of 0.02.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice: under hpZ the
 backward pass gathers the rounded values of the forward pass unchanged. All blocks are int8, while the paper reduces in

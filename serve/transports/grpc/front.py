@@ -1,7 +1,7 @@
 """``GrpcTransport``: GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
 
-A waiting call holds a thread of the pool. A thread for each call takes about half the processor time of an event loop
-for each request (measured), and threads that wait cost nothing.
+A waiting call holds a thread of the pool. Threads take about half the processor time of an event loop (measured), and
+waiting threads cost nothing.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ def _strings(name: str, data: list[Any], depth: int) -> list[str]:
 
 
 def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memoryview], int | None]:
-    """Returns the parts of the body, and the length of its JSON, or None if no binary tensors follow the JSON."""
+    """Returns the parts of the body and the length of its JSON. The length is None if no binary tensors follow the
+    JSON."""
     asked = {output.name: output.parameters.get("binary_data", False) for output in call.outputs or ()}
     rows: list[dict[str, Any]] = []
     blobs: list[bytes | memoryview] = []

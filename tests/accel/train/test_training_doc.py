@@ -147,7 +147,7 @@ def bare(module):
         ("data", "Streamed", "made a Streamed; .* an iterable one can't resume at a step"),
         ("data", "loaded", "made a DataLoader; a data factory makes a list"),
         ("data", "ByName", r"sample 0 of .*:ByName can't be fetched \(KeyError: 0\); .* take numbers from 0 to 2"),
-        ("data", "nothing", "made a list without a sample; give data"),
+        ("data", "nothing", "made a list without samples; add samples"),
         ("data", "named", "made a dict; a data factory makes a list"),
         ("data", "inputs_alone", r"is a Tensor; it has to be \(inputs, targets\)"),
         ("loss", "mean", r"the loss returned a tensor \[\]; return the sum"),
