@@ -28,13 +28,13 @@ class AroundAttention(TorchFunctionMode, ABC):
     ) -> torch.Tensor:
         """Computes attention with the arguments of the model's code.
 
-        May call ``F.scaled_dot_product_attention`` itself.
+        An implementation may call ``F.scaled_dot_product_attention``.
         """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._inside:
             return func(*args, **(kwargs or {}))
-        self._inside = True  # a block runs inside the block's context and the model's context
+        self._inside = True  # a block and its model have a context each; only one may replace a call
         try:
             return self.attention(*args, **(kwargs or {}))
         finally:

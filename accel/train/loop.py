@@ -195,8 +195,8 @@ class Trainer:
         if self.skipped == _MOST_SKIPPED:
             bad = self._first_bad(gradients=True)
             raise TrainingFailed(
-                f"{_MOST_SKIPPED} steps in a row overflowed, the loss is {mean:g}{bad}; use --precision.mode=bf16 or a "
-                "lower lr, or check the data"
+                f"{_MOST_SKIPPED} steps in a row overflowed, and the loss is {mean:g}{bad}; use "
+                "--precision.mode=bf16 or a lower lr, or check the data"
             )
         self.scale.update(finite=finite)
         self.optimizer.zero_grad()

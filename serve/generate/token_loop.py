@@ -92,10 +92,12 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     named = {key: options[key] for key in ("stream_tokens", "stream_mask", "stream_positions") if key in options}
     for key, to in [*named.items(), *((_STATE + out, to) for out, to in states.items())]:
         if to not in inputs:
-            raise refused(f"{key} names the input '{to}', the model has: {', '.join(inputs)}")
+            raise refused(f"{key} names the input '{to}', but the model has: {', '.join(inputs)}")
     for out in (options["stream_logits"], *states):
         if out not in outputs:
-            raise refused(f"the parameters of the stream name the output '{out}', the model has: {', '.join(outputs)}")
+            raise refused(
+                f"the parameters of the stream name the output '{out}', but the model has: {', '.join(outputs)}"
+            )
     taken = [*named.values(), *states.values()]
     if twice := [to for to in taken if taken.count(to) > 1]:
         raise refused(f"the parameters of the stream name the input '{twice[0]}' twice; name each input once")

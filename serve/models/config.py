@@ -76,9 +76,9 @@ def complete(
 ) -> None:
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
-    ``batch_given`` tells whether the file sets ``max_batch_size``, because the message doesn't tell 0 from unset.
-    ``gpu`` tells whether a model without a configured device runs on a GPU. Raises ``BadRepository`` if the config
-    contradicts the model.
+    ``batch_given`` tells whether the file sets ``max_batch_size``, because the protobuf message doesn't distinguish 0
+    from unset. ``gpu`` tells whether a model without a configured device runs on a GPU. Raises ``BadRepository`` if the
+    config contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
@@ -139,7 +139,8 @@ def _complete_tensors(
         elif tensor.data_type != wanted:
             raise BadRepository(
                 f"model '{name}', {role} '{spec.name}': the config says "
-                f"{proto.enum_name('DataType', tensor.data_type)}, the model {proto.enum_name('DataType', wanted)}"
+                f"{proto.enum_name('DataType', tensor.data_type)}, but the model has "
+                f"{proto.enum_name('DataType', wanted)}"
             )
         if tensor.HasField("reshape"):
             raise BadRepository(f"model '{name}', {role} '{spec.name}': reshape is not supported; take it out")
@@ -150,7 +151,7 @@ def _complete_tensors(
         if len(given) != len(dims) or any(a != b and -1 not in (a, b) for a, b in zip(given, dims, strict=True)):
             note = "; with max_batch_size above 0 the dims leave the batch out" if batching else ""
             raise BadRepository(
-                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, the model's {dims}{note}"
+                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, but the model's are {dims}{note}"
             )
     listed = {tensor.name for tensor in found}
     if listed and role == "output":

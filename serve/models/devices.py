@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-# The runtime of each kind of artifact that runs on both a GPU and a CPU.
+# The runtimes for a GPU and for a CPU, of each kind of artifact that runs on both.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 

@@ -26,7 +26,7 @@ from .config import TOOLKIT, ModelConfig, declared_signature
 from .sequence_config import INITIAL_STATES
 
 CONFIG = "config.pbtxt"
-TORCH_FILES = ("model.pt2", "model.pt")  # Both formats may contain pickles.
+TORCH_FILES = ("model.pt2", "model.pt")  # Exported programs and TorchScript may contain pickles.
 PLAN = "model.plan"  # Triton's file name for a TensorRT engine.
 # Functions that read the signature of a file without a manifest, by kind of artifact.
 _DESCRIBED = {

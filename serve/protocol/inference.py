@@ -137,7 +137,7 @@ class Executor(Protocol):
     """Runs the requests of one version of one model."""
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Take the request, or raise ``ServeError``: UNAVAILABLE, at once, if the queue is full.
+        """Take the request. If the queue is full, raise ``ServeError`` UNAVAILABLE at once.
 
         ``answer`` is called on any thread. An idle instance runs the request inline, so that ``answer`` may be called
         before this method returns.

@@ -64,7 +64,7 @@ class _Step(NamedTuple):
 class QueuedExecutor:
     """An ``Executor`` that runs requests on ``sessions``, owns the sessions and closes them.
 
-    With ``start=False`` no thread runs, ``poll`` does the next step of a thread, and ``clock`` alone gives the time.
+    With ``start=False`` no thread runs. Instead, ``poll`` does the next step of a thread, at the time of ``clock``.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class QueuedExecutor:
     def submit(self, request: InferenceRequest, answer: Answer, *, arrived: float | None = None) -> Entry:
         """Accepts the request, or raises ``ServeError`` (INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED).
 
-        ``arrived`` is the time at which the request reached the server (default: now), if earlier than this call.
+        ``arrived`` is the time at which the request reached the server, by default the time of this call.
         """
         now = self._clock()
         try:

@@ -7,10 +7,10 @@
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
     "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks
 
-Column and row cuts: Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel: Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch, sequence,
-hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the sequence, and
-``row`` reduce-scatters the sequence.
+Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel is from Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
+sequence, hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the
+sequence, and ``row`` reduce-scatters the sequence.
 
 The model's code sees plain tensors. Only the logits stay a DTensor, on which the cross entropy works without a gather.
 The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
@@ -85,7 +85,8 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
-    """Cuts the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place. Names don't change.
+    """Cuts, in place and over the one axis of ``mesh``, the modules of ``module`` that ``styles`` names. Names don't
+    change.
 
     ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size other than the vocabulary's doesn't divide by
     the number of ranks.

@@ -125,7 +125,7 @@ def _goes_on(out: Path) -> str:
 
 
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
-    """Maps each rank that a signal ended to this signal.
+    """Returns the killed ranks, each with the signal that killed the rank.
 
     Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Skips SIGTERM,
     because torchrun ends the other ranks with SIGTERM.
