@@ -342,7 +342,7 @@ class Trainer:
         self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # If the optimizer is the same, no step has updated a moment that the checkpoint lacks. Another optimizer
+            # With the same optimizer, a moment that the checkpoint lacks was never updated. Another optimizer
             # may lack the moment entirely.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
@@ -409,7 +409,7 @@ class Trainer:
     def finish(self) -> None:
         """Writes the last checkpoint and ``final/``.
 
-        Evaluates afterwards, so that a failure doesn't lose the weights.
+        Evaluates after writing, so that a failed evaluation doesn't lose the weights.
         """
         self.save()
         self.checkpoints.wait()

@@ -85,7 +85,7 @@ def simulate(
             recompute(module, layout.recompute)
             if cut is not None:
                 distribute(module, cut, match(module, styles or {}), sequence=layout.sequence_parallel)
-            with unset_fake_temporarily():  # FSDP2 creates meshes and reads the real ranks from a mesh
+            with unset_fake_temporarily():  # the meshes of FSDP2 hold their ranks in real tensors
                 called = shard(module, mesh, zero, hpz=layout.hpz)
                 set_quantized(called, layout.shards, gather=layout.qwz, reduce=layout.qgz)
             stepper = MasterOptimizer(module, OptimizerConfig(name=layout.optimizer), layout.precision)

@@ -63,7 +63,7 @@ class Command(NamedTuple):
 
     @classmethod
     def of(cls, method: Callable[..., None], *arguments: Any) -> Command:
-        """Returns the command that calls ``method``, which is a method of ``Control``, with ``arguments``."""
+        """Returns the command that calls the method ``method`` of ``Control`` with ``arguments``."""
         return cls(method.__name__, arguments)
 
     def run(self, control: Control) -> None:

@@ -158,7 +158,7 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # copied first, so that the executor's copy has each success that this one subtracts
+        with self._recording:  # copied first: every success that ``own`` subtracts is in the later copy
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 

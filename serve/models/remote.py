@@ -40,7 +40,7 @@ _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
-_DEEPEST = 6  # Levels of folders below a model. Ends a listing that contains itself.
+_DEEPEST = 6  # Levels of folders below a model. A folder that contains itself would have no end.
 _KEPT_SECONDS = 600.0  # Another process may still load a replaced copy for this many seconds.
 _RECORD = "files.json"
 

@@ -241,7 +241,7 @@ def _connect(path: str, key: bytes, patience: float) -> Connection:
 
 
 def _limit(connection: Connection | socket.socket, seconds: float) -> None:
-    """Make reads and writes of ``connection`` raise ``BlockingIOError`` after ``seconds``."""
+    """Set the timeout of ``connection``. A read or write that takes longer raises ``BlockingIOError``."""
     given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

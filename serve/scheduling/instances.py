@@ -154,7 +154,7 @@ class QueuedExecutor:
                 if not self._timed:
                     self._timed = True
                     self._start(self._watch, f"{self.name}-{self.version}-timeouts")
-                elif instant <= self._queue.next_instant():  # expires before the instant that the thread waits for
+                elif instant <= self._queue.next_instant():  # the entry expires before the thread wakes
                     self._timer.notify()
         self._outstanding[entry] = None
         if self._in_order is not None:

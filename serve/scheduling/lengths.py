@@ -169,7 +169,8 @@ class LengthBatchingRows(RowBatching):
         return in_time[0] if in_time else batches[0]
 
     def _latest(self, batches: Sequence[Sequence[Entry]]) -> float:
-        """Returns the latest begin of the first batch at which no batch is late. ``batches`` run in this order."""
+        """Returns the latest time at which the first batch can begin so that no batch is late. ``batches`` run in this
+        order."""
         latest, end = NEVER, 0.0
         for batch in batches:
             seconds = self._seconds(batch)

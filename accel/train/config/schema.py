@@ -27,7 +27,7 @@ FIRST_STEP_FACTOR = 10
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The number formats of parameters and products.
+    """The number formats of parameters and matrix products.
 
     ``mode`` is one of ``MODES``, or O0 to O3. ``tf32`` lets CUDA round float32 products to TF32. ``loss_scale`` is the
     first loss scale of the fp16 modes. The scale halves on overflow and doubles after ``growth_interval`` good steps.

@@ -98,8 +98,8 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
     """Raises ``BadConfig`` if ``module``, now cut over ``mesh``, fails on a sample or its output differs from
     ``whole``.
 
-    ``exact`` means that parameters and products are float32, ``sequence`` that the ranks share the sequence between cut
-    modules.
+    ``exact`` means that parameters and products are float32. ``sequence`` means that the ranks share the sequence
+    between cut modules.
     """
     fix = _FIX + _SEQUENCE if sequence else _FIX
     running: list[str] = []
