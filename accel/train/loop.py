@@ -284,7 +284,7 @@ class Trainer:
             self.checkpoints.wait()
             last = self.step == self.config.steps
             where = f"the weights are in {self.out / 'final'}" if last else f"step {self.step} is saved"
-            raise kind(f"{failed}; {where}, correct the function and run the same command again")
+            raise kind(f"{failed}; {where}; correct the function and run the same command again")
         return bool(best)
 
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -134,7 +134,8 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Run the commands that the server got before this process started. Another process reports these commands."""
+        """Ask another process for the commands that the server got before this process started, and run these
+        commands."""
         with self._turn(_LOAD_PATIENCE):  # the state of the other processes must not change meanwhile
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":

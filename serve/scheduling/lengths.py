@@ -7,10 +7,10 @@ other cut of the same requests has a shorter maximum wait. An idle instance runs
 batches can begin in time, the instance postpones batches so that as few requests as possible are late.
 
 If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. If
-``eager`` is off, a batch waits until the latest time at which no request is late. This time assumes that all batches
-run one after the other. A request is late if its answer comes after the delay bound. If a run takes more than half of
-the bound, its requests are late once half of the bound has passed before the run begins. A batch also runs as soon as
-the waiting requests fill a batch.
+``eager`` is off, a batch waits until the latest time at which no request is late. The wait assumes that all batches run
+one after the other. A request is late if its answer comes after the delay bound. If a run takes more than half of the
+bound, its requests are late if the run begins after half of the bound. A batch also runs as soon as the
+waiting requests fill a batch.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Stage(nn.Module):
 
 
 class _Place(PipelineStage):
-    """Torch's pipeline stage, with unchanged batch norm statistics after torch has learned the shapes.
+    """Torch's pipeline stage that restores the batch norm statistics after torch has learned the shapes.
 
     Torch runs the module once before the first step to learn shapes, on uninitialized memory except in the first stage.
     The buffers get their values back afterwards.
