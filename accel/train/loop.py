@@ -153,7 +153,8 @@ class Trainer:
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
         # DDP and FSDP average over the ranks. The loss is divided by the count of the last step beforehand, which keeps
-        # float16 sums small. If this step's count is the same, which is usual, the gradients need no second pass.
+        # float16 sums small. If this step has the same count as the last step, which is usual, the gradients need no
+        # second pass.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)

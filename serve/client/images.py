@@ -107,8 +107,8 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
     if len(metadata.inputs) != 1 or len(found) != 1:
         given = ", ".join(f"{t.name} {t.datatype} {list(t.shape)}" for t in metadata.inputs)
         raise BadData(
-            f"model '{metadata.name}' doesn't take one image (channels 1, 3 or 4 first or last; {', '.join(_KINDS)}), "
-            f"it takes {given}; send arrays as .npz"
+            f"model '{metadata.name}' doesn't take one image with 1, 3 or 4 channels, first or last "
+            f"({', '.join(_KINDS)}), but {given}; send arrays as .npz"
         )
     tensor, shape, first, batched = found[0]
     channels, height, width = shape if first else (shape[2], shape[0], shape[1])

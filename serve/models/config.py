@@ -270,8 +270,8 @@ def scheduling(
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
                 f"model '{name}', input '{tensor.name}': an input without a default can't be optional; "
-                "take optional out, or export the model with an initializer of that name (the mask of a model that is "
-                "batched by length is made by the server)"
+                "take optional out, or export the model with an initializer of that name (the server itself makes "
+                "the mask for batching by length)"
             )
     return made
 

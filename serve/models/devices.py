@@ -1,4 +1,4 @@
-"""Chooses the device on which a model's instances run: ``kind``, ``gpus`` and ``profile`` of its instance groups."""
+"""Chooses the device of a model's instances, from ``kind``, ``gpus`` and ``profile`` of the instance groups."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
+
 _DEEPEST = 6  # Levels of folders below a model. A folder that contains itself would have no end.
 _KEPT_SECONDS = 600.0  # Another process may still load a replaced copy for this many seconds.
 _RECORD = "files.json"
@@ -112,7 +113,7 @@ class Mirror:
         names = [name for name in found if valid_name(name)]
         for name in set(found) - set(names):
             log.warning("a folder of the repository is no model", extra={"folder": name[:256]})
-        if not names:  # an outage may list no folders and must not remove the models
+        if not names:  # the listing may be empty in an outage, which must not remove the models
             raise BadRepository(f"{self.address} holds no folders of models; check the address")
         return names
 

@@ -57,7 +57,8 @@ def _bind(held: socket.socket, host: str, port: int) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # First without SO_REUSEADDR, because two programs that both set SO_REUSEADDR could bind the same port.
+        # Try to bind without SO_REUSEADDR first, because two programs that both set SO_REUSEADDR could bind the same
+        # port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, port))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)

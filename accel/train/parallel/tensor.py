@@ -85,7 +85,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
-    """Cuts, in place and over the one axis of ``mesh``, the modules of ``module`` that ``styles`` names. Names don't
+    """Cuts, in place, each module that ``styles`` names, over the one axis of ``mesh``. Names don't
     change.
 
     ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size other than the vocabulary's doesn't divide by
