@@ -90,7 +90,7 @@ class Repository:
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
         self.started = False
-        self.changed: Callable[[], None] = lambda: None  # called after changes that may serve or break a model
+        self.changed: Callable[[], None] = lambda: None  # called after changes that may make a model serve or fail
 
     # Looking up
 

@@ -72,7 +72,7 @@ class Supervisor:
         self.options = self._with_ports(options)
         cores = sorted(os.sched_getaffinity(0))
         count = options.processes
-        # If there is a core for each process, each gets its own cores, so that processes don't displace each other.
+        # If there are enough cores, each process gets its own cores, so that processes don't displace each other.
         self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
         if count > 1:
             self.options = replace(self.options, cores=max(1, available_cores() // count))

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # The largest number of waiting requests to cut into batches, because the queue's lock is held during the cut.
 _WINDOW = 64
 
-# Requests that can still be in time go before a late request. After this many delay bounds, or half of the request's
-# timeout or deadline, a late request goes first again.
+# Requests that can still be in time go before a late request. A late request goes first again once it has waited for
+# this many delay bounds, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
