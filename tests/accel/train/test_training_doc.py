@@ -150,8 +150,8 @@ def bare(module):
         ("data", "nothing", "made a list without samples; add samples"),
         ("data", "named", "made a dict; a data factory makes a list"),
         ("data", "inputs_alone", r"is a Tensor; it has to be \(inputs, targets\)"),
-        ("loss", "mean", r"the loss returned a tensor \[\]; return the sum"),
-        ("loss", "by_target", r"the loss returned \(a tensor \[4\], a tensor \[\]\); return the sum"),
+        ("loss", "mean", r"the loss returned a tensor \[\]; return two tensors"),
+        ("loss", "by_target", r"the loss returned \(a tensor \[4\], a tensor \[\]\); return two tensors"),
         ("evaluate", "bare", "returned a float; return metrics by name"),
     ],
 )
