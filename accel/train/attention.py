@@ -34,7 +34,7 @@ class AroundAttention(TorchFunctionMode, ABC):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._inside:
             return func(*args, **(kwargs or {}))
-        self._inside = True  # a block and its model have a context each; only one may replace a call
+        self._inside = True  # a nested context must not replace the call again
         try:
             return self.attention(*args, **(kwargs or {}))
         finally:

@@ -1,4 +1,4 @@
-"""Trace settings and log settings, which the protocol's two settings calls read and change."""
+"""The trace settings and the log settings that clients can read and change."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Mirror:
         names = [name for name in found if valid_name(name)]
         for name in set(found) - set(names):
             log.warning("a folder of the repository is no model", extra={"folder": name[:256]})
-        if not names:  # the listing may be empty in an outage, which must not remove the models
+        if not names:  # in an outage the listing may be empty; the local models stay
             raise BadRepository(f"{self.address} holds no folders of models; check the address")
         return names
 
