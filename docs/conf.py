@@ -18,7 +18,7 @@ author = "the accel developers"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["myst.xref_missing"]  # links to files outside docs/; a test checks that the files exist
+suppress_warnings = ["myst.xref_missing"]  # allows links to files outside docs/, which a test checks
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "none"  # the signature has them

@@ -28,20 +28,20 @@ class AroundAttention(TorchFunctionMode, ABC):
     ) -> torch.Tensor:
         """Computes attention with the arguments of the model's code.
 
-        May call ``F.scaled_dot_product_attention`` itself.
+        An implementation may call ``F.scaled_dot_product_attention``.
         """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or self._inside:
             return func(*args, **(kwargs or {}))
-        self._inside = True  # a block runs inside the block's context and the model's context
+        self._inside = True  # a nested context must not replace the call again
         try:
             return self.attention(*args, **(kwargs or {}))
         finally:
             self._inside = False
 
     def wrap(self, module: nn.Module) -> None:
-        """Makes ``module`` run in this context, in place.
+        """Wraps ``module``, in place, so that it always runs in this context.
 
         The blocks of ``module`` get the context too, because recomputation runs each block alone.
         """

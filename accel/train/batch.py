@@ -16,7 +16,7 @@ Batch = tuple[Any, Any]
 
 
 def call(module: nn.Module, inputs: Any) -> torch.Tensor:
-    """Runs ``module`` on the inputs of a batch: one tensor, a tuple of tensors, or a dict by name."""
+    """Runs ``module`` on the inputs of a batch: one tensor, a tuple of tensors, or a dict of tensors by name."""
     if isinstance(inputs, Mapping):
         found = module(**inputs)
     else:
@@ -35,7 +35,8 @@ def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def moved(targets: Any, device: torch.device) -> Any:
-    """Returns the targets on ``device``, each in its own dtype: one tensor, a tuple of tensors, or a dict by name."""
+    """Returns the targets on ``device``, each in its own dtype: one tensor, a tuple of tensors, or a dict of tensors by
+    name."""
     if isinstance(targets, Mapping):
         return {name: moved(value, device) for name, value in targets.items()}
     if isinstance(targets, tuple | list):
@@ -56,7 +57,7 @@ def input_names(module: nn.Module) -> list[str]:
 
 
 def named_inputs(names: Sequence[str], inputs: Any) -> dict[str, torch.Tensor]:
-    """Returns the inputs of a batch by the names of ``forward``'s parameters."""
+    """Returns the inputs of a batch as a dict whose keys are the names of ``forward``'s parameters."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     several = inputs if isinstance(inputs, tuple | list) else (inputs,)

@@ -67,7 +67,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make(spec: str, seed: int) -> Any:
-    """Returns the result of the factory ``package.module:name`` or ``file.py:name``, imported and called ``seeded``."""
+    """Imports and calls the factory ``package.module:name`` or ``file.py:name``, both ``seeded``, and returns the
+    result."""
     from accel.sources.python_object import load_object
     from accel.sources.torch.factory import call_factory
 
@@ -92,7 +93,7 @@ def make_data(config: TrainConfig) -> Any:
         )
     if not len(data):
         raise BadData(
-            f"{config.data} made a {type(data).__name__} without a sample; give data (docs/how-to/training.md)"
+            f"{config.data} made a {type(data).__name__} without samples; add samples (docs/how-to/training.md)"
         )
     try:
         sample = data[0]

@@ -47,7 +47,7 @@ class Trainer:
         self.config, self.out, self.ranks = config, out, ranks
         self.mode = config.precision.resolved
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # for convolutions, where torch's default is True
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32  # convolutions use TF32 by default in torch
         torch.use_deterministic_algorithms(config.deterministic)
         self.data = make_data(config)
         self.loss: losses.Loss = load_object(config.loss, "loss")[1] if config.loss else losses.cross_entropy
@@ -66,12 +66,12 @@ class Trainer:
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
         self.skipped = 0
-        self.expected = 0.0  # the number of targets in the loss of the last step
-        self.checked = ranks.tp is None  # True once the parameters outside the tensor-parallel plan were compared
+        self.expected = 0.0  # The number of targets in the loss of the last step.
+        self.checked = ranks.tp is None  # True once the parameters outside the tensor-parallel plan were compared.
         self.metrics: dict[str, float] = {}
-        self.reordered: list[str] = []  # the config keys that have changed since the checkpoint and reorder the samples
-        self.log: StepLog | None = None  # only on rank 0, during run()
-        self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed
+        self.reordered: list[str] = []  # Changed config keys that reorder the samples.
+        self.log: StepLog | None = None  # Set only on rank 0, during run().
+        self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
 
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
@@ -153,7 +153,8 @@ class Trainer:
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
         # DDP and FSDP average over the ranks. The loss is divided by the count of the last step beforehand, which keeps
-        # float16 sums small. If this step's count is the same, which is usual, the gradients need no second pass.
+        # float16 sums small. If this step has the same count as the last step, which is usual, the gradients need no
+        # second pass.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
@@ -162,8 +163,8 @@ class Trainer:
         parameters = self.optimizer.parameters
         alike = self.built.alike
         squares = share_of_squares(parameters, ranks.rank, ranks.world) if alike else seen.new_zeros(())
-        # One all-reduce sums the loss, the ranks that still write a checkpoint, and, if all ranks hold the same
-        # gradients, each rank's part of the squared norm.
+        # One all-reduce sums the loss and the number of ranks that still write a checkpoint. If all ranks hold the same
+        # gradients, the all-reduce also sums each rank's part of the squared norm.
         seen = torch.cat((seen, seen.new_tensor([self.checkpoints.writing]), squares.to(seen).reshape(1)))
         if ranks.world > 1:
             dist.all_reduce(seen)
@@ -195,8 +196,8 @@ class Trainer:
         if self.skipped == _MOST_SKIPPED:
             bad = self._first_bad(gradients=True)
             raise TrainingFailed(
-                f"{_MOST_SKIPPED} steps in a row overflowed, the loss is {mean:g}{bad}; use --precision.mode=bf16 or a "
-                "lower lr, or check the data"
+                f"{_MOST_SKIPPED} steps in a row overflowed, and the loss is {mean:g}{bad}; use "
+                "--precision.mode=bf16 or a lower lr, or check the data"
             )
         self.scale.update(finite=finite)
         self.optimizer.zero_grad()
@@ -284,7 +285,7 @@ class Trainer:
             self.checkpoints.wait()
             last = self.step == self.config.steps
             where = f"the weights are in {self.out / 'final'}" if last else f"step {self.step} is saved"
-            raise kind(f"{failed}; {where}, correct the function and run the same command again")
+            raise kind(f"{failed}; {where}; correct the function and run the same command again")
         return bool(best)
 
     def _evaluated(self, state: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -342,7 +343,7 @@ class Trainer:
         self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # If the optimizer is the same, no step has updated a moment that the checkpoint lacks. Another optimizer
+            # With the same optimizer, a moment that the checkpoint lacks was never updated. Another optimizer
             # may lack the moment entirely.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
@@ -409,7 +410,7 @@ class Trainer:
     def finish(self) -> None:
         """Writes the last checkpoint and ``final/``.
 
-        Evaluates afterwards, so that a failure doesn't lose the weights.
+        Evaluates after writing, so that a failed evaluation doesn't lose the weights.
         """
         self.save()
         self.checkpoints.wait()

@@ -35,8 +35,8 @@ def summed(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[to
     if isinstance(found, tuple) and len(found) == 2 and all(isinstance(v, torch.Tensor) and not v.ndim for v in found):
         return found
     raise BadConfig(
-        f"the loss returned {_kind(found)}; return the sum of the losses and how many targets were counted, two "
-        "tensors of one number each (docs/how-to/training.md)"
+        f"the loss returned {_kind(found)}; return two tensors of one number each: the sum of the losses "
+        "and the number of counted targets (docs/how-to/training.md)"
     )
 
 

@@ -1,4 +1,5 @@
-"""The forward and backward passes of a step, one micro-batch after the other. Pipelines have ``parallel.pipeline``."""
+"""The forward and backward passes of a step, one micro-batch after the other. ``parallel.pipeline`` has the passes of a
+pipeline."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Accumulated:
                     targets = part(one_tensor(targets, "context parallel"), self.cp)
                 with loss_parallel() if isinstance(outputs, DTensor) else nullcontext():
                     total, count = losses.summed(self.loss, outputs, targets)
-                    del outputs  # the largest tensor of the step; the loss keeps the tensors for its backward pass
+                    del outputs  # frees the step's largest tensor; the loss keeps what its backward pass needs
                     torch.autograd.backward(total * forth)
                 seen += losses.pair(total, count)
         return seen

@@ -223,7 +223,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup 
 
 
 def share_of_squares(parameters: Iterable[nn.Parameter], rank: int, ranks: int) -> torch.Tensor:
-    """Returns the sum of the squares of the ``rank``-th of ``ranks`` parts of the gradients, a float32 scalar.
+    """Cuts the gradients into ``ranks`` parts and returns the sum of the squares of part ``rank``, a float32 scalar.
 
     If all ranks hold the same gradients, the sums add up to the square of ``gradient_norm``, and no rank has to read
     all gradients.

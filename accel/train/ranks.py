@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 class Ranks:
     """The rank of this process, the world size, the device, and the mesh of each technique (None if unused).
 
-    ``data`` is the mesh that ZeRO works over, either one axis, or replicas and shards; ranks that share sequences
-    (``cp``) are included. This rank trains on part ``data_rank`` of the samples, out of ``data_ranks`` parts.
-    ``saving`` is a gloo group of all ranks.
+    ``data`` is the mesh that ZeRO works over. The mesh has one axis, or two axes (replicas and shards), and includes
+    the ranks that share sequences (``cp``). This rank trains on part ``data_rank`` of the samples, out of
+    ``data_ranks`` parts. ``saving`` is a gloo group of all ranks.
     """
 
     rank: int

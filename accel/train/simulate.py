@@ -71,8 +71,9 @@ def simulate(
     context parallel and CPU offload are not simulated. Autograd doesn't see the tensors that ``selective``
     recomputation keeps.
 
-    No process group may exist. A gradient counts as long as the step keeps the gradient. At ZeRO stage 0 the model is
-    not wrapped and DDP's traffic not simulated, because fake tensors can't enter DDP's native reducer.
+    No process group may exist. The bytes of a gradient are counted while the step keeps the gradient. At ZeRO
+    stage 0 the model is not wrapped and DDP's traffic not simulated, because fake tensors can't enter DDP's native
+    reducer.
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()
@@ -84,7 +85,7 @@ def simulate(
             recompute(module, layout.recompute)
             if cut is not None:
                 distribute(module, cut, match(module, styles or {}), sequence=layout.sequence_parallel)
-            with unset_fake_temporarily():  # FSDP2 creates meshes and reads the real ranks from a mesh
+            with unset_fake_temporarily():  # the meshes of FSDP2 hold their ranks in real tensors
                 called = shard(module, mesh, zero, hpz=layout.hpz)
                 set_quantized(called, layout.shards, gather=layout.qwz, reduce=layout.qgz)
             stepper = MasterOptimizer(module, OptimizerConfig(name=layout.optimizer), layout.precision)
@@ -178,7 +179,8 @@ def _fullest(turns: Sequence[tuple[str, int]], saved: Sequence[int]) -> int:
 
 
 def _meshes(ranks: int, tp: int, replicate: int, *, sharded: bool) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Returns the meshes of ``ranks`` data-parallel and ``tp`` tensor-parallel ranks, as ``parallel.layout`` does."""
+    """Returns the meshes that ``parallel.layout`` makes for ``ranks`` data-parallel and ``tp`` tensor-parallel
+    ranks."""
     sizes = {"dp_replicate": replicate, "dp_shard": ranks // replicate, "tp": tp}
     axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard")
     mesh = init_device_mesh("cpu", tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)

@@ -92,7 +92,7 @@ class InferenceClient:
 
     ``url`` is host:port, ``token`` is a bearer token. ``ca`` is the PEM file with the CA of the server's certificate
     and turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is the seconds
-    that a call may take. Every call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if
+    that a call may take. A failed call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if
     only a part of the TLS files is given.
     """
 
@@ -143,7 +143,8 @@ class InferenceClient:
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
-        """Returns why the address has no gRPC server, found by a plain HTTP request, or "" if the reason is unknown."""
+        """Returns the reason why the address has no gRPC server, or "" if the answer to a plain HTTP request doesn't
+        tell."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
             return f"{self._url} has no port; give HOST:PORT, the server's --grpc-port (8001)"
@@ -283,7 +284,7 @@ class InferenceClient:
 
 
 def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:
-    """Yields lists of at most ``most`` neighboring arrays of the same shape."""
+    """Yields lists of neighboring arrays of the same shape, each list of at most ``most`` arrays."""
     batch: list[np.ndarray] = []
     for array in arrays:
         if batch and (len(batch) == most or batch[0].shape != array.shape):

@@ -22,7 +22,7 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the images among ``paths`` and in its folders, or an empty list if ``paths`` has no images.
+    """Returns the images in ``paths`` and in the folders of ``paths``, or an empty list if there are none.
 
     Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
     """
@@ -60,8 +60,8 @@ class ImageInput:
     std: tuple[float, ...] = ()
 
     def read(self, path: Path) -> np.ndarray:
-        """Returns one image as this input takes images, without a batch dim. Raises ``BadData`` if the file can't be
-        read."""
+        """Returns one image in the size, layout and dtype of this input, without a batch dim. Raises ``BadData`` if the
+        file can't be read."""
         pixels = np.asarray(self._decoded(path))
         if pixels.ndim == 2:
             pixels = pixels[:, :, None]
@@ -81,7 +81,7 @@ class ImageInput:
             raise MissingExtra("pillow", "serve") from None
         try:
             with warnings.catch_warnings():
-                # Refuses a small file that unpacks to a huge image, of which Pillow only warns.
+                # Refuses a small file that unpacks to a huge image. Pillow only warns of such a file.
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(path, formats=_FORMATS) as image:
                     turned = ImageOps.exif_transpose(image).convert(_MODES[self.channels])
@@ -107,8 +107,8 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
     if len(metadata.inputs) != 1 or len(found) != 1:
         given = ", ".join(f"{t.name} {t.datatype} {list(t.shape)}" for t in metadata.inputs)
         raise BadData(
-            f"model '{metadata.name}' doesn't take one image (channels 1, 3 or 4 first or last; {', '.join(_KINDS)}), "
-            f"it takes {given}; send arrays as .npz"
+            f"model '{metadata.name}' doesn't take one image with 1, 3 or 4 channels, first or last "
+            f"({', '.join(_KINDS)}), but {given}; send arrays as .npz"
         )
     tensor, shape, first, batched = found[0]
     channels, height, width = shape if first else (shape[2], shape[0], shape[1])

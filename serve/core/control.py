@@ -1,4 +1,4 @@
-"""``Control``: the commands that change a running server, which are all calls besides inference and queries.
+"""``Control`` has the commands that change a running server: all calls besides inference and queries.
 
 A server may consist of several processes, and each command has to run in every process. Between two processes a command
 travels as a ``Command``: the name of a method of ``Control``, and its arguments.
@@ -33,7 +33,7 @@ class Control(Protocol):
         """Forget the region ``name`` of POSIX shared memory, or every region of ``owner`` if ``name`` is empty."""
 
     def register_cuda_memory(self, owner: str, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        """Register ``byte_size`` bytes of the GPU ``device`` that the CUDA IPC ``handle`` shares."""
+        """Register the ``byte_size`` bytes that the CUDA IPC ``handle`` shares on the GPU ``device``."""
 
     def unregister_cuda_memory(self, owner: str, name: str) -> None:
         """Forget the region ``name`` of GPU memory, or every region of ``owner`` if ``name`` is empty."""
@@ -63,7 +63,7 @@ class Command(NamedTuple):
 
     @classmethod
     def of(cls, method: Callable[..., None], *arguments: Any) -> Command:
-        """Returns the command that calls ``method``, which is a method of ``Control``, with ``arguments``."""
+        """Returns the command that calls the method ``method`` of ``Control`` with ``arguments``."""
         return cls(method.__name__, arguments)
 
     def run(self, control: Control) -> None:

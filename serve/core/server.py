@@ -379,7 +379,7 @@ class InferenceServer:
 
     @property
     def taking(self) -> bool:
-        """Tells whether the server takes new requests, which ends with ``drain``."""
+        """Tells whether the server takes new requests. After ``drain``, the server takes none."""
         return not self._draining
 
     @property

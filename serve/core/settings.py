@@ -1,4 +1,4 @@
-"""Trace settings and log settings, which the protocol's two settings calls read and change."""
+"""The trace settings and the log settings that clients can read and change."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class TraceSettings:
         self._samplers = {"": self._sampler("")}
 
     def of(self, model: str) -> dict[str, list[str]]:
-        """Returns the settings that hold for ``model``, "" for the server. ``trace_count`` is the number of requests
-        that may still be traced."""
+        """Returns the settings of ``model``, or of the server if ``model`` is empty. ``trace_count`` is the number of
+        requests that may still be traced."""
         with self._lock:
             left = self._samplers.get(model, self._samplers[""]).left
             return {**self._values(model), "trace_count": [str(left)]}
@@ -79,7 +79,7 @@ class TraceSettings:
             return self._samplers.get(model, self._samplers[""]).take(propagated)
 
     def changed(self) -> dict[str, dict[str, list[str] | None]]:
-        """Returns the settings that were changed since the start, by model, "" for the server."""
+        """Returns the settings that were changed since the start, by model. The key "" stands for the server."""
         with self._lock:
             return {model: dict(own) for model, own in self._own.items() if own}
 
@@ -88,7 +88,7 @@ class TraceSettings:
         INVALID_ARGUMENT if a setting is unknown or its value is not allowed."""
         for key, value in changes.items():
             if key not in self._start:
-                raise invalid(f"invalid trace setting '{key[:64]}'; there are {', '.join(self._start)}")
+                raise invalid(f"invalid trace setting '{key[:64]}'; use one of {', '.join(self._start)}")
             if key in ("trace_file", "trace_mode", "url") and value is not None:
                 raise invalid(f"trace setting '{key}' can't be updated through the network")
             if key == "trace_level" and value is not None and not set(value) <= _LEVELS:
@@ -114,7 +114,7 @@ def _check_number(key: str, value: list[str]) -> None:
     except ValueError:
         number = None
     if number is None or number < _NUMBERS[key]:
-        raise invalid(f"invalid value for '{key}'; write one number from {_NUMBERS[key]}")
+        raise invalid(f"invalid value for '{key}'; write one number of at least {_NUMBERS[key]}")
 
 
 class LogSettings:
@@ -140,7 +140,7 @@ class LogSettings:
         allowed, or is ``log_file``, which only the command line sets."""
         for key, value in changes.items():
             if key not in self._values:
-                raise invalid(f"Unknown log setting '{key[:64]}'; there are {', '.join(self._values)}")
+                raise invalid(f"Unknown log setting '{key[:64]}'; use one of {', '.join(self._values)}")
             if key == "log_file":
                 raise invalid("log file location can not be updated through network protocol")
             if type(value) is not type(self._values[key]):

@@ -76,7 +76,7 @@ class SharedMemory:
         if name in self._regions:
             raise ServeError(Code.ALREADY_EXISTS, f"shared memory region '{name}' already in manager")
         if len(self._regions) >= MAX_REGIONS:
-            raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; drop some")
+            raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; unregister some")
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
         """Forget the region ``name``, or every region if ``name`` is empty. None as ``kind`` stands for both kinds of

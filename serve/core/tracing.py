@@ -36,12 +36,12 @@ log = logging.getLogger("accel.serve")
 
 Take = Callable[[InferCall, Reply], Ticket]
 
-# Seconds by which an endpoint that doesn't answer delays the server's shutdown at most.
+# The longest time in seconds that an endpoint without an answer can delay the server's shutdown.
 _LAST_EXPORT_MS = 3000
 
 
 class Tracing:
-    """Records the requests that ``settings`` choose as spans of ``provider``."""
+    """Records spans of ``provider`` for the requests that ``settings`` select."""
 
     def __init__(self, provider: TracerProvider, settings: TraceSettings) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context

@@ -55,11 +55,11 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 class InferCall:
     """One request for inference.
 
-    ``outputs``: None requests all outputs. ``deadline`` is the ``time.monotonic()`` after which the client no longer
-    waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the server fills in. ``single``
-    is True if the transport can send one response only. ``holds_thread`` is True if a thread of the transport waits for
-    the reply. ``binary=True`` sends outputs that the client did not name as binary data. ``trace`` holds the
-    ``TRACE_HEADERS`` of the request, or None if the server does not trace.
+    ``outputs`` is None if the client requests all outputs. ``deadline`` is the ``time.monotonic()`` after which the
+    client no longer waits. ``token`` is the caller's bearer token. ``owner`` is the token's name, which the server
+    fills in. ``single`` is True if the transport can send one response only. ``holds_thread`` is True if a thread of
+    the transport waits for the reply. ``binary=True`` sends the outputs in binary if the client did not name any
+    outputs. ``trace`` holds the ``TRACE_HEADERS`` of the request, or None if the server does not trace.
     """
 
     model: str

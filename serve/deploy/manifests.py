@@ -55,7 +55,7 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is not a range; give 1 <= min <= max")
-        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU (the CPU limit is the same)
+        if not 1 <= self.target_cpu_percent <= 100:  # a percentage of the requested CPU, which is the limit
             raise BadConfig(f"a CPU target of {self.target_cpu_percent}% is out of range; give 1 to 100")
         if "--tls-client-ca" in self.words:
             raise BadConfig("the probes of Kubernetes have no client certificate; leave out --tls-client-ca")

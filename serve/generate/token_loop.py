@@ -53,7 +53,7 @@ class TokenLoop:
         return frozenset([*self.states.values(), *(name for name in (self.mask, self.positions) if name)])
 
     def offered(self, signature: Signature) -> Signature:
-        """Returns the signature that clients see of a model with ``signature``."""
+        """Returns the signature that clients see, from the ``signature`` of the model itself."""
         tokens = signature.input(self.tokens)
         length: Dim = tokens.shape[1] if isinstance(tokens.shape[1], str) else "prompt"
         prompt = TensorSpec(tokens.name, tokens.dtype, (tokens.shape[0], length), tokens.values)
@@ -92,13 +92,15 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     named = {key: options[key] for key in ("stream_tokens", "stream_mask", "stream_positions") if key in options}
     for key, to in [*named.items(), *((_STATE + out, to) for out, to in states.items())]:
         if to not in inputs:
-            raise refused(f"{key} names the input '{to}', the model has: {', '.join(inputs)}")
+            raise refused(f"{key} names the input '{to}', but the model has: {', '.join(inputs)}")
     for out in (options["stream_logits"], *states):
         if out not in outputs:
-            raise refused(f"the parameters of the stream name the output '{out}', the model has: {', '.join(outputs)}")
+            raise refused(
+                f"the parameters of the stream name the output '{out}', but the model has: {', '.join(outputs)}"
+            )
     taken = [*named.values(), *states.values()]
     if twice := [to for to in taken if taken.count(to) > 1]:
-        raise refused(f"the parameters of the stream name the input '{twice[0]}' twice; each has one use")
+        raise refused(f"the parameters of the stream name the input '{twice[0]}' twice; name each input once")
     tokens, logits = inputs[options["stream_tokens"]], outputs[options["stream_logits"]]
     for spec in (inputs[to] for to in named.values()):
         if len(spec.shape) != 2 or not spec.dtype.startswith(("int", "uint")):
@@ -106,7 +108,7 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
     if len(logits.shape) not in (2, 3):
         raise refused(f"stream_logits has to be (rows, vocabulary) or (rows, length, vocabulary), not {logits}")
     if tokens.shape[1] != 1 and not isinstance(tokens.shape[1], str):
-        raise refused(f"the length of stream_tokens has to be dynamic or 1, not that of {tokens}")
+        raise refused(f"the length of stream_tokens has to be dynamic or 1; the input is {tokens}")
     if not states and not isinstance(tokens.shape[1], str):
         raise refused(
             f"{tokens} takes one token at a time, so the stream needs its state; add the parameter {_STATE}OUTPUT with "

@@ -29,7 +29,7 @@ PLATFORMS = {
 }
 # accel's own options are free parameters of the config, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost (least total cost of the batches: the default), none (order of arrival)
+LENGTH_GROUPING = "length_grouping"  # cost (the default: least total cost of the batches) or none (order of arrival)
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -76,13 +76,13 @@ def complete(
 ) -> None:
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
-    ``batch_given`` tells whether the file sets ``max_batch_size``, because the message doesn't tell 0 from unset.
-    ``gpu`` tells whether a model without a configured device runs on a GPU. Raises ``BadRepository`` if the config
-    contradicts the model.
+    ``batch_given`` tells whether the file sets ``max_batch_size``, because the protobuf message doesn't distinguish 0
+    from unset. ``gpu`` tells whether a model without a configured device runs on a GPU. Raises ``BadRepository`` if the
+    config contradicts the model.
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"the config of model '{name}' says name '{config.name}', but the folder's name counts; take name out"
+            f"the config of model '{name}' says name '{config.name}', but a model has its folder's name; take name out"
         )
     config.name = name
     platform, backend = PLATFORMS[kind]
@@ -109,8 +109,8 @@ def complete(
 def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
     """Returns the signature that ``config`` declares. ``what`` names the model in errors.
 
-    With ``scalars``, a tensor without dims is a single number (for each row). Raises ``BadRepository`` if a data_type
-    or, without ``scalars``, dims are missing.
+    With ``scalars``, a tensor without dims is a single number (for each row). Without ``scalars``, a tensor without
+    dims raises ``BadRepository``. A tensor without a data_type always raises ``BadRepository``.
     """
 
     def spec(tensor: Any) -> TensorSpec:
@@ -139,7 +139,8 @@ def _complete_tensors(
         elif tensor.data_type != wanted:
             raise BadRepository(
                 f"model '{name}', {role} '{spec.name}': the config says "
-                f"{proto.enum_name('DataType', tensor.data_type)}, the model {proto.enum_name('DataType', wanted)}"
+                f"{proto.enum_name('DataType', tensor.data_type)}, but the model has "
+                f"{proto.enum_name('DataType', wanted)}"
             )
         if tensor.HasField("reshape"):
             raise BadRepository(f"model '{name}', {role} '{spec.name}': reshape is not supported; take it out")
@@ -150,7 +151,7 @@ def _complete_tensors(
         if len(given) != len(dims) or any(a != b and -1 not in (a, b) for a, b in zip(given, dims, strict=True)):
             note = "; with max_batch_size above 0 the dims leave the batch out" if batching else ""
             raise BadRepository(
-                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, the model's {dims}{note}"
+                f"model '{name}', {role} '{spec.name}': the config's dims are {given}, but the model's are {dims}{note}"
             )
     listed = {tensor.name for tensor in found}
     if listed and role == "output":
@@ -269,8 +270,8 @@ def scheduling(
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
                 f"model '{name}', input '{tensor.name}': an input without a default can't be optional; "
-                "take optional out, or export the model with an initializer of that name (the mask of a model that is "
-                "batched by length is made by the server)"
+                "take optional out, or export the model with an initializer of that name (the server itself makes "
+                "the mask for batching by length)"
             )
     return made
 

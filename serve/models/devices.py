@@ -1,4 +1,4 @@
-"""Chooses the device on which a model's instances run: ``kind``, ``gpus`` and ``profile`` of its instance groups."""
+"""Chooses the device of a model's instances, from ``kind``, ``gpus`` and ``profile`` of the instance groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-# The runtime of each kind of artifact that runs on both a GPU and a CPU.
+# The runtimes for a GPU and for a CPU, of each kind of artifact that runs on both.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 

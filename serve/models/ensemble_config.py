@@ -33,7 +33,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"the config of model '{name}' says name '{config.name}', but the folder's name counts; take name out"
+            f"the config of model '{name}' says name '{config.name}', but a model has its folder's name; take name out"
         )
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")
@@ -83,7 +83,8 @@ def step_names(config: ModelConfig) -> list[str]:
 
 
 def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) -> list[str]:
-    """Returns ``names``, and the names of the steps of their ensembles, each once. Steps come before their ensemble.
+    """Returns ``names`` and, for each ensemble among them, the names of its steps. Each name comes once. Steps come
+    before their ensemble.
 
     In a cycle of ensembles, one ensemble comes before its steps and fails to load.
     """

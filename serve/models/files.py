@@ -26,8 +26,8 @@ from .config import TOOLKIT, ModelConfig, declared_signature
 from .sequence_config import INITIAL_STATES
 
 CONFIG = "config.pbtxt"
-TORCH_FILES = ("model.pt2", "model.pt")  # Both formats may hold pickles.
-PLAN = "model.plan"  # Triton's name for an engine.
+TORCH_FILES = ("model.pt2", "model.pt")  # Exported programs and TorchScript may contain pickles.
+PLAN = "model.plan"  # Triton's file name for a TensorRT engine.
 # Functions that read the signature of a file without a manifest, by kind of artifact.
 _DESCRIBED = {
     "onnx": "accel.sources.onnx.file:describe",
@@ -35,7 +35,7 @@ _DESCRIBED = {
 }
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,254}")
 
-# Name, size, time in ns and inode of each file: changes if a file is written, touched or replaced.
+# The name, size, time in ns and inode of each file. A fingerprint changes if a file is written, touched or replaced.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
@@ -222,7 +222,7 @@ def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
         return Artifact(path=path, kind=kind, signature=signature, properties={"toolkit": toolkit})
     if kind not in _DESCRIBED:
         raise InvalidModel(
-            f"{path} has no valid manifest, and nothing else has the engine's inputs; build it again, or write "
+            f"{path} has no valid manifest, so the engine's inputs are unknown; build it again, or write "
             f"{CONFIG} with its input and output"
         )
     companions = KINDS[kind].companions_of(path)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedTensor:
-    """An input or output in the view of clients. ``shape`` has the batch dim, and -1 for each dynamic dim."""
+    """An input or output as clients see it. ``shape`` has the batch dim, and -1 for each dynamic dim."""
 
     name: str
     datatype: str
@@ -40,7 +40,7 @@ class ServedTensor:
 
 
 class Retired(Exception):
-    """Raised if a version was replaced after a request looked the version up. The caller has to look up the model
+    """Raised for a request whose version was replaced after the lookup. The caller has to look up the model
     again."""
 
 
@@ -76,7 +76,7 @@ class ServedModel:
         self._entered = 0
         self._retired = False
         self._state = threading.Condition()
-        self._recorder = Recorder()  # counts the requests that the executor doesn't see
+        self._recorder = Recorder()  # counts requests that never reach the executor
         self._recording = threading.Lock()
 
     def check_input(self, name: str, kind: str, shape: Sequence[int]) -> ServedTensor:
@@ -158,7 +158,7 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # copied first, so that the executor's copy includes all spoiled successes
+        with self._recording:  # copied first: every success that ``own`` subtracts is in the later copy
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 

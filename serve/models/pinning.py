@@ -56,7 +56,7 @@ def cores_of(config: ModelConfig, policies: Mapping[str, tuple[int, ...]]) -> li
 
 
 class PinnedSession:
-    """A session that opens and runs on ``cores`` only. The runtime's threads stay on these cores, because on Linux a
+    """A session that is opened and run on ``cores`` only. The runtime's threads stay on these cores, because on Linux a
     new thread inherits the cores of the thread that starts it."""
 
     def __init__(self, opened: Callable[[], Session], cores: tuple[int, ...]) -> None:

@@ -40,8 +40,9 @@ _MARKS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "generation", "VersionId", "LastModified",
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
-_DEEPEST = 6  # levels of folders below a model: ends a listing that contains itself
-_KEPT_SECONDS = 600.0  # another process may still load a replaced copy for this long
+
+_DEEPEST = 6  # Levels of folders below a model. A folder that contains itself would have no end.
+_KEPT_SECONDS = 600.0  # Another process may still load a replaced copy for this many seconds.
 _RECORD = "files.json"
 
 
@@ -112,7 +113,7 @@ class Mirror:
         names = [name for name in found if valid_name(name)]
         for name in set(found) - set(names):
             log.warning("a folder of the repository is no model", extra={"folder": name[:256]})
-        if not names:  # an outage may list no folders and must not remove the models
+        if not names:  # in an outage the listing may be empty; the local models stay
             raise BadRepository(f"{self.address} holds no folders of models; check the address")
         return names
 
@@ -219,7 +220,7 @@ class Mirror:
                 os.utime((self.folder / target).resolve().parent)
 
     def _drop_old(self) -> None:
-        """Removes the copies without a link for ``_KEPT_SECONDS``."""
+        """Removes the copies that have no link and are older than ``_KEPT_SECONDS``."""
         used = {target.parent.name for link in self.folder.iterdir() if (target := self._target(link))}
         for entry in self._store.iterdir():
             with contextlib.suppress(OSError):
@@ -245,7 +246,7 @@ def _open(address: str) -> Any:
     if scheme in ("http", "https"):
         from aiohttp import ClientTimeout
 
-        # No limit on a large model's total time, but a store that sends nothing for a minute counts as gone.
+        # The download of a large model may take any time, but fails if the store sends nothing for a minute.
         options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=20, sock_read=60)}
     try:
         return fsspec.filesystem(scheme, **options)

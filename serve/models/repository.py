@@ -26,7 +26,7 @@ log = logging.getLogger("accel.serve")
 
 MODES = ("none", "poll", "explicit")
 READY, UNAVAILABLE, LOADING = "READY", "UNAVAILABLE", "LOADING"
-UNLOADED = "unloaded"  # the reason of a model that a command unloaded, which is no failure
+UNLOADED = "unloaded"  # the reason in the index if a command unloaded the model
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Repository:
         self._poller: threading.Thread | None = None
         self._retiring: list[threading.Thread] = []
         self.started = False
-        self.changed: Callable[[], None] = lambda: None  # called after changes that may serve or break a model
+        self.changed: Callable[[], None] = lambda: None  # called after changes that may make a model serve or fail
 
     # Looking up
 

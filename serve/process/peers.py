@@ -134,7 +134,8 @@ class Peers:
         return [(name, version, statistics) for (name, version), statistics in rows.items()]
 
     def catch_up(self) -> None:
-        """Run the commands that the server got before this process started, as another process reports the commands."""
+        """Ask another process for the commands that the server got before this process started, and run these
+        commands."""
         with self._turn(_LOAD_PATIENCE):  # the state of the other processes must not change meanwhile
             for _, answer in self._ask("commands"):
                 if answer[0] != "done":
@@ -241,7 +242,7 @@ def _connect(path: str, key: bytes, patience: float) -> Connection:
 
 
 def _limit(connection: Connection | socket.socket, seconds: float) -> None:
-    """Make reads and writes of ``connection`` raise ``BlockingIOError`` after ``seconds``."""
+    """Set the timeout of ``connection``. A read or write that takes longer raises ``BlockingIOError``."""
     given = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -125,14 +125,14 @@ class ServingProcess:
         """Load the models and listen. Returns the ports by transport."""
         keep_freed_memory()
         if self._peers is None:
-            self._listen()  # first, so that an early probe learns that the server is not ready yet
+            self._listen()  # opens the ports first, so that an early probe learns that the server is not ready
             self.server.repository.start()
             return self.ports
         self.server.repository.start()
         self._peers.listen()
         self.server.processes = self._peers
         self._peers.catch_up()
-        self._listen()  # the ports open last: until then, clients reach the other processes
+        self._listen()  # opens the ports last; until then, clients reach the other processes
         return self.ports
 
     def _listen(self) -> None:
@@ -161,8 +161,8 @@ class ServingProcess:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, asked)
-        with contextlib.suppress(OSError, ValueError):  # no stderr to write to
-            faulthandler.enable(all_threads=False)  # a crash in native code prints the Python stack
+        with contextlib.suppress(OSError, ValueError):  # Without stderr, no stack can be written.
+            faulthandler.enable(all_threads=False)  # A crash in native code prints the Python stack.
         raise_file_limit()
         self.start()
         log.info("serving", extra={"ports": self.ports, "models": sorted(self.server.repository.loaded())})

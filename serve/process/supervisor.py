@@ -57,7 +57,8 @@ def _bind(held: socket.socket, host: str, port: int) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # First without SO_REUSEADDR, because two programs that both set SO_REUSEADDR could bind the same port.
+        # Try to bind without SO_REUSEADDR first, because two programs that both set SO_REUSEADDR could bind the same
+        # port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, port))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -71,7 +72,7 @@ class Supervisor:
         self.options = self._with_ports(options)
         cores = sorted(os.sched_getaffinity(0))
         count = options.processes
-        # If there is a core for each process, each gets its own cores, so that processes don't displace each other.
+        # If there are enough cores, each process gets its own cores, so that processes don't displace each other.
         self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
         if count > 1:
             self.options = replace(self.options, cores=max(1, available_cores() // count))
@@ -156,7 +157,7 @@ class Supervisor:
         back.
         """
         if running.listener is not None:
-            running.listener.join(5)  # until the last line of the dead process's output is read
+            running.listener.join(5)  # waits until the last line of the dead process's output is read
         self._served = self._served or running.ready
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if not self._served and running.reason:

@@ -23,7 +23,7 @@ Parameter = bool | int | float | str
 
 
 class Code(enum.Enum):
-    """Status codes by their gRPC names; ``http`` is the status of the REST face."""
+    """Status codes by their gRPC names; ``http`` is the status over HTTP."""
 
     INVALID_ARGUMENT = 400
     UNAUTHENTICATED = 401
@@ -118,7 +118,8 @@ class StepDurations:
     end: int
 
 
-# Called exactly once with a final response or an error, and by a decoupled model with other responses before.
+# An executor calls ``Answer`` exactly once with a final response or an error. A decoupled model's executor first calls
+# ``Answer`` with the other responses.
 Answer = Callable[[InferenceResponse | ServeError], None]
 
 
@@ -136,7 +137,7 @@ class Executor(Protocol):
     """Runs the requests of one version of one model."""
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Take the request, or raise ``ServeError``: UNAVAILABLE, at once, if the queue is full.
+        """Take the request. If the queue is full, raise ``ServeError`` UNAVAILABLE at once.
 
         ``answer`` is called on any thread. An idle instance runs the request inline, so that ``answer`` may be called
         before this method returns.
@@ -191,7 +192,7 @@ class ModelStatistics:
     """The fields of Triton's ModelStatistics. success + fail equals received whenever no request is pending. The
     histograms count the same requests as ``success``.
 
-    Numbers of two processes add up. A number that doesn't has ``metadata={"merge": function}``.
+    The numbers of two processes are added. A number that is merged in another way has ``metadata={"merge": function}``.
     """
 
     received: int = 0

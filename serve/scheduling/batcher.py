@@ -4,12 +4,11 @@ The candidates are the head of the queue and the requests behind it that have th
 the rows may differ. Candidates are taken in the order of service, up to the model's largest batch size. The rules, in
 order:
 
-1. If the first requests together have a preferred number of rows, these requests are a batch at once. The largest such
-number
-   counts.
-2. Otherwise the candidates are a batch as soon as no further request fits, or the oldest has waited ``max_delay_us``.
-   A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The other half of the
-   limit is left for the run.
+1. If the first requests together have a preferred number of rows, these requests become a batch at once. If several
+   preferred numbers fit, the batch has the largest.
+2. Otherwise the candidates become a batch as soon as no further request fits, or the oldest has waited
+   ``max_delay_us``. A request with its own limit (queue timeout, deadline) waits for at most half of that limit. The
+   other half of the limit is left for the run.
 3. If the model takes certain batch sizes only, the batch is cut to the largest size that its requests fill exactly.
    The batch isn't cut if the cut would leave out more than half of the rows. The uncut batch is padded to the next size
    with copies of the last row.

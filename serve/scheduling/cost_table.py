@@ -15,7 +15,8 @@ from accel.errors import BadFeeds
 if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
-# Seconds. A shape whose first run takes fewer seconds is run twice, because the first run of a shape is often slower.
+# A shape is run twice if its first run takes fewer than this many seconds, because the first run of a shape is often
+# slower.
 _REPEAT_BELOW = 0.25
 
 

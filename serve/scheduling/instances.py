@@ -64,7 +64,7 @@ class _Step(NamedTuple):
 class QueuedExecutor:
     """An ``Executor`` that runs requests on ``sessions``, owns the sessions and closes them.
 
-    With ``start=False`` no thread runs, ``poll`` does the next step of a thread, and ``clock`` alone gives the time.
+    With ``start=False`` no thread runs. Instead, ``poll`` does the next step of a thread, at the time of ``clock``.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class QueuedExecutor:
         self._eager = scheduling.eager
         self._clock = clock
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)  # for the instances' threads
-        self._timer = threading.Condition(self._lock)  # for the thread that answers expired requests
+        self._work = threading.Condition(self._lock)  # The threads of the instances wait here.
+        self._timer = threading.Condition(self._lock)  # The thread that answers expired requests waits here.
         self._drained = threading.Condition(self._lock)
         self._queue = RequestQueue(scheduling)
         self._recorder = Recorder(wall)
@@ -117,7 +117,7 @@ class QueuedExecutor:
     def submit(self, request: InferenceRequest, answer: Answer, *, arrived: float | None = None) -> Entry:
         """Accepts the request, or raises ``ServeError`` (INVALID_ARGUMENT, UNAVAILABLE, DEADLINE_EXCEEDED).
 
-        ``arrived`` is the time at which the request reached the server (default: now), if earlier than this call.
+        ``arrived`` is the time at which the request reached the server, by default the time of this call.
         """
         now = self._clock()
         try:
@@ -154,7 +154,7 @@ class QueuedExecutor:
                 if not self._timed:
                     self._timed = True
                     self._start(self._watch, f"{self.name}-{self.version}-timeouts")
-                elif instant <= self._queue.next_instant():  # expires before the instant that the thread waits for
+                elif instant <= self._queue.next_instant():  # the entry expires before the thread wakes
                     self._timer.notify()
         self._outstanding[entry] = None
         if self._in_order is not None:
@@ -184,7 +184,7 @@ class QueuedExecutor:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # a bug of the server: answers every waiting request with an error
+        except Exception as error:  # only a bug of the server gets here; every waiting request gets an error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):
@@ -327,7 +327,7 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """Converts ``error`` to the client's error. ``session`` is the session that failed on ``entry`` alone."""
+        """Converts ``error`` to the client's error. ``session`` failed in a run of ``entry`` alone."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):

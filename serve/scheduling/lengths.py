@@ -4,12 +4,13 @@ The waiting requests are sorted by length and cut into the batches with the leas
 i requests ends with some batch j..i, so best(i) = min over j of best(j) + cost(rows of j..i, length of i). This is
 dynamic programming over O(n * batch) cells. The least total cost is also the earliest end of the last batch. So no
 other cut of the same requests has a shorter maximum wait. An idle instance runs the most urgent batch. If not all
-batches can begin in time, the instance postpones batches so that the fewest requests are late.
+batches can begin in time, the instance postpones batches so that as few requests as possible are late.
 
 If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. If
-``eager`` is off, a batch runs at the latest time at which no request is late, if all batches run one after the other. A
-request is late if its answer comes after the delay bound. A request whose run takes more than half of the bound is late
-if the run begins after half of the bound. A batch also runs as soon as the waiting requests fill a batch.
+``eager`` is off, a batch waits until the latest time at which no request is late. The wait assumes that all batches run
+one after the other. A request is late if its answer comes after the delay bound. If a run takes more than half of the
+bound, its requests are late if the run begins after half of the bound. A batch also runs as soon as the
+waiting requests fill a batch.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 # The largest number of waiting requests to cut into batches, because the queue's lock is held during the cut.
 _WINDOW = 64
 
-# Requests that can still be in time go before a late request. After this many delay bounds, or half of the request's
-# timeout or deadline, a late request goes first again.
+# Requests that can still be in time go before a late request. A late request goes first again once it has waited for
+# this many delay bounds, or for half of its timeout or deadline.
 _PATIENCE = 3
 
 
@@ -127,7 +128,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # If running each request alone is cheap enough, the best cut, which never costs more, needn't be found.
+            # If running each request alone is cheap enough, there is no search for the best cut, which never costs
+            # more.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -140,10 +142,10 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Whenever a batch would begin late, the most expensive batch per request up to and including this batch is
-        postponed. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one machine
-        sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority level
-        are compared.
+        Whenever a batch would begin late, the batch with the highest cost per request is postponed, out of this batch
+        and the batches before it. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one
+        machine sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority
+        level are compared.
         """
         if not self._delay:
             return batches[0]
@@ -167,7 +169,8 @@ class LengthBatchingRows(RowBatching):
         return in_time[0] if in_time else batches[0]
 
     def _latest(self, batches: Sequence[Sequence[Entry]]) -> float:
-        """Returns the latest begin of the first batch at which no batch is late. ``batches`` run in this order."""
+        """Returns the latest time at which the first batch can begin so that no batch is late. ``batches`` run in this
+        order."""
         latest, end = NEVER, 0.0
         for batch in batches:
             seconds = self._seconds(batch)
@@ -192,8 +195,8 @@ class LengthBatchingRows(RowBatching):
         return [by_length[begin:end] for begin, end in cuts]
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
-        """Returns the seconds of a run by number of rows (those that pad the batch included), for requests of the
-        shapes of ``one`` padded to ``length``."""
+        """Returns the seconds of a run by number of rows. The requests have the shapes of ``one``, padded to
+        ``length``. The seconds include the rows that pad the batch."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:

@@ -23,8 +23,8 @@ def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
 
 
 def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int, step: int = 1) -> tuple[int, ...]:
-    """Returns the batch sizes at which one of ``profiles`` takes ``shapes`` (None: any shapes): multiples of ``step``
-    up to ``most``, ascending."""
+    """Returns the batch sizes at which one of ``profiles`` takes ``shapes``, ascending. If ``shapes`` is None, any
+    shapes fit. The sizes are multiples of ``step`` up to ``most``."""
     found: set[int] = set()
     for profile in profiles:
         low = max((ends[0][0] for ends in profile.values() if ends[0]), default=1)

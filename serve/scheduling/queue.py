@@ -100,8 +100,8 @@ def too_late() -> ServeError:
 
 
 def request_bytes(inputs: Mapping[str, np.ndarray]) -> int:
-    """Returns the bytes of the inputs in memory. numpy counts only pointers for strings, so the strings' bytes are
-    added."""
+    """Returns the number of bytes that the inputs take in memory. numpy counts only pointers for strings, so the
+    strings' bytes are added."""
     total = 0
     for value in inputs.values():
         total += int(value.nbytes)
@@ -127,8 +127,8 @@ class RequestQueue:
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []  # numbers of the existing levels, most urgent first
         self._live: dict[int, Entry] = {}
-        # The instants at which an entry expires, with the entry's number. A number doesn't keep an
-        # answered entry in memory.
+        # The times at which entries expire, each with the entry's number. A heap of entries would keep answered entries
+        # in memory.
         self._instants: list[tuple[float, int]] = []
         self._next_seq = 0
         self.rows = 0

@@ -26,9 +26,9 @@ from .queue import request_bytes
 from .statistics import Recorder, merged, ns
 
 Key = tuple[int, bytes]
-_Row = tuple[Mapping[str, np.ndarray], int]  # the outputs and their bytes
+_Row = tuple[Mapping[str, np.ndarray], int]  # the outputs and their size in bytes
 
-# Bytes of an entry besides its arrays, estimated.
+# The estimated bytes of an entry without its arrays.
 _OVERHEAD = 512
 
 
@@ -51,7 +51,8 @@ class ResponseCache:
         return int(self._found.currsize)
 
     def new_owner(self) -> int:
-        """Returns a number for one load of a version, because a version may have other weights when loaded again."""
+        """Returns a new number for each load of a version, because a version may have other weights when loaded
+        again."""
         return next(self._owners)
 
     def get(self, key: Key) -> Mapping[str, np.ndarray] | None:

@@ -12,8 +12,8 @@ from ..protocol.inference import Code, Durations, DurationStatistic, ModelStatis
 class Recorder:
     """Fills a ``ModelStatistics``. Not thread-safe: the owner holds a lock.
 
-    A canceled request also counts as failed, so that success + fail = received. The batch statistics count successful
-    runs by their real rows, so that the sum of size times count is ``inference_count``.
+    A canceled request also counts as failed, so that success + fail = received. The batch statistics count each
+    successful run under its number of real rows. The sum of rows times runs is then ``inference_count``.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
@@ -50,7 +50,7 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Moves a request that another recorder counted with ``durations`` from success to failure."""
+        """Moves a request from success to failure. Another recorder counted the request with ``durations``."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)

@@ -47,8 +47,8 @@ class Access:
 
     def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> str:
         """Returns the name of the token, or "" if there are no permissions. Raises ``ServeError`` UNAUTHENTICATED if
-        the token is unknown, and PERMISSION_DENIED if the token doesn't allow ``model`` or, with ``control``,
-        commands."""
+        the token is unknown, and PERMISSION_DENIED if the token doesn't allow ``model``, or if ``control`` is True and
+        the token doesn't allow commands."""
         if not self._permissions:
             return ""
         found = self._find(token)
@@ -116,5 +116,7 @@ def _permission(path: Path, row: Any) -> Permission:
         raise BadRepository(f"{path}: the sha256 of '{name}' has to be 64 hex digits")
     models, control = row.get("models", ["*"]), row.get("control", False)
     if not isinstance(models, list) or not all(isinstance(m, str) for m in models) or not isinstance(control, bool):
-        raise BadRepository(f"{path}: models of '{name}' has to be a list of patterns, and control true or false")
+        raise BadRepository(
+            f"{path}: 'models' of '{name}' has to be a list of patterns, and 'control' has to be true or false"
+        )
     return Permission(name, digest.lower(), tuple(models), control)

@@ -8,8 +8,7 @@ from ..protocol.tensors import invalid
 
 
 def memory_slice(given: dict[str, Parameter], name: str) -> Slice | None:
-    """Remove the shared memory from the parameters of tensor ``name`` and return the slice, or None without shared
-    memory."""
+    """Remove the shared-memory parameters of tensor ``name`` and return their slice, or None if there are none."""
     region = given.pop("shared_memory_region", None)
     if region is None:
         return None

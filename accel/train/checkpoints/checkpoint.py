@@ -4,9 +4,9 @@
     RUN/checkpoints/best.json        the best step so far, and the metric RUN/final/                       the model for
     ``accel export`` (see ``accel.train.checkpoints.final``)
 
-A folder without ``run.json`` is unfinished, and no run resumes from it. ``run.json`` is written last, after every
-rank's shards are on disk, and after that the folder gets its name. ``run.json`` holds the size and CRC-32 of each file.
-A run reports a damaged checkpoint and uses the previous checkpoint.
+A folder without ``run.json`` is unfinished, and no run resumes from it. ``run.json`` is written after every rank's
+shards are on disk. Then the folder gets its final name. ``run.json`` holds the size and CRC-32 of each file. A run
+reports a damaged checkpoint and uses the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:
         self.folder = folder / "checkpoints"
         self.config = config
-        self.group = group  # a separate gloo group, so that background saves don't mix with other collectives
-        self.damaged: list[str] = []  # the faults of the damaged checkpoints that were skipped
+        self.group = group  # A separate gloo group, so that background saves don't mix with other collectives.
+        self.damaged: list[str] = []  # The faults of the damaged checkpoints that were skipped.
         self._passed: set[str] = set()
         self._pending: tuple[Future[Any] | Any, Path, dict[str, Any]] | None = None
 
@@ -64,7 +64,8 @@ class Checkpoints:
         return name not in self._passed and (self.folder / name / RUN).is_file()
 
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Writes ``state`` (tensors by name, shards of DTensors by rank) and ``run`` (plain values, with ``step``).
+        """Writes ``state``, a dict of tensors, and ``run``, a dict of plain values with ``step``. Each rank writes its
+        shards.
 
         Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes the copies
         in the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, ideally once no
@@ -98,7 +99,7 @@ class Checkpoints:
 
     @property
     def pending(self) -> bool:
-        """Tells whether a save in the background isn't finished. The answer is the same on every rank."""
+        """Tells whether a background save is unfinished. The answer is the same on every rank."""
         return self._pending is not None
 
     @property
@@ -229,7 +230,9 @@ class Checkpoints:
             self.damaged.append(wrong)
             self._passed.add(path.name)
         if found:
-            raise BadCheckpoint(f"no checkpoint can be read: {self.damaged[0]}; restore it, or start with --fresh")
+            raise BadCheckpoint(
+                f"no checkpoint can be read: {self.damaged[0]}; restore a checkpoint, or start with --fresh"
+            )
         return None
 
     def _shapes(self, path: Path) -> dict[str, list[int] | None]:
@@ -241,7 +244,8 @@ class Checkpoints:
         return {name: list(one.size) if hasattr(one, "size") else None for name, one in found.items()}
 
     def _same(self, path: Path, saved: Mapping[str, list[int] | None], state: Mapping[str, Any]) -> None:
-        """Raises ``BadCheckpoint`` on every rank if ``saved`` lacks a tensor of ``state`` or has another shape."""
+        """Raises ``BadCheckpoint`` on every rank if a tensor of ``state`` is missing in ``saved`` or has another shape
+        there."""
         said = ""
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or (name in saved and saved[name] in (None, list(value.shape))):

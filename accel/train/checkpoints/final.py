@@ -188,8 +188,8 @@ def write_final(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise CannotWrite(
-            f"{folder} could not be written ({one_line(error, 200)}); free some space and run the same command again, "
-            "the last checkpoint is whole"
+            f"{folder} could not be written ({one_line(error, 200)}); free some space and run the same command again "
+            "to continue from the last checkpoint"
         ) from error
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)

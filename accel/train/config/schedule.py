@@ -13,7 +13,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     The rate warms up linearly. After the warm-up, the rate stays constant, or falls linearly or as a cosine to
     ``floor`` times ``lr``.
 
-    Cosine: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts.
+    The cosine is equation 5 of Loshchilov and Hutter 2017, "SGDR", without restarts.
     """
     schedule, peak = config.schedule, config.optimizer.lr
     if step < schedule.warmup:

@@ -20,13 +20,14 @@ RECOMPUTE = ("none", "selective", "full")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# The first step may take this many times ``hang_seconds``, for imports, building the model and reading a checkpoint.
+# The first step may take this many times ``hang_seconds``, because it includes imports, building the model and reading
+# a checkpoint.
 FIRST_STEP_FACTOR = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The number formats of parameters and products.
+    """The number formats of parameters and matrix products.
 
     ``mode`` is one of ``MODES``, or O0 to O3. ``tf32`` lets CUDA round float32 products to TF32. ``loss_scale`` is the
     first loss scale of the fp16 modes. The scale halves on overflow and doubles after ``growth_interval`` good steps.
@@ -53,10 +54,10 @@ class ParallelConfig:
     data-parallel ranks, stage 2 also shards the gradients, and stage 3 also shards the parameters. ``offload`` keeps
     the shards on the host. ``replicate`` is the number of replicas of the sharded group (hybrid sharding).
 
-    ``tp`` is the number of ranks that share each tensor. ``sequence_parallel`` also shards the sequence over the
-    tensor-parallel ranks between the modules that the plan cuts. ``pp`` is the number of pipeline stages, which run in
-    the order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks that share the sequences of the
-    same samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute`` sets activation
+    ``tp`` is the number of ranks that share each tensor. Between the modules that the plan cuts, ``sequence_parallel``
+    also shards the sequence over the tensor-parallel ranks. ``pp`` is the number of pipeline stages, which run in the
+    order of the schedule ``pipeline``. ``cp`` is the number of data-parallel ranks that share the sequences of the same
+    samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute`` sets activation
     checkpointing.
 
     ZeRO++ (stage 3): ``hpz`` ranks together hold a second copy of the parameters in shards, so that the backward gather
@@ -88,7 +89,7 @@ class ParallelConfig:
 class OptimizerConfig:
     """The optimizer.
 
-    ``clip`` limits the norm of all gradients together, 0 for no limit. SGD uses ``momentum``, Adam uses ``betas`` and
+    ``clip`` limits the norm of all gradients together; 0 means no limit. SGD uses ``momentum``, Adam uses ``betas`` and
     ``eps``.
     """
 
@@ -153,8 +154,8 @@ class TrainConfig:
 
     ``global_batch`` is the number of samples per step over all ranks. ``micro_batch`` is the number of samples per rank
     and pass; gradients are accumulated over the micro-batches of a step. ``pack`` packs samples of any length into
-    sequences of this many positions (see ``data/packing.py``), and batches then count sequences. ``pack = 0`` takes
-    samples unchanged. ``drop_last = false`` trains on the last, smaller batch of an epoch too.
+    sequences of this many positions (see ``data/packing.py``). With ``pack``, the batch sizes count sequences. ``pack =
+    0`` takes samples unchanged. ``drop_last = false`` trains on the last, smaller batch of an epoch too.
 
     ``tensor_parallel`` maps module-name patterns to styles (see ``accel.train.parallel.tensor``). ``compile`` compiles
     each block with torch.compile. ``peak_flops`` is the FLOP/s of one rank's device (989e12 for an H100 in bf16), for

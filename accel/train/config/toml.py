@@ -33,7 +33,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def dump(body: Mapping[str, Any]) -> str:
-    """Returns ``body``, values and one level of tables, as TOML."""
+    """Returns ``body``, which holds values and one level of tables, as TOML."""
     tables = {name: value for name, value in body.items() if isinstance(value, dict)}
     lines = [f"{name} = {_toml(value)}" for name, value in body.items() if name not in tables]
     for name, table in tables.items():

@@ -25,7 +25,7 @@ from ..attention import AroundAttention
 from ..batch import call, input_names, to_device
 from ..loss import IGNORED
 
-# Names of forward's parameter for the position of a token in the token's document.
+# The parameter names by which ``forward`` can take each token's position in its document.
 POSITIONS = ("positions", "position_ids")
 _FIX = (
     "let forward take positions (or position_ids), and let only F.scaled_dot_product_attention look at other "
@@ -85,8 +85,8 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # the sequences by free room
-    rooms: list[int] = []  # the existing amounts of free room, sorted
+    spare: dict[int, list[int]] = {}  # The sequences by free room.
+    rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
         if place == len(rooms):
@@ -174,7 +174,7 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
         same = found.shape[:2] == tokens.shape and found[:, own].shape == expected.shape
         far = float((found[:, own] - expected).abs().max() / expected.abs().max()) if same else float("inf")
         if not far < (1e-4 if dtype == torch.float32 else 3e-2):
-            raise BadConfig(f"the model's output for a document changes if others are in its sequence; {_FIX}")
+            raise BadConfig(f"the model's output for a document changes if other documents are in its sequence; {_FIX}")
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:

@@ -21,8 +21,8 @@ class Order(torch.utils.data.Sampler[int]):
     the ranks. So the global batch of a step is the same on any number of ranks.
 
     ``first`` is the step to begin with. The samples that don't fill the last global batch are left out of the epoch.
-    With ``drop_last=False`` the remaining samples are a smaller batch. In a smaller batch, some ranks get fewer samples
-    than others, or none.
+    With ``drop_last=False`` the remaining samples form a smaller batch. In a smaller batch, some ranks get fewer
+    samples than others, or none.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class MicroBatches:
 
 
 class _Stack:
-    """Stacks samples to a micro-batch ``(inputs, targets)``. Without samples, returns the inputs of ``spare``, and
-    None."""
+    """Stacks samples to a micro-batch ``(inputs, targets)``. Without samples, returns the inputs of ``spare``, and None
+    as the targets."""
 
     def __init__(self, spare: Sample) -> None:
         self.spare = spare
@@ -102,11 +102,12 @@ def loader(
     processes: int,
     drop_last: bool = True,
 ) -> Any:
-    """Returns a StatefulDataLoader over ``data`` for one rank: endless stacked micro-batches ``(inputs, targets)``.
+    """Returns a StatefulDataLoader over ``data`` for one rank, which yields micro-batches ``(inputs, targets)`` without
+    end.
 
     The targets are None if this rank has no sample of a last, smaller batch (``drop_last=False``). The loader begins
-    with step ``first``. Positions are counted in global batches, so resuming is exact on another world size too. Raises
-    ``BadData`` if the data is shorter than a batch.
+    with step ``first``. The loader counts its position in global batches, so resuming is exact on another world size
+    too. Raises ``BadData`` if the data is shorter than a batch.
     """
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]

@@ -56,7 +56,8 @@ class PowerSGD:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._buckets: dict[int, tuple[str, ...]] = {}
         self._memory: dict[str, torch.Tensor] = {}
-        module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))  # DDP refuses some annotations
+        # A lambda, because DDP checks the annotations of a hook and refuses those of ``run``.
+        module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Reduces a bucket. Compresses and reduces a bucket, as DDP's communication hook."""

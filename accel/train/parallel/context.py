@@ -3,8 +3,8 @@
 Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module (``parallel.cp_split``, which
 embeds tokens and positions) works on whole sequences, and its output is cut. After this module, every call of
 ``F.scaled_dot_product_attention`` gets all positions of a share of the heads, through two all-to-alls. Every other
-module has to treat each position alone. A sample checks that before training. ZeRO sees each rank as a data-parallel
-rank.
+module has to treat each position alone. A run on a sample checks the model before training. ZeRO sees each rank as a
+data-parallel rank.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ulysses(AroundAttention):
 
 
 def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[Any]) -> None:
-    """Makes ``module``, which must still be whole, work on this rank's part of the sequence, in place.
+    """Makes ``module`` work on this rank's part of the sequence, in place. No part of ``module`` may be cut yet.
 
     Raises ``BadConfig`` if ``parallel.cp_split`` names no module, or if the output differs from the whole model's. The
     output differs if positions are counted after the cut, or if something besides attention looks at other positions.
@@ -102,7 +102,7 @@ def share(module: nn.Module, config: TrainConfig, ranks: Ranks, data: Sequence[A
     module.train()
     right = found.shape == expected.shape and torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3)
     wrong = torch.tensor(float(not right), device=ranks.device)
-    dist.all_reduce(wrong, group=mesh.get_group())  # only some parts of a sequence may be wrong
+    dist.all_reduce(wrong, group=mesh.get_group())  # the output may be wrong on some ranks only
     if wrong:
         raise BadConfig(f"the output of the model changes if its sequence is cut after {name}; {_FIX}")
 

@@ -19,7 +19,7 @@ _FOREVER = timedelta(days=365)
 
 
 def patience(config: TrainConfig) -> timedelta:
-    """Returns the timeout of collectives: the time that the watchdog allows the first step.
+    """Returns the timeout of collectives: the time that the watchdog allows for the first step.
 
     A shorter wait would fail before the watchdog names the rank that hangs, or while a rank evaluates or writes.
     """

@@ -6,8 +6,8 @@
     zero-bubble  two stages a rank in a V, backward in two halves       Qi et al. 2024, "Zero Bubble", ZB-V
 
 The chain is an ``nn.Sequential``, or the modules that the model's attribute ``pipeline_chain`` names (a ``ModuleList``
-stands for its entries). ``forward`` has to run the modules of the chain one after the other, which a sample checks
-before the cut.
+stands for its entries). ``forward`` has to run the modules of the chain one after the other. A run on a sample checks
+the order before the cut.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stage(nn.Module):
 
 
 class _Place(PipelineStage):
-    """Torch's stage, without its effect on batch norm statistics.
+    """Torch's pipeline stage that restores the batch norm statistics after torch has learned the shapes.
 
     Torch runs the module once before the first step to learn shapes, on uninitialized memory except in the first stage.
     The buffers get their values back afterwards.
@@ -157,7 +157,7 @@ def costs(module: nn.Module, names: Sequence[str], inputs: Any) -> list[float]:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cuts ``costs`` into ``stages`` non-empty runs so that the most expensive run costs least.
+    """Cuts ``costs`` into ``stages`` non-empty groups of neighbors so that the most expensive group costs least.
 
     Finds the exact optimum by dynamic programming. Raises ``BadConfig`` if there are fewer costs than stages.
     """
@@ -167,7 +167,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][n] is the cost of the most expensive of k runs over the first n parts, and the start of the last run
+    # best[k][n] is for k groups of the first n parts: the cost of the most expensive group, and the start of the last
+    # group
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k

@@ -1,8 +1,8 @@
 """Collectives of FSDP2 in 8 bits: qwZ (gather of parameters) and qgZ (reduction of gradients) of ZeRO++.
 
-Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training". Values are quantized
-symmetrically in blocks. Each block has a scale, so an outlier affects only one block. Each parameter begins a new
-block, so that a norm's weights of 1 don't affect a neighbor's weights of 0.02.
+The paper is Wang et al. 2023, "ZeRO++". Values are quantized symmetrically in blocks. Each block has a scale, so an
+outlier affects only one block. Each parameter begins a new block, so that a norm's weights of 1 don't affect a
+neighbor's weights of 0.02.
 
 A gradient is quantized once, exchanged all to all, and summed in float32. No value is quantized twice: under hpZ the
 backward pass gathers the rounded values of the forward pass unchanged. All blocks are int8, while the paper reduces in
@@ -44,14 +44,14 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Quantizes parameters of ``sizes``, end to end in 1-D floats, to as many int8 codes and float32 block scales."""
+    """Quantizes 1-D floats, which hold parameters of ``sizes`` end to end, to int8 codes and float32 block scales."""
     parts = [quantize(part) for part in values.split(list(sizes))]
     codes = [codes.view(-1)[:size] for (codes, _), size in zip(parts, sizes, strict=True)]
     return torch.cat(codes), torch.cat([scales for _, scales in parts])
 
 
 def decode(codes: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Decodes the codes and scales that ``encode`` made of each row to float32 [rows, values]."""
+    """Returns float32 [rows, values] from the codes and scales that ``encode`` returned for each row."""
     blocks = [-(-size // BLOCK) for size in sizes]
     found = []
     for code, scale, size, count in zip(

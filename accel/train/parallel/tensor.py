@@ -7,10 +7,10 @@
     "blocks.*.attention.[qkv]*" = "column"      # Linear: outputs are cut, inputs are whole
     "blocks.*.attention.out" = "row"            # Linear: inputs are cut, outputs are summed over the ranks
 
-Column and row cuts: Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel: Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch, sequence,
-hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the sequence, and
-``row`` reduce-scatters the sequence.
+Column and row cuts are from Shoeybi et al. 2019, "Megatron-LM", section 3. Sequence parallel is from Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. Hidden states are [batch,
+sequence, hidden]. Between the modules of the plan each rank holds its part of the sequence. ``column`` gathers the
+sequence, and ``row`` reduce-scatters the sequence.
 
 The model's code sees plain tensors. Only the logits stay a DTensor, on which the cross entropy works without a gather.
 The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
@@ -64,7 +64,7 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raises ``BadConfig`` if a column would gather a sequence that no module has split, under sequence parallel."""
+    """Raises ``BadConfig`` if sequence parallel would let a column gather a sequence that no module has split."""
     modules = dict(module.named_modules())
     splits = any(
         s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()
@@ -85,10 +85,11 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *, sequence: bool) -> None:
-    """Cuts the modules of ``module`` that ``styles`` names over ``mesh`` (one axis), in place. Names don't change.
+    """Cuts, in place, each module that ``styles`` names, over the one axis of ``mesh``. Names don't
+    change.
 
-    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size, except the vocabulary's, doesn't divide by the
-    ranks.
+    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size other than the vocabulary's doesn't divide by
+    the number of ranks.
     """
     shared = _shared(module)
     gathered = _Gathered()
@@ -167,7 +168,8 @@ class _Divides(ParallelStyle):
 
 
 class _Split(ParallelStyle):
-    """Computes the whole output, [..., sequence, hidden], on every rank, and passes on its part of the sequence."""
+    """Computes the whole output, [..., sequence, hidden], on every rank, and passes on the rank's part of the
+    sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class Tried:
 def try_whole(
     module: nn.Module, styles: Mapping[str, str], config: TrainConfig, ranks: Ranks, data: Sequence[Any]
 ) -> Tried:
-    """Runs ``module``, which must still be whole, on the first sample.
+    """Runs the uncut ``module`` on the first sample.
 
     Raises ``BadConfig`` if ``styles`` would cut an attention head over several ranks.
     """
@@ -98,8 +98,8 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
     """Raises ``BadConfig`` if ``module``, now cut over ``mesh``, fails on a sample or its output differs from
     ``whole``.
 
-    ``exact`` means that parameters and products are float32, ``sequence`` that the ranks share the sequence between cut
-    modules.
+    ``exact`` means that parameters and products are float32. ``sequence`` means that the ranks share the sequence
+    between cut modules.
     """
     fix = _FIX + _SEQUENCE if sequence else _FIX
     running: list[str] = []

@@ -48,9 +48,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains ``config`` into the folder ``out`` and returns the report of rank 0: steps, loss, metrics.
 
-    ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines, or ``MIN:MAX``, which
-    meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest, or starts over with
-    ``fresh``.
+    ``nproc`` is the number of processes on this machine. ``nnodes`` is the number of machines or a range ``MIN:MAX``.
+    The machines meet at ``rendezvous``. If ``out`` holds checkpoints, training continues from the newest, or starts
+    over with ``fresh``.
 
     Raises the error of the first rank that failed, with the first error of every rank in the message.
     """
@@ -74,7 +74,7 @@ def train(
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
-        # With a store shared with the rendezvous, the ranks of a restart would read stale keys of the killed ranks.
+        # If ranks and rendezvous shared a store, restarted ranks would read stale keys of the killed ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // nproc)),
     }
@@ -108,9 +108,9 @@ def _valid(config: TrainConfig, nproc: int, nnodes: str, rendezvous: str | None)
     """Raises ``BadConfig`` if ``config`` can't run on any number of machines that ``nnodes`` allows."""
     least, _, most = nnodes.partition(":")
     if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
-        raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or MIN:MAX of them")
+        raise BadConfig(f"can't read --nnodes {nnodes!r}; write a number of machines, or a range MIN:MAX")
     if int(most or least) > 1 and rendezvous is None:
-        raise BadConfig(f"{nnodes} machines have to meet somewhere; pass --rendezvous HOST:PORT, the same on each")
+        raise BadConfig(f"{nnodes} machines need an address to meet at; pass the same --rendezvous HOST:PORT on each")
     found = [next(problems(config, nproc * count), "") for count in range(int(least), int(most or least) + 1)]
     if all(found):
         raise BadConfig(found[-1])
@@ -125,7 +125,7 @@ def _goes_on(out: Path) -> str:
 
 
 def _killed(out: Path, begin: int, code: int) -> dict[int, int]:
-    """Returns the signal of each rank that a signal ended.
+    """Returns the killed ranks, each with the signal that killed the rank.
 
     Reads torchrun's report in the log from ``begin`` on, or the exit ``code`` of a single process. Skips SIGTERM,
     because torchrun ends the other ranks with SIGTERM.
@@ -144,9 +144,9 @@ def first_errors(
 ) -> AccelError:
     """Returns one error for the whole run.
 
-    ``ranks`` are the ranks of this machine. ``killed`` maps each killed rank to the signal. If no rank was killed, the
-    error has the class and the message of the earliest error. The first errors of the other ranks follow in the
-    message.
+    ``ranks`` are the ranks of this machine. ``killed`` maps each killed rank to the signal that killed it. If no rank
+    was killed, the error has the class and the message of the earliest error. The first errors of the other ranks
+    follow in the message.
     """
     found = []
     for file in (out / ERRORS).glob("rank-*.json"):

@@ -39,7 +39,7 @@ def enrol(out: Path, rank: int) -> None:
     (out / ALIVE).unlink(missing_ok=True)
     folder = out / STACKS
     folder.mkdir(exist_ok=True)
-    stream = (folder / f"rank-{rank}.txt").open("w")  # stays open as long as the rank lives
+    stream = (folder / f"rank-{rank}.txt").open("w")  # the file stays open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=False)
     faulthandler.enable(file=stream)
     (folder / f"rank-{rank}.pid").write_text(f"{socket.gethostname()} {os.getpid()}")

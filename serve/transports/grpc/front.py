@@ -1,7 +1,7 @@
 """``GrpcTransport``: GRPCInferenceService, grpc.health.v1 and reflection on grpcio's synchronous server.
 
-A waiting call holds a thread of the pool. A thread for each call takes about half the processor time of an event loop
-for each request (measured), and threads that wait cost nothing.
+A waiting call holds a thread of the pool. Threads take about half the processor time of an event loop (measured), and
+waiting threads cost nothing.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class _Servicer:
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
 
     def unary(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """Returns a function ``(request, context) -> response`` for each method that takes one message, by name."""
+        """Returns a dict from the name of each method that takes one message to a function ``(request, context) ->
+        response``."""
         found = {
             name: self._unary(getattr(self, name), response)
             for name, (_, response, streaming) in proto.methods().items()
@@ -222,7 +223,7 @@ class _Servicer:
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
-        done = threading.Lock()  # held until the answer arrives: a lock is cheaper than an Event
+        done = threading.Lock()  # the answer releases the lock; a lock is cheaper than an Event
         done.acquire()
         found: list[InferReply | ServeError] = []
 
@@ -364,8 +365,8 @@ class _Servicer:
 
 
 def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any]]:
-    """Returns the functions ``(request, context) -> response`` of all gRPC methods that take one message, by the name
-    of the method. Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
+    """Returns a dict from the name of each gRPC method that takes one message to a function ``(request, context) ->
+    response``. Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
     return _Servicer(server, Arrivals(1), streams=1).unary()
 
 

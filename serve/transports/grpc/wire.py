@@ -16,7 +16,7 @@ _InferResponse = proto.message("ModelInferResponse")
 
 
 def parameters(given: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Returns a map of ``InferParameter`` as plain values."""
+    """Returns the plain values of a map of ``InferParameter``."""
     found: dict[str, Parameter] = {}
     for key, value in given.items():
         kind = value.WhichOneof("parameter_choice")

@@ -142,14 +142,15 @@ def _strings(name: str, data: list[Any], depth: int) -> list[str]:
 
 
 def write_reply(reply: InferReply, call: InferCall) -> tuple[list[bytes | memoryview], int | None]:
-    """Returns the parts of the body, and the length of its JSON, or None if no binary tensors follow the JSON."""
+    """Returns the parts of the body and the length of its JSON. The length is None if no binary tensors follow the
+    JSON."""
     asked = {output.name: output.parameters.get("binary_data", False) for output in call.outputs or ()}
     rows: list[dict[str, Any]] = []
     blobs: list[bytes | memoryview] = []
     for tensor in reply.outputs:
         row: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        # An output in shared memory has no parameters: Triton's C++ clients would mistake such parameters for those of
-        # binary data.
+        # An output in shared memory has no parameters, because Triton's C++ clients would mistake the parameters for
+        # those of binary data.
         if tensor.array is not None and (asked.get(tensor.name, call.binary) or tensor.datatype in _BINARY_ONLY):
             blob = encode(tensor.array, tensor.datatype)
             row["parameters"] = {"binary_data_size": len(blob)}

@@ -134,7 +134,7 @@ def test_an_engine_of_another_maker(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("", "nothing else has the engine's inputs; build it again, or write config.pbtxt with its input and output"),
+        ("", "so the engine's inputs are unknown; build it again, or write config.pbtxt with its input and output"),
         (CONFIG.replace("data_type: TYPE_FP32 dims: [4]", "dims: [4]"), "'x' has to have a data_type"),
         (CONFIG + "instance_group [{ kind: KIND_CPU }]", "an engine runs on a GPU; write KIND_GPU"),
     ],

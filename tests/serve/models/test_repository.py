@@ -106,7 +106,10 @@ def test_a_batch_below_the_declared() -> None:
         ('input { name: "z" data_type: TYPE_FP32 dims: [4] }', "no input 'z'"),
         ('max_batch_size: 4 input { name: "x" data_type: TYPE_INT32 dims: [4] }', "the config says TYPE_INT32"),
         ('max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [5] }', "the config's dims are [5]"),
-        ('input { name: "x" data_type: TYPE_FP32 dims: [4] }', "the config's dims are [4], the model's [-1, 4]"),
+        (
+            'input { name: "x" data_type: TYPE_FP32 dims: [4] }',
+            "the config's dims are [4], but the model's are [-1, 4]",
+        ),
         ("max_batch_size: 4 dynamic_batching { preferred_batch_size: [8] }", "preferred_batch_size has to be from 1"),
         ('default_model_filename: "../../secret.onnx"', "has to be a plain file name"),
         ('max_batch_size: 4 output { name: "y" label_filename: "../l" }', "has to be a plain file name"),

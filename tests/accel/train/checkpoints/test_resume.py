@@ -96,7 +96,7 @@ def scores(module):
         (
             "raises",
             {"evaluate_every": 1},
-            "evaluate .* failed at step 1 .*; step 1 is saved, correct the function and run",
+            "evaluate .* failed at step 1 .*; step 1 is saved; correct the function and run",
         ),
     ],
 )

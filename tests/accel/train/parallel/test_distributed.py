@@ -322,7 +322,7 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
             "bf16, the first two losses of ZeRO++ are within 5e-6 of that process. Every layout was compared in",
             "float32. 16 bits, recomputation and offload were compared only for the layouts that have a row for them.",
             "Other combinations are made of the same parts and were not compared.",
-            'Written by `ACCEL_WRITE_PARITY=1 pytest -m "" tests/accel/train/parallel/test_distributed.py`.',
+            '`ACCEL_WRITE_PARITY=1 pytest -m "" tests/accel/train/parallel/test_distributed.py` writes this page.',
             "",
             "| layout and precision | ranks | largest difference | bound |",
             "|---|---|---|---|",

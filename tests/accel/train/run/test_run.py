@@ -157,7 +157,8 @@ def test_what_is_no_number_in_float16_is_named(tmp_path: Path, monkeypatch: pyte
     for _ in range(4):
         assert trainer.one_step(batches)["skipped"]
     with pytest.raises(
-        TrainingFailed, match=r"^5 steps in a row overflowed, the loss is nan; .* the gradient of embed.tokens.weight;"
+        TrainingFailed,
+        match=r"^5 steps in a row overflowed, and the loss is nan; .* the gradient of embed.tokens.weight;",
     ):
         trainer.one_step(batches)
 
