@@ -53,8 +53,8 @@ def equals(module: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp32", "zero3_bf16"])
 def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
-    """Fails if accel joins shards, odd sizes, padding, tied weights, buffers or master weights in another way than
-    DeepSpeed."""
+    """Fails if accel joins shards in another way than DeepSpeed, for example with odd sizes, padding, tied weights,
+    buffers or master weights."""
     folder = RECORDED / "deepspeed" / case
     expected = load_file(folder / "expected.safetensors")
     module = net()
@@ -196,8 +196,9 @@ def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
     ],
 )
 def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
-    """Fails if hyperparameters (a Namespace, a Path) get a checkpoint refused, the module's prefix isn't found, a tied
-    weight that was saved once counts as missing, or a shard isn't read."""
+    """Fails if a checkpoint is refused because of its hyperparameters, such as a Namespace or a Path, or if the
+    module's prefix isn't found. Also fails if a tied weight that was saved once counts as missing, or if a shard
+    isn't read."""
     module = net()
     found = load_weights(module, RECORDED / path)
     # Fabric and Accelerate saved the same untrained net.

@@ -66,9 +66,9 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
-    """Fails if a plan that cuts a head in two, of the queries or of the fewer keys, ends in torch's error about shapes,
-    or if a number of ranks that divides the heads is refused. The check must not leave hooks or another mode in the
-    model."""
+    """Fails if a plan that cuts a head of the queries or of the keys ends in torch's error about shapes, or if a
+    number of ranks that divides the heads is refused. The check must not leave hooks in the model or change the
+    model's mode."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [

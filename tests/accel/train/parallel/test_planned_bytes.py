@@ -63,8 +63,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
     ("world", "name"), launches.marked(launches.named(rank_bytes.STAGES), launches.named(rank_bytes.FAST_STAGES))
 )
 def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if the planned traffic of a pipeline differs from the bytes that the busiest rank sends to other stages,
-    forward and backward, on two and four ranks, with the sequence cut, and in 16 bits."""
+    """Fails if the planned traffic of a pipeline differs from the bytes that the busiest rank sends to other stages
+    in both passes. The cases include two and four ranks, a split sequence, and 16 bits."""
     made = suite.config(rank_bytes.STAGES[world][name])
     spec = ModelSpec(params=1, layers=7, hidden=32, heads=4, vocab=61, seq=16)
     sent = [rank["pipeline"][name] for rank in results[world]["ranks"]]
@@ -95,7 +95,7 @@ def test_tensor_parallel_keeps_what_the_plan_says(
     layout = Layout(world=world, tp=world, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     planned = activations(spec, layout)
     assert planned is not None
-    if again == "full":  # the forward pass doesn't hold the layer that is computed again
+    if again == "full":  # the plan counts one recomputed layer, which the forward pass doesn't keep
         planned -= layer_activations(spec, replace(layout, recompute="none"))
     places = 8 * spec.seq  # GPT's learned positions keep more bytes than the plan counts
     assert results[world]["tensor parallel"][f"{again} {sequence}"] == pytest.approx(planned + places, rel=0.005)

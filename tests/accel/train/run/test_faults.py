@@ -156,8 +156,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a disk that is full for the log ends in a traceback, or if a rank that can't write its error to this
-    disk is reported as "ended without an error message"."""
+    """Fails if a full disk ends in a traceback when a run writes its log, or if a rank that can't write its error to
+    this disk is reported as "ended without an error message"."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
     leave(tmp_path, 0, full)
     assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
