@@ -54,7 +54,7 @@ def _watched(process: subprocess.Popen[bytes], file: Path, stalled: float) -> tu
             if (now := written()) != seen:
                 seen, since = now, time.monotonic()
             limit = stalled if seen != before else STARTED
-            # Once all rows are measured, only torch.compile runs. Its compilation may take longer than the limit.
+            # Once all rows are measured, only torch.compile runs, which may take longer than the limit to compile.
             if time.monotonic() - since > limit and not no_row_left():
                 return None, seen != before
             with contextlib.suppress(subprocess.TimeoutExpired):

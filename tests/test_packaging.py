@@ -70,7 +70,7 @@ def test_parts_are_imported_through_accel() -> None:
 
 
 def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
-    """Fails if a checkout in which git wrote the links as text files ends in ``No module named``."""
+    """Fails if the error is only ``No module named`` after git wrote the links of the checkout as text files."""
     shutil.copytree(ROOT / "accel", tmp_path / "accel", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in PARTS:
         (tmp_path / "accel" / name).unlink()

@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_imported_is_seen(
 ) -> None:
     """Fails if the tests of a file that can't be imported are missing without an error. Also fails if a folder whose
     conftest.py lacks a package hides the tests of all other folders, so that the step passes with nothing to run."""
-    mark = "gpu"  # a variable, so that this file doesn't count as a file with tests for a GPU
+    mark = "gpu"  # written as a literal below, the mark would make this file count as a file with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()

@@ -156,8 +156,8 @@ def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path
 
 
 def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a factory or a foreign ONNX file fails at a size that accel chose itself, and the error doesn't say
-    which --dim to pass."""
+    """Fails if the error doesn't say which --dim to pass when a factory or a foreign ONNX file can't run at a size
+    that accel chose."""
     fix = r"; it runs at multiples of 4: pass dims={{'height': '{0}', 'width': '{0}'}}$"
     with pytest.raises(BadSource, match=r"fails in PyTorch on .*" + fix.format("16:32:64:4")):
         Source(source, inputs=[IMAGE], dims={"height": (16, 32, 64), "width": (16, 32, 64)}).open()

@@ -83,8 +83,8 @@ def damaged_engine(good: Path, here: Path) -> None:
 
 
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
-    """Writes a model with ``size`` bytes of external weights in ``w.data``. The model's ``entries`` may contradict
-    the file."""
+    """Writes a model with ``size`` bytes of external weights in ``w.data``. ``entries`` describe the weights' place
+    in the file, and may contradict the file."""
 
     def write(_: Path, here: Path) -> None:
         model = small(weights=[])

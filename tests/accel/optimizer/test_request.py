@@ -1,4 +1,5 @@
-"""The request of accel optimize holds the arguments, defaults and checks, and writes the command that repeats it."""
+"""The request of accel optimize holds the arguments, defaults and checks, and writes the command line that repeats
+the request."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_faster_than_needs_the_same_rounds() -> None:
     assert not faster_than(other, one, 0.02)
 
 
-BUDGET, MARGIN = 10.0, 8.0  # docs/how-to/optimize.md names the work that may follow the budget
+BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may still run after the budget
 
 
 def test_a_real_search_ends_with_its_budget(

@@ -119,7 +119,7 @@ def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because the few large outputs
     are right."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
-    prices[::8] = 100  # one large output in each batch
+    prices[::8] = 100  # each batch has one large output
     np.savez(tmp_path / "prices.npz", x=prices)
     fine = _rounding(tmp_path / "fine.onnx", 1e-6)
     coarse = _rounding(tmp_path / "coarse.onnx", 100 / 127)

@@ -305,7 +305,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # waits as a session on one thread does; see OpenVinoSession._waits
+        def own_call() -> None:  # waits as a session with one thread does; see OpenVinoSession._waits
             slot.request.start_async()
             slot.request.wait()
 
@@ -318,4 +318,4 @@ def test_overhead_of_a_run(make: Make) -> None:
             return statistics.quantiles(times, n=10)[0] * 1e6
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
-    assert overhead < 100  # about 30 µs on a quiet machine
+    assert overhead < 100  # a quiet machine takes about 30 µs

@@ -233,7 +233,8 @@ def test_engines_without_a_manifest(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if the session doesn't let the toolkit check the header, or if None from the toolkit isn't an error."""
+    """Fails if the session doesn't let the toolkit check the header, or raises no error when the toolkit returns
+    None."""
     artifact.path.write_bytes(content)
     with pytest.raises(kind, match=message):
         TensorRTSession(replace(artifact, manifest=None), SessionOptions())

@@ -144,8 +144,8 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Fails if a candidate that fails or isn't comparable is timed, or stops the other candidates, in the first
-    round or a later round."""
+    """Fails if the benchmark times a candidate that fails or isn't comparable, or doesn't time the other candidates.
+    The failure comes in the first round or in a later round."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -218,7 +218,7 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # ||1|| / ||2 * 1||, for the feed with the largest difference
+    # the feed with the largest difference gives ||1|| / ||2 * 1||
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
@@ -227,7 +227,7 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
     budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
     # An interval narrower than a quarter of the effect counts as narrow, whatever the target width. The test fixes the
-    # answer of ``is_narrow``, so that the rounds don't depend on the clock.
+    # answer of ``is_narrow``, so that the number of rounds doesn't depend on the clock.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5

@@ -90,8 +90,8 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
-    """Fails if a metric without a value for one candidate (a correlation of constant outputs) ends the run instead of
-    rejecting that candidate, or if a source without a value is accepted."""
+    """Fails if a metric without a value, such as a correlation of constant outputs, ends the run instead of
+    rejecting the candidate, or if a source without a value is accepted."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 

@@ -116,7 +116,8 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
     """Fails if accel joins grouped query-key-value, the halves of SwiGLU, a row- or column-parallel layer, the
-    vocabulary or the stacked layers in another way than Megatron, or doesn't find a norm under both its names."""
+    vocabulary or the stacked layers in another way than Megatron, or doesn't find a norm under either of its two
+    names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)

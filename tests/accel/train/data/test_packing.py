@@ -127,7 +127,7 @@ def test_masks_of_the_model_stay() -> None:
 
 
 class _Whole(nn.Module):
-    """A model that ignores its positions, or, if ``mixes``, mixes neighboring tokens outside of attention."""
+    """A model that ignores its positions or, if ``mixes`` is true, mixes neighboring tokens outside of attention."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()

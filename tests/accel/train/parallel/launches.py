@@ -65,7 +65,7 @@ def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
     if "power_sgd" in orders[2]:
         orders[4].pop("power_sgd")
         orders[2]["power_sgd resumed"] = orders[4]["power_sgd resumed"] = []
-    # World size 2 resumes from the checkpoints of world size 4 in its own launch.
+    # A separate launch of world size 2 resumes from the checkpoints of world size 4.
     both = orders[2].pop("resumed", [])
     later = [name for name in both if name.startswith("world4")]
     found = {f"world{world}": order for world, order in orders.items()}

@@ -65,7 +65,7 @@ def _local(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def switched_on(trainer: Trainer) -> dict[str, Any]:
-    """Returns four settings of a run that the losses of the run don't show.
+    """Returns four settings of a run that don't change its losses.
 
     ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` holds the numbers of ranks
     over which FSDP2 shards between the forward and the backward pass. ``compiled`` is True for each compiled block.

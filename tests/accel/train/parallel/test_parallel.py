@@ -24,7 +24,8 @@ def _gpt(layers: int = 3) -> GPT:
 
 
 def test_a_plan_names_modules_by_pattern() -> None:
-    """Fails if a star crosses a dot, a pattern misses a block, or a style reaches a module that no pattern names."""
+    """Fails if a ``*`` in a pattern matches a dot, if a pattern misses a block, or if a style reaches a module that
+    no pattern names."""
     plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
     found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
     names = ("query", "key", "value")

@@ -84,10 +84,10 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     assert (out / "final" / "config.json").is_file()
 
 
-# Code that kills a rank once, by the moment of the kill. The kill "in its shards" comes after some shards of a
-# checkpoint are written. The kill "in a step" comes in the second step after a checkpoint whose shards are complete,
-# but whose folder doesn't have its final name. The kill "in a checkpoint" comes after all shards are written. The kill
-# "in the consolidation" comes after half of final/ is written.
+# Maps the moment of a kill to code that kills a rank once. The kill "in its shards" comes after some shards of a
+# checkpoint are written. The kill "in a step" comes in the second step after a checkpoint, while all shards are written
+# but the folder isn't renamed yet. The kill "in a checkpoint" comes after all shards are written. The kill "in the
+# consolidation" comes after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk

@@ -227,8 +227,8 @@ def _plain(config: TrainConfig) -> dict[str, object]:
     return dataclasses.asdict(config)
 
 
-# Each rank raises another error. The second rank ignores SIGTERM and raises its error once the first rank's error is
-# written.
+# Each rank raises a different error. The second rank ignores SIGTERM and raises its error once the first rank's error
+# is written.
 _TWO_FAIL = """
 
 import signal
