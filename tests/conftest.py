@@ -21,8 +21,8 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Hypothesis examples have no deadline, since the machine may be busy, and are the same in each run
-# (--hypothesis-profile=default gives new examples).
+# Hypothesis examples have no deadline, since the machine may be busy. Each run uses the same examples, and a run with
+# --hypothesis-profile=default uses new examples.
 settings.register_profile("accel", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("accel")
 

@@ -130,7 +130,7 @@ def kept_after_looking(path: Path, how: str) -> int:
     if how == "gate":
         OutputGate(limit=1e-4).check(artifact, artifact)
     else:
-        judge = Judge(artifact, data=None, metric=None)  # a judge keeps the outputs of the source
+        judge = Judge(artifact, data=None, metric=None)  # the judge keeps the source's outputs
         judge.judge(artifact, {"threads": 1})
     return resident() - before
 

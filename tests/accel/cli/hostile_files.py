@@ -61,7 +61,7 @@ def deep_graph(depth: int) -> bytes:
 
     body = b""
     for _ in range(depth):
-        body = field(1, field(5, field(6, body)))  # GraphProto.node, NodeProto.attribute, AttributeProto.g
+        body = field(1, field(5, field(6, body)))  # the tags of GraphProto.node, NodeProto.attribute, AttributeProto.g
     return b"\x08\x08" + field(7, body)
 
 

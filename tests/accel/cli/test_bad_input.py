@@ -214,7 +214,7 @@ def test_no_permission(corpus: Path, words: str) -> None:
 def _no_root() -> None:
     """Drops root's right to write anywhere (CAP_DAC_OVERRIDE) for the program that is started."""
     if os.geteuid() == 0:
-        drop, override = 24, 1  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
+        drop, override = 24, 1  # the values of PR_CAPBSET_DROP and CAP_DAC_OVERRIDE
         ctypes.CDLL(None).prctl(drop, override, 0, 0, 0)
 
 

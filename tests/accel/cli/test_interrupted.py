@@ -68,7 +68,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 def full_disk() -> Iterator[None]:
     """Limits the size of every file, here and in child processes, as a full disk does."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # already running, so it won't inherit the limit
+    if tensorflow_process._process is not None:  # already running: won't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end
@@ -173,7 +173,7 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# Stages that no command in ``KILLS`` runs. Each of these stages is killed in its last command in ``COMMANDS``.
+# No command in ``KILLS`` runs these stages. Each of these stages is killed in its last command in ``COMMANDS``.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"

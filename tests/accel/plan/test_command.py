@@ -207,7 +207,8 @@ def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str
     shape["num_key_value_heads"] = kv_heads
     with torch.device("meta"):
         made = Starcoder2Model(Starcoder2Config(**shape, intermediate_size=4 * 768))
-        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))  # 3 products as large as a GPT's 2
+        # Llama's MLP has three products, which together are as large as the two products of a GPT's MLP.
+        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))
     line = f"plan --layers 4 --hidden 768 --heads 12 --kv-heads {kv_heads} --vocab 1000 --precision fp32 --json"
     assert run(group, line.split()) == 0
     planned = json.loads(capsys.readouterr().out)["parameter_bytes_per_rank"] / 4

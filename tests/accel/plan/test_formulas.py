@@ -179,7 +179,7 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     piped = replace(plain, pp=4)
     staged = step_time(spec, piped, fast)
     assert staged.compute == pytest.approx(flops(spec, piped) / (8 * 1e12))
-    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m for 12 micro-batches and 4 stages
+    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m, with m = 12 and p = 4
     assert staged.bubble == pytest.approx(staged.step - staged.compute)
     cut = step_time(spec, replace(piped, tp=2), replace(fast, node_bandwidth=1e9))
     assert cut.step == pytest.approx((cut.compute + cut.tp) * 15 / 12 + cut.pp / 12)
@@ -217,7 +217,7 @@ def test_context_parallel_is_data_parallel_to_zero() -> None:
     assert (layout.dp, layout.shards, layout.global_batch) == (2, 8, 12)
     assert model_states(spec, layout) == model_states(spec, wide)
     assert data_parallel_bytes(spec, layout) == data_parallel_bytes(spec, wide)
-    turned = 4 * 1024 * 2 * 64 * 2 / 4  # the attention's output, which is kept twice
+    turned = 4 * 1024 * 2 * 64 * 2 / 4  # autograd keeps the attention's output twice
     whole, part = activations(spec, wide), activations(spec, layout)
     assert whole is not None
     assert part == pytest.approx(whole / 4 + turned)

@@ -105,8 +105,8 @@ def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> 
 
 
 def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
-    """Fails if the baseline is a single process. If this process is 4% slower by chance, every candidate seems 4%
-    faster."""
+    """Fails if the baseline is a single process. If a single process is 4% slower by chance, every candidate seems
+    4% faster."""
     verdicts = Counter()
     for seed in range(50):
         machine = Machine(seed, ROUNDS, process_luck=0.0, block_noise=0.003)

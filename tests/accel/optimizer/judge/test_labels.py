@@ -101,7 +101,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
     either, square = rng.normal(size=(4, 3, 3)), labels[:, :3, 0]
     read = read_labels(save(tmp_path / "s.npz", label=square))
     assert read({"y": either}, {}) == mean_iou(either.argmax(1), square, 3) != mean_iou(either.argmax(2), square, 3)
-    with pytest.raises(UsageError, match="2 outputs"):  # the judge can't know which of the outputs has the classes
+    with pytest.raises(UsageError, match="2 outputs"):  # the judge can't know which output has the classes
         read({"y": either, "z": rng.normal(size=(4, 3, 7))}, {})
     with pytest.raises(
         BadData, match=r"the label of sample \d at \[\d, \d\] is 2, and the output 'mask' has 2 classes"

@@ -232,7 +232,7 @@ def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> No
     """Fails if a rank's shard is read to the wrong offset, the optimizer's states count as unexpected, or a weight
     differs from what torch's own dcp.load reads."""
     folder = sharded / place
-    if place == "accelerate":  # Accelerate's FSDP folders have the name pytorch_model_fsdp_0 and the same files
+    if place == "accelerate":  # Accelerate names its FSDP folders pytorch_model_fsdp_0, with the same files
         folder = tmp_path / "state"
         shutil.copytree(sharded / "nested", folder / "pytorch_model_fsdp_0")
     module = net()

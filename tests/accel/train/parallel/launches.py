@@ -16,7 +16,7 @@ import pytest
 
 from tests.accel.train.parallel import rows
 
-# The names of the checks to run, by launch and key.
+# Maps a launch and a key to the names of the checks to run.
 Orders = dict[str, dict[str, list[str]]]
 # Maps each test to the key in suite.PARTS whose results the test reads.
 NEEDS = {

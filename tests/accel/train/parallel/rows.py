@@ -45,8 +45,8 @@ SIXTEEN = {
     "bf16-only": ["precision.mode=bf16-only"],
     "fp16-only (O3)": ["precision.mode=O3", *SCALED],
 }
-# Each parallel axis, its override, and the 16-bit modes that it is combined with. The axis with the fastest steps has
-# all modes.
+# Each parallel axis, its override, and the 16-bit modes that it is combined with. The axis with the fastest steps is
+# combined with all modes.
 AXES = (
     ("TP 2", "parallel.tp=2", ("bf16 with master weights", "fp16-only (O3)")),
     ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),

@@ -19,7 +19,7 @@ from tests.support import ROOT
 
 TABLE = ROOT / "docs" / "parity.md"
 
-# The time of all launches counts for the first test that needs their results.
+# The first test that needs results waits for all launches, so the time limit includes the launches.
 pytestmark = pytest.mark.timeout(5400)
 
 ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
@@ -278,8 +278,8 @@ def test_resuming_on_one_process(results: dict[int, dict[str, Any]], alone: _Alo
 
 
 def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: int) -> tuple[float, float]:
-    """Returns the largest difference of a config's losses from one process in float32, and the bound of this
-    difference."""
+    """Returns the largest difference between a config's losses and those of one process in float32, and the bound of
+    this difference."""
     reference = _reference(name)
     exact = "plain" if reference.startswith("lossy") else reference
     allowed = _bound(name) + _difference(alone[reference], alone[exact])

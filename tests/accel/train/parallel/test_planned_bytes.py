@@ -15,7 +15,7 @@ from accel.plan.spec import Layout, ModelSpec
 from accel.plan.traffic import context_parallel_bytes, data_parallel_bytes, pipeline_bytes
 from tests.accel.train.parallel import launches, rank_bytes, suite
 
-# The time of all launches counts for the first test that needs their results.
+# The first test that needs results waits for all launches, so the time limit includes the launches.
 pytestmark = pytest.mark.timeout(5400)
 
 

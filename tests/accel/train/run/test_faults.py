@@ -263,7 +263,7 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank restarted after a crash
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a crashed rank was restarted
     assert watchdog.overdue(tmp_path, 15) == ""
 
 
