@@ -5,9 +5,10 @@
     python benchmarks/gpu_gemm.py --go-on         # adds the rows that an earlier run had no time for
     python benchmarks/gpu_gemm.py --warm 0/4      # only compiles every fourth problem's kernels: run 0/4 to 3/4 at once
 
-Each row computes act(a @ b + bias) on random data. Rotating operands keep a call's operands out of the L2 cache. The
-files are written after every row, so an interrupted run keeps its results. The measurements run in a separate process.
-If a kernel kills that process or hangs, the row says so and the next row starts in a new process. Needs an NVIDIA GPU.
+Each row computes act(a @ b + bias) on random data. Consecutive calls get different operands, so a call's operands
+aren't in the L2 cache. The files are written after every row, so an interrupted run keeps its results. The measurements
+run in a separate process. If a kernel hangs or kills that process, the row records the failure, and a new process
+measures the next row. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ RESULTS = Path(__file__).parent / "results"
 # The goals: each ratio has to be at least this large. The notes under the table explain the goals.
 GOALS = {"cublaslt": 0.95, "unfused": 1.1, "copy": 0.7, "bf16": 1.6}
 Run = Callable[[], object]
-PADDED = 32  # rows given to _int_mm for 16 rows or fewer, because _int_mm takes at least 17
+PADDED = 32  # _int_mm needs at least 17 rows, so fewer rows are padded to this number
 
 
-BERT = ((768, 768), (3072, 768), (768, 3072))  # N, K of BERT-base's layers
-LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # N, K of a 7B decoder's layers
+BERT = ((768, 768), (3072, 768), (768, 3072))  # (N, K) of each layer of BERT-base.
+LLAMA = ((4096, 4096), (11008, 4096), (4096, 11008))  # (N, K) of each layer of a 7B decoder.
 
 
 def problems() -> Iterator[tuple[GemmSpec, bool]]:
@@ -210,7 +211,7 @@ def warm(part: int, of: int) -> None:
         a, b, given = tune.operands_for(spec, torch.device("cuda"))
         layout = {"tma_layout": dispatch.is_tma_layout(a, b), "dense": dispatch.is_dense(a, b)}
         for config in choices.candidates(spec, capability, **layout, native=names):
-            with contextlib.suppress(AccelError, RuntimeError):  # the tuner reports the error later
+            with contextlib.suppress(AccelError, RuntimeError):  # the tuner will report this error
                 dispatch.run_config(spec, a, b, given, config)
     torch.cuda.synchronize()
 
@@ -223,7 +224,7 @@ def copy_gigabytes_per_second() -> float:
 
 
 def judged(rows: list[dict[str, Any]], copy: float) -> list[dict[str, Any]]:
-    """Returns each row with its speeds, and its goals as name -> (ratio, met)."""
+    """Returns each row with its speeds and its goals. ``goals`` maps a goal's name to (ratio, met)."""
     fused = {(tuple(r["shape"]), r["dtype"]): r["us"].get("fused") for r in rows}
     found = []
     for row in rows:
@@ -315,8 +316,8 @@ def read(folder: Path) -> dict[str, Any]:
 def supervise(
     command: Sequence[str], seconds: float, folder: Path, stalled: float = supervised_rows.STALLED, go_on: bool = False
 ) -> int:
-    """Runs ``command`` as ``supervised_rows`` does. Records a row as failed if the row kills the process or exceeds
-    ``stalled`` seconds, and a row's torch.compile as failed if it kills the process."""
+    """Runs ``command`` as ``supervised_rows`` does. If a row kills the process or exceeds ``stalled`` seconds, the
+    row is recorded as failed. Once all rows are measured, a crash is recorded as an error of torch.compile."""
 
     def blame(why: str) -> bool:
         body = read(folder)
@@ -325,7 +326,7 @@ def supervise(
             body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
         elif waiting := uncompiled(body["rows"]):
             waiting[0].setdefault("errors", {})["torch.compile"] = why
-        else:  # no row and no torch.compile was left
+        else:  # every row and every torch.compile was already measured
             return False
         write(body, folder)
         return True
@@ -334,8 +335,8 @@ def supervise(
 
 
 def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """Returns the earlier results, to which rows are added. Ends the program if the setup or the rows differ from
-    ``here``, because results of two GPUs or two libraries don't belong in one table."""
+    """Returns the results of an earlier run, so that this run can add rows. Exits if the earlier run had another
+    setup than ``here`` or other rows: one table can't mix results of two GPUs or library versions."""
     before = read(folder)
     other = [name for name, value in here.items() if before and before.get(name) != value]
     rows = [(row["shape"], row["dtype"]) for row in before.get("rows", ())]

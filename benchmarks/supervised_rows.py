@@ -1,4 +1,4 @@
-"""Measures rows in a separate process. A row that kills the process or hangs costs only itself."""
+"""Measures rows in a separate process. If a row hangs or kills the process, only that row is lost."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-STALLED = 90.0  # seconds that a row may take, because a hanging kernel never ends
-STARTED = 150.0  # seconds until the process has loaded everything and measured a copy
-LOST = 75  # exit status of a process that has written a failed row and can't use the GPU any more
+STALLED = 90.0  # The time limit of a row in seconds: a hanging kernel never ends.
+STARTED = 150.0  # The time limit of the process's start in seconds, including the measurement of a copy.
+LOST = 75  # The exit status of a process that recorded a failed row and can no longer use the GPU.
 
 
 def supervise(
     command: Sequence[str], seconds: float, file: Path, blame: Callable[[str], bool], stalled: float, go_on: bool
 ) -> int:
-    """Runs ``command`` with ``--seconds`` until ``command`` finishes or the time is over, and returns the exit status.
-    Adds ``--go-on`` from the second start on, or from the first with ``go_on``. ``command`` writes ``file`` after each
-    row. If ``command`` dies or writes nothing for ``stalled`` seconds, ``blame`` records why at the row that did it,
-    and tells whether there was such a row."""
+    """Runs ``command`` with ``--seconds`` until ``command`` succeeds or the time is over, and returns the exit
+    status. Adds ``--go-on`` from the second start on, or from the first start if ``go_on`` is true. ``command``
+    writes ``file`` after each row. If ``command`` dies or writes nothing for ``stalled`` seconds, ``blame(why)``
+    records the cause in the failed row, and returns False if no row was left."""
     end = time.monotonic() + seconds
     if not go_on:
         file.unlink(missing_ok=True)  # from an earlier run
@@ -54,7 +54,7 @@ def _watched(process: subprocess.Popen[bytes], file: Path, stalled: float) -> tu
             if (now := written()) != seen:
                 seen, since = now, time.monotonic()
             limit = stalled if seen != before else STARTED
-            # If no row is left, only torch.compile runs, which may take long.
+            # Once all rows are measured, only torch.compile runs, which may take longer than the limit to compile.
             if time.monotonic() - since > limit and not no_row_left():
                 return None, seen != before
             with contextlib.suppress(subprocess.TimeoutExpired):

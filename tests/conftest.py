@@ -21,8 +21,8 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Hypothesis examples have no deadline, since the machine may be busy, and are the same in each run
-# (--hypothesis-profile=default gives new examples).
+# Hypothesis examples have no deadline, since the machine may be busy. Each run uses the same examples, and a run with
+# --hypothesis-profile=default uses new examples.
 settings.register_profile("accel", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("accel")
 
@@ -55,8 +55,8 @@ def one_worker(shared: Path) -> OneWorker:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Shortens the blocks of ``accel optimize``, and the extra rounds that narrow intervals, which take up to 30 s. No
-    test needs such precise figures, and the tests of the search set their own."""
+    """Shortens the blocks of ``accel optimize``, and the extra rounds, which take up to 30 s to narrow the
+    intervals. No test needs precise figures, and the tests of the search set their own limits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.05)
         patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 2.0)

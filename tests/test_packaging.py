@@ -59,8 +59,8 @@ SOURCES = [path for folder in ("accel", *PARTS) for path in (ROOT / folder).rglo
 
 
 def test_parts_are_imported_through_accel() -> None:
-    """Fails if a module imports ``converters``, ``kernels`` or ``serve`` as a top-level package. A checkout would load
-    it twice, and a wheel doesn't have it."""
+    """Fails if a module imports ``converters``, ``kernels`` or ``serve`` as a top-level package. A checkout would
+    load such a package twice, and a wheel lacks these top-level packages."""
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -70,7 +70,7 @@ def test_parts_are_imported_through_accel() -> None:
 
 
 def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
-    """Fails if a checkout in which git wrote the links as text files ends in ``No module named``."""
+    """Fails if the error is only ``No module named`` after git wrote the links of the checkout as text files."""
     shutil.copytree(ROOT / "accel", tmp_path / "accel", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in PARTS:
         (tmp_path / "accel" / name).unlink()

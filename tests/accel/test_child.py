@@ -52,8 +52,7 @@ def test_a_crash_is_not_told_by_what_an_earlier_call_wrote() -> None:
 
 
 def test_errors_come_back_as_they_were() -> None:
-    """Fails if an AccelError loses its class or text on the way to the parent, or if another exception loses its
-    class or text."""
+    """Fails if an AccelError or another exception loses its class or text on the way to the parent."""
     with pytest.raises(UnknownName, match="unknown target 'toaster'"):
         run_in_child("accel.tables.target:Target.get", name="toaster")
     again = pickle.loads(pickle.dumps(MissingExtra("grpc", "serve")))
@@ -75,7 +74,7 @@ def test_time_limit_kills() -> None:
 
 def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if temporary files of a library remain after the child ends, dies or is killed, or if torch's
-    compilation cache goes with the child's temporary folder."""
+    compilation cache is deleted with the child's temporary folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile caches the old folder
@@ -136,7 +135,7 @@ def test_what_a_program_wrote(tmp_path: Path) -> None:
     said = run_program(["/bin/sh", "-c", "pwd; echo bad >&2; exit 3"], folder=tmp_path, timeout=60)
     assert said == f"{tmp_path}\nbad\n"
     pid, hangs = tmp_path / "pid", "echo $$ > new; mv new pid; exec sleep 600"
-    for timeout in (2, 10, 60):  # a longer timeout, until the program has the time to start
+    for timeout in (2, 10, 60):  # tries a longer timeout if the program had no time to start
         with pytest.raises(TimeoutError, match=f"sh took longer than {timeout} s"):
             run_program(["/bin/sh", "-c", hangs], folder=tmp_path, timeout=timeout)
         if pid.exists():

@@ -127,7 +127,7 @@ def test_every_case_is_inside_the_ranges_and_fits(signature: Signature) -> None:
 
 
 def test_cases_hold_batch_1_2_and_the_largest() -> None:
-    """Fails if a gate could miss a fixed batch because it doesn't run batch 1, batch 2 and the largest batch."""
+    """Fails if the cases of a gate leave out batch 1, batch 2 or the largest batch."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     cases = [(c["batch"], c["length"]) for c in signature.cases()]
     assert {1, 2, 8} <= {b for b, _ in cases}

@@ -18,7 +18,7 @@ SCRIPT = ROOT / "benchmarks" / "bench_itself.py"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # so that the candidates' processes find the script, too
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))  # child processes look up the script on this path
     spec = importlib.util.spec_from_file_location("bench_itself", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -36,7 +36,7 @@ def row(kind: str, verdict: str) -> dict[str, Any]:
 
 
 def test_the_claims(script: ModuleType) -> None:
-    """Fails if the script calls a false verdict right, calls a delay found that was not found, or has a wrong bound."""
+    """Fails if the script counts a wrong verdict as right, counts a missed delay as found, or has a wrong bound."""
     same = "no measurable difference"
     rows = {f"same-{i:02}": row("same", same) for i in range(40)}
     rows |= {f"delayed-{i:02}": row("delayed", "slower") for i in range(20)}

@@ -149,7 +149,7 @@ gpu_gemm.run(options.seconds, folder, options.go_on)
 def test_a_row_that_kills_or_hangs_its_process_is_one_row(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a crashed or hung process costs more than its own row. Of eight rows, the second raises, the third
+    """Fails if a crash or a hang loses more than the row that caused it. Of eight rows, the second raises, the third
     kills its process, the fifth hangs, and the GPU is lost after the sixth. The third row kills its process under
     torch.compile, too."""
     wanted = [(script.spec_of(m, 8, 8, "bf16", "silu"), m > 1) for m in range(1, 9)]

@@ -29,8 +29,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_goals(script: ModuleType) -> None:
-    """Fails if a ratio is inverted, not computed per round, taken against the slower setup of a peer or at another
-    concurrency, or if a goal is met on the wrong side of its bound."""
+    """Fails if a ratio is inverted or not computed per round, or if a goal is met on the wrong side of its bound.
+    Also fails if a ratio uses the slower setup of a peer, or another concurrency."""
     rates = {
         # The machine is twice as slow in the second round, for both servers.
         ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],
@@ -62,8 +62,8 @@ def test_what_was_not_measured(script: ModuleType) -> None:
     [(100, 0, True), (104, 0, True), (103, 1, True), (99, 0, False), (95, 5, False), (113, 0, False), (100, 9, False)],
 )
 def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail: int, agrees: bool) -> None:
-    """Fails if a run passes although requests failed unseen by the load generator, were lost or were answered twice.
-    The load generator counts 100 answers, with up to 8 more requests under way at its end."""
+    """Fails if a run passes although requests were lost, were answered twice, or failed without the load generator
+    seeing the failure. The load generator counts 100 answers, with up to 8 more requests under way at its end."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     found = iter([(7, 3), (7 + success, 3 + fail)])

@@ -1,8 +1,8 @@
 """The command for a machine with a GPU runs and reports all its steps, here with short commands as steps.
 
-These tests fail if a step that fails or hangs stops the next steps, if a step's processes run on after its limit, or if
-the report is written only at the end. The tests fail if the whole run exceeds its time limit, if a test for a GPU is in
-no shard, if a failed test isn't named, or if skipped tests count as passed.
+These tests fail if the steps after a failed or hung step don't run, if a step's processes run on after the step's
+limit, or if the report is written only at the end. The tests fail if the whole run exceeds its time limit, if a test
+for a GPU is in no shard, if a failed test isn't named, or if skipped tests count as passed.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the other steps, at their limits and with the library already built, leave compute-sanitizer too
-    little time to start torch, or leave the benchmark no time."""
+    """Fails if compute-sanitizer has too little time to start torch, or the benchmark has no time, when all other
+    steps reach their limits. The library is already built."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any existing file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):
@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_imported_is_seen(
 ) -> None:
     """Fails if the tests of a file that can't be imported are missing without an error. Also fails if a folder whose
     conftest.py lacks a package hides the tests of all other folders, so that the step passes with nothing to run."""
-    mark = "gpu"  # a variable, or this file would count as a file with tests for a GPU
+    mark = "gpu"  # written as a literal below, the mark would make this file count as a file with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()

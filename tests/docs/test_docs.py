@@ -65,7 +65,8 @@ def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:
 
 
 def test_the_ten_options() -> None:
-    """Fails if the table doesn't have ten options, or if ``accel optimize`` doesn't accept an example in it."""
+    """Fails if the table of options doesn't have ten rows, or if ``accel optimize`` doesn't accept the example in a
+    row."""
     from accel.cli.optimize import command
     from accel.cli.options import read_dims
     from accel.signature import TensorSpec

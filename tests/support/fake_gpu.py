@@ -114,7 +114,8 @@ def array_at(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
 
 
 class FakeContext:
-    """Computes ``y = 2 * x``, and ``where``, the indices of the positive numbers, whose size depends on the data."""
+    """Computes ``y = 2 * x``, and the indices ``where`` of the positive numbers. The number of indices depends on
+    the data."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[bytes]:
-    """Finds child processes that were started for ``pid``, by their command line, because they may have lost their
+    """Finds child processes that were started for ``pid``. Searches the command lines, because an orphan has another
     parent."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

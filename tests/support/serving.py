@@ -44,7 +44,8 @@ ensemble_scheduling {
 }
 """
 
-# A folder for the server's path. In this folder, sitecustomize.py makes models under "bad" fail as their input says.
+# A folder for the server's Python path. In this folder, sitecustomize.py makes models under "bad" fail as their input
+# says.
 FAULTY = Path(__file__).parent / "faulty_sessions"
 
 

@@ -34,7 +34,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class _Rotary(torch.nn.Module):
-    """A block with RMS norm, rotary positions, grouped queries and a gated MLP, which accel doesn't know."""
+    """A block of a model that accel doesn't know, with RMS norm, rotary positions, grouped queries and a gated MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def decoder() -> torch.nn.Module:
 
 
 class _Counting(torch.nn.Module):
-    """Attention with a fixed number and width of heads, ``shape``. One product (``together``) or three products
+    """Attention in which ``shape`` fixes the number and width of heads. One product (``together``) or three products
     compute queries, keys and values."""
 
     def __init__(self, shape: tuple[int, int], *, together: bool = False) -> None:

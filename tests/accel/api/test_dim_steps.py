@@ -78,8 +78,8 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the export tries a size between the multiples, falls back from the first exporter, or runs a gate at
-    a size that isn't a multiple, or if the ONNX file is wrong at a size that no gate ran."""
+    """Fails if the first exporter doesn't suffice, or if a gate runs at a size that isn't a multiple of the step.
+    Also fails if the ONNX file gives wrong outputs at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -156,8 +156,8 @@ def test_ranges_that_contradict_their_step(cli: Any, source: str, tmp_path: Path
 
 
 def test_the_step_that_nobody_said(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a factory or a foreign ONNX file fails at a size that accel chose itself, and the error doesn't say
-    which --dim to pass."""
+    """Fails if the error doesn't say which --dim to pass when a factory or a foreign ONNX file can't run at a size
+    that accel chose."""
     fix = r"; it runs at multiples of 4: pass dims={{'height': '{0}', 'width': '{0}'}}$"
     with pytest.raises(BadSource, match=r"fails in PyTorch on .*" + fix.format("16:32:64:4")):
         Source(source, inputs=[IMAGE], dims={"height": (16, 32, 64), "width": (16, 32, 64)}).open()
@@ -266,8 +266,8 @@ def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Pat
 
 
 def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if images that preprocessing resizes have to come in multiples of the step, or if preprocessing resizes
-    them to a size that the net doesn't accept."""
+    """Fails if the exported file refuses an image of any size although its preprocessing resizes images, or if
+    preprocessing may resize images to a size that the net doesn't accept."""
     with pytest.raises(BadInputSpec, match="'height' can't be 30: it goes in steps of 4; take 28 or 32"):
         accel.export(unet.path, preprocess=PreprocessConfig(resize=(30, 32)), out=tmp_path / "p.onnx")
     made = accel.export(unet.path, preprocess=PreprocessConfig(resize=(32, 32)), out=tmp_path / "p.onnx")

@@ -54,8 +54,8 @@ def test_every_dependency_of_every_extra_has_its_row() -> None:
 
 
 def test_a_missing_part_and_a_broken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing or broken dependency (pip lists the package, but its files are gone) has no install
-    command, or if a working dependency has one."""
+    """Fails if a missing dependency, or a dependency whose files are gone, has no install command, or if a working
+    dependency has an install command."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name, *a))
     found = parts()

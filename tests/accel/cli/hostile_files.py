@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Make = Callable[[Path, Path], None]
 
-# The file that the code hidden in a pickle makes if the code runs.
+# The code hidden in a pickle makes this file if the code runs.
 MARK = "the-code-has-run"
 
 
@@ -50,8 +50,8 @@ def chain(length: int) -> onnx.ModelProto:
 
 
 def deep_graph(depth: int) -> bytes:
-    """Makes graphs nested in nodes, ``depth`` deep. Writes the bytes by hand, because protobuf itself refuses to
-    serialize so deep a graph."""
+    """Makes a graph with subgraphs nested ``depth`` levels deep. Writes the bytes by hand, because protobuf itself
+    refuses to serialize so deep a graph."""
 
     def field(number: int, payload: bytes) -> bytes:
         size, length = len(payload), b""
@@ -61,7 +61,7 @@ def deep_graph(depth: int) -> bytes:
 
     body = b""
     for _ in range(depth):
-        body = field(1, field(5, field(6, body)))  # GraphProto.node, NodeProto.attribute, AttributeProto.g
+        body = field(1, field(5, field(6, body)))  # the tags of GraphProto.node, NodeProto.attribute, AttributeProto.g
     return b"\x08\x08" + field(7, body)
 
 
@@ -83,8 +83,8 @@ def damaged_engine(good: Path, here: Path) -> None:
 
 
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
-    """Writes a model with ``size`` bytes of external weights in ``w.data``. The model's ``entries`` may contradict
-    the file."""
+    """Writes a model with ``size`` bytes of external weights in ``w.data``. ``entries`` describe the weights' place
+    in the file, and may contradict the file."""
 
     def write(_: Path, here: Path) -> None:
         model = small(weights=[])
@@ -125,7 +125,7 @@ def wrong_dims(dims: list[int], data: bytes = b"") -> onnx.ModelProto:
 
 
 def truncated(name: str, share: float = 0.5, *, to: str | None = None) -> Make:
-    """Writes the first ``share`` of a valid file."""
+    """Writes the beginning of a valid file. ``share`` is the fraction of bytes to write."""
 
     def write(good: Path, here: Path) -> None:
         data = (good / name).read_bytes()

@@ -214,7 +214,7 @@ def test_no_permission(corpus: Path, words: str) -> None:
 def _no_root() -> None:
     """Drops root's right to write anywhere (CAP_DAC_OVERRIDE) for the program that is started."""
     if os.geteuid() == 0:
-        drop, override = 24, 1  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
+        drop, override = 24, 1  # the values of PR_CAPBSET_DROP and CAP_DAC_OVERRIDE
         ctypes.CDLL(None).prctl(drop, override, 0, 0, 0)
 
 
@@ -289,8 +289,8 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", INTERRUPTED_IN)
 def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache: Path) -> None:
-    """Fails if Ctrl-C gives a traceback, more than one line or an exit code other than 1, leaves a file or a child
-    process, or removes or changes the files of earlier runs."""
+    """Fails if Ctrl-C gives a traceback, more than one line or an exit code other than 1. Also fails if Ctrl-C
+    leaves a file or a child process, or changes the files of earlier runs."""
     shutil.copytree(earlier, corpus / "out")
     (corpus / "net.py").write_text(FACTORY)
     before = snapshot(corpus)
@@ -318,7 +318,7 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
     assert (process.returncode, stdout) == (1, ""), said
     *progress, last = said.splitlines()
     assert last == "accel: error: interrupted; run the same command again to go on at the interrupted stage"
-    # click ends the line in which a terminal shows ^C, which leaves an empty line.
+    # click prints a line break after the terminal's ^C, so stderr has an empty line.
     assert [line for line in progress if line and (not line.startswith("accel: ") or "error" in line)] == []
     assert {name: data for name, data in snapshot(corpus).items() if not name.startswith(own_cache.name)} == before
     assert list((own_cache / "scratch").iterdir()) == []

@@ -372,8 +372,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 @pytest.mark.timeout(300, func_only=True)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_hostile_file(cli: Any, good: Path, tmp_path: Path, case: Case) -> None:
-    """Fails if a hostile file gives a traceback, more than one line, no fix or the wrong exit code, if code in the
-    file runs, or if the command leaves a file or changes a file of an earlier command."""
+    """Fails if a hostile file gives a traceback, more than one line, no fix or the wrong exit code. Also fails if
+    code in the file runs, or if the command leaves a file or changes a file of an earlier command."""
     here = tmp_path / "here"
     shutil.copytree(good / "out", here / "out")
     case.make(good, here)

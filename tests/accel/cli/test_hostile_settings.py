@@ -178,7 +178,7 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
-@pytest.mark.timeout(120, func_only=True)  # the limit excludes the fixture that makes the folder
+@pytest.mark.timeout(120, func_only=True)  # the fixture's time doesn't count
 @pytest.mark.parametrize(
     ("words", "code", "says"), SETTINGS, ids=lambda v: " ".join(v[1:]) if isinstance(v, tuple) else ""
 )
@@ -188,7 +188,7 @@ def test_hostile_setting(cli: Any, folder: Path, words: tuple[str, ...], code: i
     ran = cli(*(word.format(d=folder) for word in words), "-q")
     assert ran.code == code, ran.stderr
     lines = ran.stderr.strip().splitlines()
-    if lines[0].startswith("Usage: "):  # click prints the usage, where to find help, and the mistake
+    if lines[0].startswith("Usage: "):  # click prints three lines: usage, help, mistake
         lines = [line for line in lines if line.startswith("Error: ")]
     else:
         assert lines[0].startswith("accel: error: "), ran.stderr

@@ -68,7 +68,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 def full_disk() -> Iterator[None]:
     """Limits the size of every file, here and in child processes, as a full disk does."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # an earlier call started this process, so it doesn't inherit the limit
+    if tensorflow_process._process is not None:  # already running: won't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end
@@ -114,7 +114,8 @@ OF_TENSORFLOW = ("onnx_from_tensorflow", "onnx_from_tflite", "saved_model_from_o
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage isn't run on a full disk, or is neither killed nor, with a reason, in ``NOT_KILLED_IN``."""
+    """Fails if no test runs a stage on a full disk, or if no test kills a stage and ``NOT_KILLED_IN`` gives no
+    reason."""
     stages = {stage.name for stage in STAGES}
     assert set(COMMANDS) == stages
     assert set(KILLED_IN) & stages | set(NOT_KILLED_IN) == stages
@@ -133,8 +134,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Fails if a stage that can't write gives a traceback or exit code 0, leaves a half-written file under a final
-    name or in the cache, removes files that an earlier run published, or if the same command fails once there is
-    room."""
+    name or in the cache, or removes files that an earlier run published. Also fails if the same command fails once
+    there is room."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache))
     words = COMMANDS[stage][-1]
     for whole in COMMANDS[stage]:
@@ -172,7 +173,7 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# Stages that no command in ``KILLS`` runs. Each of these stages is killed in its last command in ``COMMANDS``.
+# No command in ``KILLS`` runs these stages. Each of these stages is killed in its last command in ``COMMANDS``.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"

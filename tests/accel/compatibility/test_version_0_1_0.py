@@ -1,7 +1,8 @@
 """Files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, the stage cache.
 
-In a folder ``/model``, ``accel export net.py:make --input x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel
-export net.onnx --to openvino`` and ``accel train train.toml`` of version 0.1.0 wrote ``v0_1_0/``.
+Version 0.1.0 wrote the files of ``v0_1_0/`` in a folder ``/model`` by four commands: ``accel export net.py:make --input
+x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel export net.onnx --to openvino`` and ``accel train
+train.toml``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def test_a_stage_has_the_key_that_it_had(old: Path) -> None:
     """Fails if a change of accel's code alone, with the same libraries, invalidates the cache of 0.1.0."""
     before = Artifact.open(old / "net.onnx").history
     again = accel.export("net.py:make", inputs={"x": ("float32", ("batch", 4))}, out=old / "again.onnx").history
-    was, now = before[0], again[0]  # the first stage's output names the source's folder, so later stages differ
+    was, now = before[0], again[0]  # the first stage's output contains the folder, so the keys of later stages differ
     assert was["input"] == now["input"]
     if was["versions"] == now["versions"]:
         assert was["key"] == now["key"]

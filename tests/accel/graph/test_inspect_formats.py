@@ -15,10 +15,10 @@ from accel.errors import BadSource, UnsupportedHere
 from accel.graph.ncnn_param import read_net
 from accel.graph.openvino_ir import read_ir
 
-# The FLOPs of the convolution in make_models.py's small net for one image, and the net's number of weights (a batch
-# norm has four per channel).
+# The small net of make_models.py: the FLOPs of its convolution for one image, and its number of weights. A batch norm
+# has four weights per channel.
 CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
-# The number of weights in the net's kernels, which TFLite keeps when it folds the batch norm.
+# The number of weights in the kernels, the only weights that TFLite keeps when it folds the batch norm.
 KERNELS = 108 + 20
 
 
@@ -95,8 +95,8 @@ def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator
     ("name", "ends"), [("frozen.pb", ["logits"]), ("checkpoint/model.meta", ["logits", "MatMul_2"])]
 )
 def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name: str, ends: list[str]) -> None:
-    """Fails if inspect of a graph without a signature doesn't cover the nodes from the placeholder to the result,
-    counts the nodes that save and restore, or ignores --inputs and --outputs."""
+    """For a graph without a signature, fails if inspect leaves out a node between the placeholder and the result,
+    counts the nodes that save and restore weights, or ignores --inputs and --outputs."""
     body = looked_at(cli, tensorflow_models / name)
     assert [spec["name"] for spec in body["signature"]["inputs"]] == ["x"]
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ends
@@ -117,8 +117,7 @@ def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
-    """Fails if inspect shows nothing of a model with an operator that ONNX lacks, counts FLOPs for that model, or
-    draws the model."""
+    """If a model has an operator that ONNX lacks, fails if inspect shows nothing, counts FLOPs or draws the model."""
     graph = looked_at(cli, tensorflow_models / "gelu_int8.tflite")["graph"]
     assert graph["operators"]["GELU"] == 1
     assert "flops" not in graph

@@ -111,7 +111,7 @@ def test_layers_go_down() -> None:
 
 
 def hostile(path: Path) -> Path:
-    """Makes a graph whose names try to end the script that contains them."""
+    """Makes a graph with names that contain </script>, which would end the page's script."""
     name = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&amp;"
     nodes = [helper.make_node("Relu", ["x"], ["h"], name), helper.make_node("Neg", ["h"], ["y"], "last")]
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("x", "y")]

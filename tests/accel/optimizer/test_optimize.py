@@ -58,7 +58,7 @@ def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
 
 
 def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any) -> None:
-    """Fails if the choice is slower than the source, or isn't the fastest of the faster candidates."""
+    """Fails if the choice is slower than the source, or isn't the fastest accepted candidate."""
     rows = {row.name: row for row in result.candidates}
     chosen = rows[result.chosen]
     if result.chosen != "source":
@@ -162,8 +162,7 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
 
 
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if an engine is published although no candidate is within the accuracy budget, or if a source that runs
-    here ends in an error."""
+    """Fails if an engine is published, or if there is no error, although no candidate is within the accuracy budget."""
 
     with accel.load(digits.path) as session:
         images = np.load(digits_data[1])["image"]
@@ -211,7 +210,8 @@ def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path]) -> None:
-    """Fails if the judge, without a metric, doesn't rate a differing model as worse or an equal model as equal."""
+    """Without a metric, fails if the judge doesn't rate a model with other outputs as worse, or a model with equal
+    outputs as equal."""
     judge = Judge(Source(digits.path).open(), digits_data[0], None)
     same = judge.judge(digits, {})
     assert same.drop < 1e-12

@@ -1,4 +1,5 @@
-"""The request of accel optimize holds the arguments, defaults and checks, and writes the command that repeats it."""
+"""The request of accel optimize holds the arguments, defaults and checks, and writes the command line that repeats
+the request."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def test_a_function_and_mixed_options_in_the_command() -> None:
 
 
 def test_the_table_of_precisions() -> None:
-    """Fails if a target names a precision without a row, or if two precisions have the same rank."""
+    """Fails if a target names a precision that the table lacks, or if two precisions have the same rank."""
     assert all(name in PRECISIONS for target in TARGETS.values() for name in target.precisions)
     for rank in ("rank", "rank_unmeasured"):
         assert sorted(getattr(row, rank) for row in PRECISIONS.values()) == list(range(len(PRECISIONS)))

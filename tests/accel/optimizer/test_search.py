@@ -116,8 +116,8 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
-    """Fails if session options that are measurably faster than the source aren't chosen because the best candidate
-    of the first measurement isn't measurably faster in the second."""
+    """Fails if the search keeps the source although session options are measurably faster. In this test, the best
+    candidate of the first measurement isn't measurably faster in the second."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
     rows = [row("a"), row("b")]
@@ -158,7 +158,7 @@ def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
 
 
 def test_which_options_are_tried() -> None:
-    """Fails if the search varies the threads that the user fixed, or tries to divide one core."""
+    """Fails if the search varies the threads that the user fixed, or tries fewer threads on a single core."""
     ort, ov = row("a", "onnxruntime"), row("b", "openvino")
     assert [v.options for v in variants(ov, "latency", cores=8, vary_threads=True)] == [{"threads": 4}]
     assert variants(ov, "latency", cores=8, vary_threads=False) == []
@@ -280,7 +280,7 @@ def test_faster_than_needs_the_same_rounds() -> None:
     assert not faster_than(other, one, 0.02)
 
 
-BUDGET, MARGIN = 10.0, 8.0  # docs/how-to/optimize.md names the work that may follow the budget
+BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may still run after the budget
 
 
 def test_a_real_search_ends_with_its_budget(

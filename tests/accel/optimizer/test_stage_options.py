@@ -36,8 +36,8 @@ QUANTIZE = [
 
 
 def test_every_option_is_read() -> None:
-    """Fails if an option is parsed as another, repeated lists don't add up, or the spelling with underscores means
-    something else."""
+    """Fails if an option is parsed as another option, if the items of a repeated list option aren't joined, or if an
+    underscore instead of a hyphen changes the meaning."""
     found = parse_quantize_options(QUANTIZE)
     assert found == {
         "calibration": "entropy", "samples": 40, "smooth": 0.5, "per_channel": False, "ops": ("MatMul", "Gemm"),
@@ -170,6 +170,6 @@ def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path
     ],
 )
 def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, read: int) -> None:
-    """Fails if calibration doesn't read the requested number of samples when other samples judge, or leaves no sample
-    to judge on."""
+    """Fails if calibration doesn't read the requested number of samples although the judge has other data, or if
+    calibration leaves the judge no sample."""
     assert samples_to_calibrate(count, asked, apart=apart) == read

@@ -27,8 +27,8 @@ def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a listed layout can't run as a training config on those ranks, or if the written config doesn't hold the
-    chosen layout."""
+    """Fails if a listed layout can't run as a training config on the given number of ranks, or if the written config
+    has another layout than the chosen one."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     assert run(group, ["plan", str(config), "--world", "64", "--hbm", "80G", "-o", str(out), "--json"]) == 0
@@ -182,7 +182,7 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a bad request ends in a traceback, in another exit code than 2, or in a message without the fix."""
+    """Fails if a bad request gives a traceback, another exit code than 2, or a message without the fix."""
     assert run(group, [*line.split(), "-q"]) == 2
     error = capsys.readouterr().err
     assert says in error
@@ -207,7 +207,8 @@ def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str
     shape["num_key_value_heads"] = kv_heads
     with torch.device("meta"):
         made = Starcoder2Model(Starcoder2Config(**shape, intermediate_size=4 * 768))
-        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))  # its 3 products are as large as 2
+        # Llama's MLP has three products, which together are as large as the two products of a GPT's MLP.
+        llama = LlamaModel(LlamaConfig(**shape, intermediate_size=768 * 8 // 3))
     line = f"plan --layers 4 --hidden 768 --heads 12 --kv-heads {kv_heads} --vocab 1000 --precision fp32 --json"
     assert run(group, line.split()) == 0
     planned = json.loads(capsys.readouterr().out)["parameter_bytes_per_rank"] / 4

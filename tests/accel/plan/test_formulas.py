@@ -77,8 +77,9 @@ def _spec() -> ModelSpec:
     [(8, 0, 2), (8, 1, 1), (64, 1, 3), (8, 2, 1), (64, 2, 3), (64, 3, 1), (64, 3, 3)],
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
-    """Fails if the bytes that FSDP2 keeps and sends (counted per tensor and per collective) differ from the closed
-    form by more than padding to the world size, or if ``train.zero`` gathers or reduces more often than documented."""
+    """Fails if the bytes that FSDP2 keeps and sends differ from the closed form by more than the padding to the
+    world size, or if ``train.zero`` gathers or reduces more often than documented. The bytes are counted per tensor
+    and per collective."""
     layout = Layout(world=world, zero=zero, precision=precision, micro_batch=2, accumulation=accumulation)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     spec = _spec()
@@ -86,7 +87,7 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
     parameters, gradients, optimizer = model_states(spec, layout)
     pad = {8: 0.001, 64: 0.003}[world]  # FSDP2 pads a dim that the world size doesn't divide
     assert optimizer <= found.optimizer * 1.0001 <= optimizer * (1 + pad) * 1.0001
-    if zero != 1 or accumulation > 1:  # with one micro-batch, stage 1 reduces at once and keeps less than its formula
+    if zero != 1 or accumulation > 1:  # stage 1 with one micro-batch reduces gradients at once, and keeps fewer bytes
         assert gradients <= found.gradients * 1.0001 <= gradients * (1 + pad) * 1.0001
     if zero < 3:
         assert found.parameters == parameters
@@ -138,8 +139,8 @@ def test_seven_billion_on_64_ranks_simulated() -> None:
 
 
 def test_traffic_of_one_micro_batch() -> None:
-    """Fails if a ring all-reduce doesn't send 2 Psi or ZeRO 3 doesn't send 3 Psi (table 1 of ZeRO++), or if the planned
-    traffic of ZeRO++ differs from the bytes into which the engine encodes the values, including the scales of the
+    """Fails if the planned traffic isn't 2 Psi for a ring all-reduce or 3 Psi for ZeRO 3 (table 1 of ZeRO++). Also
+    fails if the planned traffic of ZeRO++ differs from the engine's encoded bytes, including the scales of the
     blocks."""
     spec = ModelSpec(params=10**9)
     psi = ring(2e9, 64)
@@ -178,7 +179,7 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     piped = replace(plain, pp=4)
     staged = step_time(spec, piped, fast)
     assert staged.compute == pytest.approx(flops(spec, piped) / (8 * 1e12))
-    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m for 12 micro-batches and 4 stages
+    assert staged.step == pytest.approx(staged.compute * 15 / 12)  # (m + p - 1) / m, with m = 12 and p = 4
     assert staged.bubble == pytest.approx(staged.step - staged.compute)
     cut = step_time(spec, replace(piped, tp=2), replace(fast, node_bandwidth=1e9))
     assert cut.step == pytest.approx((cut.compute + cut.tp) * 15 / 12 + cut.pp / 12)
@@ -207,16 +208,16 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if ranks that share sequences hold other states than data-parallel ranks, if their activations aren't 1
-    / c of a sequence's, or if each rank doesn't send (c - 1) / c of Ulysses's 4 s b h / c per layer and pass (Jacobs
-    et al. 2023, section 3.2)."""
+    """Fails if ranks that share sequences hold other states than data-parallel ranks, or other activations than 1 /
+    c of a sequence's. Also fails if each rank doesn't send (c - 1) / c of Ulysses's 4 s b h / c per layer and pass
+    (Jacobs et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
     assert (layout.dp, layout.shards, layout.global_batch) == (2, 8, 12)
     assert model_states(spec, layout) == model_states(spec, wide)
     assert data_parallel_bytes(spec, layout) == data_parallel_bytes(spec, wide)
-    turned = 4 * 1024 * 2 * 64 * 2 / 4  # the attention's output, which is kept twice
+    turned = 4 * 1024 * 2 * 64 * 2 / 4  # autograd keeps the attention's output twice
     whole, part = activations(spec, wide), activations(spec, layout)
     assert whole is not None
     assert part == pytest.approx(whole / 4 + turned)
@@ -244,16 +245,18 @@ def test_flops_equal_the_published_form() -> None:
     layout = Layout(world=32, micro_batch=16, recompute="full")
     paper = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
     assert layout.global_batch == batch
-    # The paper doesn't recompute the logits, but 8 P does, so a quarter of 8 V h per token is subtracted.
+    # The planned 8 P FLOPs recompute the logits and the paper's FLOPs don't, so a quarter of 8 V h per token is
+    # subtracted.
     assert flops(spec, layout) - 2 * vocab * hidden * batch * seq == pytest.approx(paper, rel=0.01)
 
 
 def test_pipeline_stage_is_the_fullest() -> None:
-    """Fails if the formula's largest stage differs from the parameters of the largest stage that training cuts."""
+    """Fails if the planned parameters of the largest pipeline stage differ by over 10% from those of the largest
+    stage in training."""
     model, spec = GPT(SHAPE), _spec()
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     first = 2 * layer + model.embed.tokens.weight.numel()
-    # The spec doesn't know that head and embedding are two tables, so it spreads the rest over the layers.
+    # The spec knows only one table for embedding and head, so the formula spreads the other table over the layers.
     assert stage_params(spec, Layout(world=3, pp=3)) == pytest.approx(first, rel=0.1)
 
 
@@ -268,7 +271,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
     with pytest.raises(BadConfig, match=r"the smallest takes .* use more ranks"):
-        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # takes 0.37 GB with the rest on the host
+        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # needs 0.37 GB even with offloaded states
 
 
 @pytest.mark.parametrize(

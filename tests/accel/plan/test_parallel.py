@@ -61,10 +61,10 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
     ("tp", "ranks", "replicate", "zero", "accumulation"), [(2, 4, 1, 1, 2), (4, 4, 1, 2, 2), (2, 8, 2, 3, 2)]
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
-    """Fails if the bytes that data-parallel ranks of a cut model keep and send exceed the closed form by more than
-    padding and the norms, biases and positions that tensor parallel doesn't cut (0.8 % of this model at tp 2).
-    Gradients that accumulate until the last micro-batch may include the whole embedding, which the plan counts as
-    temporary."""
+    """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the closed form allows.
+    Padding is allowed, and so are the norms, biases and positions that tensor parallel doesn't cut (0.8 % of this
+    model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding, which the
+    plan counts as temporary."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
@@ -82,16 +82,16 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
 @pytest.mark.proof
 @pytest.mark.parametrize(("ranks", "replicate", "hpz", "accumulation"), [(8, 1, 2, 1), (16, 2, 4, 2)])
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
-    """Fails if the shards that hpZ keeps between forward and backward, or the bytes gathered from the second shards
-    and from the first shards, differ from the closed form by more than padding. Parameters outside the blocks are
-    held whole and gathered once."""
+    """Fails if the bytes of the shards that hpZ keeps between forward and backward, or the bytes that hpZ gathers,
+    differ from the closed form by more than padding. Each rank holds the parameters outside the blocks whole, and
+    gathers these parameters once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
     # The first shards add 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all parameters as
-    # second shards, so the parameters outside the blocks, which are held whole, are added.
+    # sharded, but ranks hold the parameters outside the blocks whole, so the difference is added.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -102,9 +102,9 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
-    """Fails if the bytes that qwZ gathers and qgZ exchanges (counted per collective, with the codes and scales of
-    every parameter) differ from the closed form by more than padding and the scales of short last blocks, or if
-    these bytes have another precision than the config sets."""
+    """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the closed form by more than padding and the
+    scales of short last blocks, or have another precision than the config sets. The bytes are counted per
+    collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -144,8 +144,9 @@ def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int
 
 @pytest.mark.parametrize("sequence", [True, False])
 def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.MonkeyPatch, sequence: bool) -> None:
-    """Fails if the planned activations of cut layers under selective recomputation differ by more than half a percent
-    from the kept results of products and attention plus what autograd keeps."""
+    """Fails if the planned activations of tensor-parallel layers under selective recomputation are off by more than
+    half a percent. The expected value is the kept results of products and attention plus the tensors that autograd
+    keeps."""
     made: list[Any] = []
     kept: dict[int, int] = {}
     backward = torch.autograd.backward

@@ -44,7 +44,7 @@ def test_everything_that_is_listed_can_be_trained() -> None:
     assert {1, 2, 4, 8} <= kinds["replicate"]
     assert kinds["hpz"] == {0, 8}
     assert {plan.layout.offload for plan in found} == {False, True}
-    assert not [plan for plan in found if plan.layout.qwz or plan.layout.qgz]  # qwZ and qgZ round, so only on request
+    assert not [plan for plan in found if plan.layout.qwz or plan.layout.qgz]  # lossy, so only on request
     for plan in found:
         check(config_of(plan), 64)
 
@@ -122,8 +122,8 @@ def test_what_training_refuses_is_not_planned(kind: dict[str, object], says: str
 
 
 def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
-    """Fails if the planned activations under full recomputation, without those of the one layer that is recomputed,
-    differ by more than half a percent from what autograd keeps."""
+    """Fails if the planned activations under full recomputation are off by more than half a percent. The expected
+    value is what autograd keeps plus the activations of the one layer that is recomputed."""
     spec, layout = replace(spec_of(GPT(SHAPE)), seq=128), Layout(world=1, precision="fp32", micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, replace(layout, recompute="full"))
     planned = activations(spec, replace(layout, recompute="full"))
@@ -132,8 +132,8 @@ def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
 
 
 def test_what_selective_recomputation_keeps_equals_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the planned activations under selective recomputation differ by more than half a percent from the kept
-    results of products and attention plus what autograd keeps."""
+    """Fails if the planned activations under selective recomputation are off by more than half a percent. The
+    expected value is the kept results of products and attention plus the tensors that autograd keeps."""
     made: list[Any] = []
 
     def recorded(policy: Any) -> Any:

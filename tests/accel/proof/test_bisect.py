@@ -149,8 +149,8 @@ def test_a_planted_fault_is_found_by_name(
 def test_only_what_crosses_a_cut_is_held(
     encoder: Artifact, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a run returns more tensors than cross one cut of the graph. A cut crosses at most a layer's input,
-    query, key and value, and the mask, of 52 tensors in all."""
+    """Fails if a run returns more tensors than cross one cut of the graph. At most five of the 52 tensors cross a
+    cut: a layer's input, query, key and value, and the mask."""
     held: list[int] = []
     plain = RoundedModel.run
 
@@ -197,7 +197,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
                 node("Sqrt", "a", "c"),
                 node("Mul", "c factor", "d"),
                 node("Tanh", "d", "t"),
-                node("Relu", "negative", "nothing"),  # this Relu is so late that most cuts cross the difference
+                node("Relu", "negative", "nothing"),  # this Relu removes the difference, after most of the cuts
                 node("Add", "t nothing", "y"),
             ],
             {"x": (FLOAT, ["batch", 4])},

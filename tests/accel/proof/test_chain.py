@@ -18,7 +18,8 @@ from accel.artifact import Artifact, manifest_path
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a cache folder for each kind of artifact. The first test fills it, because the stages take seconds."""
+    """Returns a cache folder for each kind of artifact. The first test of a kind fills the folder, because the
+    stages take seconds."""
     folder = tmp_path_factory.mktemp("caches")
     return lambda kind: folder / kind
 
@@ -110,8 +111,8 @@ def test_one_flipped_byte_anywhere_is_found(made: tuple[Path, list[Path]], cli: 
 
 
 def test_what_is_gone_is_called_absent(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Fails if a missing intermediate counts as broken (the file may be elsewhere), or if a missing file of the
-    artifact itself counts as intact."""
+    """Fails if a missing file of an earlier stage counts as changed instead of absent, or if an artifact counts as
+    intact although one of its own files is missing."""
     out, _ = made
     (tmp_path / "weights.safetensors").unlink()
     found = accel.inspect(out, check=True)

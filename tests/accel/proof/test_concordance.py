@@ -54,7 +54,7 @@ def test_one_number_a_sample() -> None:
     years = np.float32(2000) + 100 * np.random.default_rng(1).random((64,), np.float32)
     assert discordance([years], [np.full_like(years, years.mean())]) == pytest.approx(1)
     assert discordance([years], [np.full_like(years, years.mean())], about_the_mean=False) < 1e-3
-    # Seven of eight samples are rounding errors.
+    # Seven of the eight samples hold only rounding errors.
     residue = np.where(np.arange(64) % 8, 1e-9, 1.0)
     assert discordance([residue], [np.where(residue == 1, 1.0, -1e-9)]) < 1e-3
     # The numbers in ``alike`` hardly differ, so an output can't follow their differences.
@@ -93,7 +93,8 @@ def test_errors_of_samples() -> None:
 
 
 def _rounding(path: Path, step: float) -> Path:
-    """Saves y = x rounded to multiples of ``step``, for one number per sample, as int8 rounds an output."""
+    """Saves a model that rounds its input, one number per sample, to multiples of ``step``, as int8 rounds an
+    output."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[batch, 1] x) => (float[batch, 1] y) '
         f"<float s = {{{step:g}}}> {{ a = Div(x, s) b = Round(a) y = Mul(b, s) }}"
@@ -118,7 +119,7 @@ def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
     """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because the few large outputs
     are right."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
-    prices[::8] = 100  # one large output in each batch
+    prices[::8] = 100  # each batch has one large output
     np.savez(tmp_path / "prices.npz", x=prices)
     fine = _rounding(tmp_path / "fine.onnx", 1e-6)
     coarse = _rounding(tmp_path / "coarse.onnx", 100 / 127)

@@ -100,8 +100,8 @@ def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
 def test_a_stage_that_gives_other_bytes(
     digits: Artifact, monkeypatch: pytest.MonkeyPatch, factor: float, status: str
 ) -> None:
-    """Fails if changed bytes count as identical, if changed bytes with outputs within the gate count as different,
-    or if changed outputs count as equivalent. In this test, the stage simplify scales a weight."""
+    """Fails if a result with other bytes counts as identical. The result has to count as equivalent if its outputs
+    pass the gate, and as different otherwise. In this test, the stage simplify scales a weight."""
     from accel.converters.graph import write as onnx_write
 
     right = onnx_write.write_onnx
@@ -128,7 +128,7 @@ def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path: Path) -> None:
-    """Fails if a changed engine passes because its stages give the bytes in the manifest."""
+    """Fails if a changed engine passes only because its stages give the bytes that the manifest records."""
     stub(tmp_path, 2)
     exported = accel.export(f"{tmp_path}/net.py:make", out=tmp_path / "net.onnx")
     made = run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(), out=tmp_path / "net.engine")

@@ -76,7 +76,7 @@ def make():
 
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
-    """Fails if --input or --weights doesn't reach a factory, as the reference or as the candidate, or if a net with
+    """Fails if --input or --weights doesn't reach a factory that is the reference or the candidate, or if a net with
     other weights than the file passes."""
     import torch
     from safetensors.torch import save_file

@@ -81,7 +81,7 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
-    """Fails if inputs or outputs are matched by position, or if the size of an earlier run remains."""
+    """Fails if inputs or outputs are matched by position, or if a run uses the size of an earlier run."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         for batch in (1, 5, 2):
             feeds = session.example_inputs(batch=batch)
@@ -157,8 +157,8 @@ KINDS = {
 
 
 def test_every_dtype_goes_through(make: Make) -> None:
-    """Fails if values or dtypes change between numpy and OpenVINO, whose Python API has no bfloat16, or if a read-only
-    array, such as a request's, is refused."""
+    """Fails if values or dtypes change between numpy and OpenVINO, or if a read-only array, such as a request's, is
+    refused. OpenVINO's Python API has no bfloat16."""
     nodes = [helper.make_node("Reshape", [dtype, "shape"], [f"{dtype}_out"]) for dtype in KINDS]
     inputs = [(dtype, kind, ["batch", 4]) for dtype, kind in KINDS.items()]
     outputs = [(f"{dtype}_out", kind, ["half", 2]) for dtype, kind in KINDS.items()]
@@ -221,8 +221,9 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if a shape that only an inner node refuses ends in OpenVINO's own error, in the outputs of the earlier run
-    (as infer() does with one thread), or in a session that never runs again (as in bfloat16)."""
+    """Fails if a shape that only an inner node refuses ends in OpenVINO's own error, returns the outputs of the
+    earlier run, or stops the session from running again. Without accel's checks, infer() with one thread returns the
+    earlier outputs, and a bfloat16 session never runs again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
@@ -304,7 +305,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # waits as a session on one thread does; see OpenVinoSession._waits
+        def own_call() -> None:  # waits as a session with one thread does; see OpenVinoSession._waits
             slot.request.start_async()
             slot.request.wait()
 
@@ -317,4 +318,4 @@ def test_overhead_of_a_run(make: Make) -> None:
             return statistics.quantiles(times, n=10)[0] * 1e6
 
         overhead = min(microseconds(lambda: session.run(feeds)) - microseconds(own_call) for _ in range(5))
-    assert overhead < 100  # about 30 µs on a quiet machine
+    assert overhead < 100  # a quiet machine takes about 30 µs

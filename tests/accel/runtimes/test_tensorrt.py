@@ -83,8 +83,8 @@ def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda
 
 
 def test_the_phases_of_a_run_are_told_apart(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if an event is recorded at the wrong place (the fake clock passes 10, 100 and 1000 between events), or
-    isn't destroyed."""
+    """Fails if an event is recorded at the wrong point of a run, or isn't destroyed. Between the events, the fake
+    clock advances by 10, 100 and 1000."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         found = session.phases(feeds(2, 3))
     assert found == {"host_to_device": 10.0, "compute": 100.0, "device_to_host": 1000.0}
@@ -233,7 +233,8 @@ def test_engines_without_a_manifest(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if the session doesn't let the toolkit check the header, or if None from the toolkit isn't an error."""
+    """Fails if the session doesn't let the toolkit check the header, or raises no error when the toolkit returns
+    None."""
     artifact.path.write_bytes(content)
     with pytest.raises(kind, match=message):
         TensorRTSession(replace(artifact, manifest=None), SessionOptions())

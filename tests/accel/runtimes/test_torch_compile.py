@@ -71,7 +71,7 @@ def test_it_computes_what_eager_computes_and_compiles_at_the_first_run(source: A
                 assert list(found) == list(wanted) == ["score", "total"]
                 for name, value in wanted.items():
                     np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
-        assert said == ["torch.compile: compiling"] * 3  # torch compiles at the first run of batch 3, 5 and 6
+        assert said == ["torch.compile: compiling"] * 3  # torch compiles once for each batch size: 3, 5 and 6
         assert compiled.graph_breaks == 0
 
 

@@ -1,5 +1,5 @@
 """``accel.Source`` holds a model and everything that the user declares about the model. Every public function
-accepts it."""
+accepts a ``Source``."""
 
 from __future__ import annotations
 

@@ -304,8 +304,8 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
-    """Fails if --input renames the only input of a model without a note on stderr and in the manifest, or if there is a
-    note although the name is forward's own."""
+    """Fails if no note on stderr and in the manifest says that --input renames the model's only input, or if there
+    is a note although --input uses forward's own name."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
         ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")
@@ -359,7 +359,8 @@ def make():
 
 @pytest.mark.parametrize("bounds", [(600, 1600, 3200), (1590, 1600, 3200)])
 def test_an_output_that_follows_its_input_in_steps(tmp_path: Path, bounds: tuple[int, int, int]) -> None:
-    """Fails if an output's size at the usual length counts as fixed because lengths close to it give the same size."""
+    """Fails if accel declares an output dim as fixed because lengths close to the usual length give the same output
+    size."""
     (tmp_path / "strided.py").write_text(STRIDED)
     found = accel.export(
         f"{tmp_path / 'strided.py'}:make",

@@ -85,7 +85,7 @@ def test_a_format_is_a_converter_and_its_rows(source: Path, tmp_path: Path) -> N
 
 
 def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the signature isn't read from a file of the new format by the reader that the table names."""
+    """Fails if accel doesn't use the reader in the table to read the signature of a file of the new format."""
     monkeypatch.setattr(f"{__name__}.LOSES", ["lost"])
     with pytest.raises(SignatureDrift, match="stage toy_from_onnx lost the output 'y'; what is left: lost"):
         accel.export(source, to="toy", out=tmp_path / "out")

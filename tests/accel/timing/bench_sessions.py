@@ -1,4 +1,4 @@
-"""Sessions for the tests of the benchmark, opened in child processes. The ``options`` of a session script its
+"""Sessions for the tests of the benchmark, opened in child processes. The ``options`` of a session define its
 behavior."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def simulated(candidate: Candidate) -> Simulated:
 
 
 class Delayed:
-    """A real session whose runs take ``share`` longer."""
+    """A real session whose runs take longer by the fraction ``share``."""
 
     def __init__(self, session: Any, share: float) -> None:
         self.session, self.share = session, share
@@ -132,7 +132,8 @@ class Delayed:
 
 
 def delayed(candidate: Candidate) -> Delayed:
-    """Opens the candidate's session on one thread, slower by ``options["share"]`` and timed by this thread's time."""
+    """Opens the candidate's session on one thread, slower by the fraction ``options["share"]``, and timed by this
+    thread's CPU time."""
     from accel.runtimes.base import open_session
 
     blocks.time.perf_counter_ns = time.thread_time_ns
@@ -142,12 +143,12 @@ def delayed(candidate: Candidate) -> Delayed:
 def _spin_forever() -> None:
     data = bytes(1 << 22)
     while True:
-        hashlib.sha256(data)  # releases the interpreter's lock, like native threads that spin
+        hashlib.sha256(data)  # releases the GIL, as native threads that spin do
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
-    """Logs the current state of each other child of the parent, except ``others``, which don't belong to the
-    benchmark."""
+    """Logs the state of the parent's other children, which the benchmark should have paused. Leaves out ``others``,
+    which don't belong to the benchmark."""
     me, parent = os.getpid(), os.getppid()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == me:

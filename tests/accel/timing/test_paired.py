@@ -122,8 +122,8 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order (the candidate after the hottest candidate would always be slower), or
-    if the order isn't reproducible."""
+    """Fails if every round has the same order, or if the order isn't reproducible. In a fixed order, the candidate
+    after the hottest candidate would always be slower."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (report.order for report in reports)
@@ -144,8 +144,8 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
     ],
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
-    """Fails if a candidate that fails or isn't comparable is timed, or stops the other candidates, in the first
-    round or a later round."""
+    """Fails if the benchmark times a candidate that fails or isn't comparable, or doesn't time the other candidates.
+    The failure comes in the first round or in a later round."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -218,7 +218,7 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # ||1|| / ||2 * 1||, for the feed with the largest difference
+    # the feed with the largest difference gives ||1|| / ||2 * 1||
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
@@ -226,8 +226,8 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
     """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond the
     budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # An interval within a quarter of the effect counts as narrow, however small the target. The test fixes the answer,
-    # so that it doesn't depend on the clock.
+    # An interval narrower than a quarter of the effect counts as narrow, whatever the target width. The test fixes the
+    # answer of ``is_narrow``, so that the number of rounds doesn't depend on the clock.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
@@ -273,8 +273,8 @@ def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
 
 
 def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
-    """Fails if a step between the session and the verdict (block, pairing, floor) loses a delay of a tenth, or finds
-    a delay that doesn't exist. The sessions' clock is simulated, so the figures are the same on every machine."""
+    """Fails if blocks, pairing or the noise floor hide a delay of a tenth, or show a delay that doesn't exist. The
+    sessions' clock is simulated, so the figures are the same on every machine."""
     times = {"as it is": 2.0, "the same": 2.0, "delayed": 2.2, "doubled": 4.0}
     candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
     report = quick(candidates, rounds=9, block_seconds=0.2)
@@ -292,8 +292,8 @@ def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_delay_of_a_real_session_is_found(mlp: Artifact) -> None:
-    """Fails if the benchmark loses the delay of a real runtime. The delayed runs take ten times as long, which shows
-    on any machine."""
+    """Fails if the benchmark doesn't find the delay of a real runtime. The delayed runs take ten times as long,
+    which shows on any machine."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, options={"share": share}, opener="bench_sessions:delayed")
@@ -356,8 +356,8 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
 
 
 def test_a_block_is_cut_between_passes() -> None:
-    """Fails if a block ends within a pass (some inputs would count more than others) or before the first pass ends,
-    or exceeds its time or its number of passes."""
+    """Fails if a block ends within a pass or before the first pass ends, or exceeds its time or its number of
+    passes. After an unfinished pass, some inputs would count more than others."""
     feeds: Any = ["a", "b", "c"]
     for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
         clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the one before
@@ -365,8 +365,8 @@ def test_a_block_is_cut_between_passes() -> None:
 
 
 def test_streams_share_the_runs_of_a_block() -> None:
-    """Fails if two threads that take runs of one block advance its generator at once (a generator refuses that), or if
-    a run is made twice or not at all."""
+    """Fails if two threads advance the generator of a block at the same time, which a generator refuses, or if a run
+    is made twice or not at all."""
 
     def clock() -> int:
         time.sleep(0)  # lets another thread run here

@@ -127,8 +127,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """Fails if streams take turns (in this test, each run waits until all streams are in a run), or if each stream
-    gets all the threads, for sessions that take one run at a time."""
+    """For sessions that take one run at a time, fails if streams take turns, or if each stream gets all the threads.
+    Each run of this test waits until all streams are in a run."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)

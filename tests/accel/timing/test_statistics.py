@@ -61,13 +61,14 @@ def verdict_of(machine: Machine, slower_by: float, milliseconds: float = 5.0) ->
 
 @pytest.mark.parametrize("rounds", [MIN_ROUNDS, 7, ROUNDS, 20])
 def test_a_model_against_itself_is_called_different_at_most_once_in_twenty(rounds: int) -> None:
-    """Fails if a verdict needs only the interval, without the baseline's own noise."""
+    """Fails if the verdict ignores the baseline's own noise and depends on the interval alone."""
     verdicts = Counter(verdict_of(Machine(seed, rounds), 0.0)[0] for seed in range(RUNS))
     assert RUNS - verdicts["no measurable difference"] <= RUNS / 20, verdicts
 
 
 def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_as_often_as_it_says() -> None:
-    """Fails if the interval doesn't cover 95%, as its name says. Plain percentiles at 7 rounds miss in 12 of 100."""
+    """Fails if the 95% interval misses the true ratio in more than 6% of the benchmarks. Plain percentiles of 7
+    rounds miss the true ratio in 12%."""
     outside = 0
     for seed in range(600):
         machine = Machine(seed, 7, process_luck=0.0)
@@ -92,7 +93,7 @@ def test_a_faster_candidate_is_found_and_its_speedup_is_right() -> None:
 
 
 def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> None:
-    """Fails if the noise floor doesn't follow the baseline's difference from itself."""
+    """Fails if the noise floor doesn't follow the difference between two processes of the baseline."""
     quiet, noisy = ([], [])
     for seed in range(40):
         for found, luck, noise in ((quiet, 0.0, 0.002), (noisy, 0.03, 0.08)):
@@ -104,8 +105,8 @@ def test_a_noisy_machine_widens_the_floor_instead_of_inventing_differences() -> 
 
 
 def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
-    """Fails if the baseline is a single process. A single process with 4% of bad luck would make every candidate 4%
-    faster."""
+    """Fails if the baseline is a single process. If a single process is 4% slower by chance, every candidate seems
+    4% faster."""
     verdicts = Counter()
     for seed in range(50):
         machine = Machine(seed, ROUNDS, process_luck=0.0, block_noise=0.003)
@@ -116,7 +117,7 @@ def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
 
 
 def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
-    """Fails if "faster" or "slower" needs only the interval, or only the noise floor."""
+    """Fails if the interval alone, or the noise floor alone, suffices for "faster" or "slower"."""
     assert judge(Ratio(value=1.20, low=1.10, high=1.30), 0.05) == "faster"
     assert judge(Ratio(value=1.20, low=0.99, high=1.30), 0.05) == "no measurable difference"
     assert judge(Ratio(value=1.04, low=1.03, high=1.05), 0.05) == "no measurable difference"

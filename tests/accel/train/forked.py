@@ -178,7 +178,8 @@ def _install(server: Callable[[], socket.socket]) -> None:
 
 
 def _module_of(args: Any) -> tuple[str, list[str]]:
-    """Returns the module that ``args`` run by ``python -m`` and its arguments, or ("", []) for any other command."""
+    """Returns the module and its arguments if ``args`` are a ``python -m`` command, or ("", []) for any other
+    command."""
     words = [str(word) for word in args] if isinstance(args, list | tuple) else []
     if words[:1] == [sys.executable]:
         rest = words[2:] if words[1:2] == ["-u"] else words[1:]

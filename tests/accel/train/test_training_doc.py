@@ -1,4 +1,5 @@
-"""The commands of docs/how-to/training.md work, and the error for a wrong object names the right kind."""
+"""The commands of docs/how-to/training.md work, and the error for a wrong object names the kind of object that is
+needed."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def test_a_closure_is_never_taken_for_another(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
-    """Fails if a metric without a value for one candidate (a correlation of constant outputs) ends the run instead of
-    rejecting that candidate, or if a source without a value is accepted."""
+    """Fails if a metric without a value, such as a correlation of constant outputs, ends the run instead of
+    rejecting the candidate, or if a source without a value is accepted."""
     source, other, data = twice(tmp_path), twice(tmp_path, 3.0, "other.onnx"), samples(tmp_path, 4)
     expected = np.log(2 * np.load(data)["x"]).mean()
 
@@ -118,15 +118,15 @@ def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, t
 
 
 def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
-    """Fails if a cached judgement on both samples is reused for the second sample alone, because both are one batch."""
+    """Fails if the judge reuses its cached judgement on a batch of two samples for the second sample alone."""
     source, data = twice(tmp_path), samples(tmp_path, 2)
     assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
     assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})
 
 
 def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
-    """Fails if the report doesn't warn that the only sample both calibrated and judged int8, or warns although other
-    samples judge or no candidate is quantized."""
+    """Fails if there is no warning although int8 was calibrated and judged on the same single sample. Also fails if
+    there is a warning although the judge has other samples or no candidate is quantized."""
     source, one, two = twice(tmp_path), samples(tmp_path, 1), samples(tmp_path, 2)
     judgement = Judgement(drop=0.0, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
     int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))
@@ -139,8 +139,8 @@ def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
 
 
 def test_a_source_that_gives_nan_on_the_data(tmp_path: Path) -> None:
-    """Fails if the report doesn't say for how many samples the source gives NaN, or reports NaN for a source without
-    NaN."""
+    """Fails if the report doesn't give the number of samples for which the source's outputs are NaN, or reports NaN
+    for a source without NaN."""
     source = twice(tmp_path)
     judge = Judge(source, samples(tmp_path, 20, negative=5), None)
     assert "the source itself gives NaN for 5 of 20 samples of" in judge.nan_note()

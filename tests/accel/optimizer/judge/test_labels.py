@@ -24,8 +24,8 @@ def save(path: Path, **arrays: Any) -> Path:
 @settings(deadline=None)  # importing scipy takes longer than Hypothesis's deadline
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=30))
 def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
-    """Fails if Spearman's rank correlation differs from scipy's, for example because equal values don't share their
-    rank."""
+    """Fails if Spearman's rank correlation differs from scipy's, for example because equal values get different
+    ranks."""
     from scipy.stats import spearmanr
 
     a, b = (np.array(values, np.float64) for values in zip(*pairs, strict=True))
@@ -36,7 +36,8 @@ def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_top_k(tmp_path: Path) -> None:
-    """Fails if a label among the k largest scores doesn't count, or a label outside them does."""
+    """Fails if top-k accuracy doesn't count a label among the k largest scores as right, or counts any other label
+    as right."""
     scores = np.array([[3, 2, 1, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 2]))
     assert read_labels(labels)({"logits": scores}, {}) == 0.0
@@ -60,8 +61,8 @@ def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
 
 
 def test_iou_of_a_segmentation(tmp_path: Path) -> None:
-    """Fails if labels per pixel aren't judged by IoU by default, or are compared with an output that doesn't fit
-    their shape."""
+    """Fails if the default metric for labels per pixel isn't IoU, or if the labels are compared with an output of
+    another shape."""
     labels = np.array([[[0, 1], [1, 1]], [[0, 0], [2, -1]]])
     scores = np.full((2, 3, 2, 2), -1.0, np.float32)
     for (sample, y, x), label in np.ndenumerate(labels):
@@ -79,8 +80,8 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
 
 
 def test_iou_with_channels_last(tmp_path: Path) -> None:
-    """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...], if the judge
-    mistakes another axis of the same size for the classes, or features per pixel for a segmentation."""
+    """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...]. Also fails
+    if the judge takes another axis of the same size for the classes, or takes features per pixel for a segmentation."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
     labels = rng.integers(-1, 3, (4, 6, 5))
@@ -100,7 +101,7 @@ def test_iou_with_channels_last(tmp_path: Path) -> None:
     either, square = rng.normal(size=(4, 3, 3)), labels[:, :3, 0]
     read = read_labels(save(tmp_path / "s.npz", label=square))
     assert read({"y": either}, {}) == mean_iou(either.argmax(1), square, 3) != mean_iou(either.argmax(2), square, 3)
-    with pytest.raises(UsageError, match="2 outputs"):  # the judge can't know which of the outputs has the classes
+    with pytest.raises(UsageError, match="2 outputs"):  # the judge can't know which output has the classes
         read({"y": either, "z": rng.normal(size=(4, 3, 7))}, {})
     with pytest.raises(
         BadData, match=r"the label of sample \d at \[\d, \d\] is 2, and the output 'mask' has 2 classes"
@@ -170,7 +171,7 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
             read_labels(path, kind)(scores, {})
         assert f"the label of sample 2 is {wrong}, and the output 'logits' has 10 classes, 0 to 9" in str(caught.value)
         assert "(2 labels are not a class)" in str(caught.value)
-        with pytest.raises((BadData, UsageError)):  # wide features aren't taken for classes
+        with pytest.raises((BadData, UsageError)):  # a wide embedding isn't taken for class scores
             read_labels(path, kind)({**scores, "embedding": np.zeros((4, 512), np.float32)}, {})
     places = np.zeros((2, 3, 3), np.int64)
     places[1, 2, 0], places[0, 0, 0] = 5, -1  # the label -1 excludes its pixel

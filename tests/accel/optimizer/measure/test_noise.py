@@ -1,5 +1,5 @@
-"""Noise in accel optimize: the report names the verdicts that noise decided, the cache doesn't supply them, and the
-search ends with its time budget."""
+"""accel optimize reports the verdicts that noise decided, measures these again in the next run, and ends with its
+time budget."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def row(name: str, ms: float, **measured: Any) -> CandidateResult:
 
 
 def test_a_row_that_noise_decided_says_so() -> None:
-    """Fails if the noise floor, the interval or the advice is missing although noise decided the verdict, or present
-    although noise didn't."""
+    """Fails if the report lacks the noise floor, the interval or the advice for a verdict that noise decided, or
+    gives them for a clear verdict."""
     source = row("source", 10.0, verdict="baseline")
     hidden = row("int8", 6.7, **HIDDEN)
     same = row("fp32", 10.0, verdict="no measurable difference", speedup=1.01, ci95=[1.0, 1.02], noise_floor=0.31)
@@ -208,7 +208,7 @@ def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     with budget.spending("b: quantize", quantizing=True):
         clock.now += 200.0
     with budget.spending("opening the model"):
-        clock.now += 1.0  # too short for the note to name this step
+        clock.now += 1.0  # this step is too short to be in the note
     assert "b: quantize took 200 s, a: simplify took 80 s; give more" in budget.note(["b"])
     assert "quantize=['samples=" in budget.note(["b"])
     assert budget.note([]) == Budget(None, clock).note(["a"]) == ""
@@ -232,7 +232,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """Stands for a candidate's process whose blocks take no time."""
+    """A stand-in for a candidate's process: each block takes no time."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None

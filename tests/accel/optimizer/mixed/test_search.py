@@ -194,8 +194,8 @@ def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: 
 
 
 def test_halves_keep_what_belongs_to_a_sample(src: Artifact, tmp_path: Path) -> None:
-    """Fails if labels go to another half than their samples, or if a metric over all samples is computed on half of
-    them."""
+    """Fails if a sample and its label get into different halves of the data, or if a metric over all samples is
+    computed on half of the samples."""
     from contextlib import ExitStack
 
     def metric(outputs: Any, data: Any) -> float:
@@ -314,8 +314,8 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 
 def test_the_order_of_the_steps() -> None:
-    """Fails if a step isn't weighed by its cost, a layer goes to float32 before the base precision, an infinite error
-    breaks the order, or a layer tries a base precision that doesn't help."""
+    """Fails if the order of the steps ignores their costs or mishandles an infinite error, if a layer goes to
+    float32 before fp16 although fp16 helps, or if a layer tries fp16 although fp16 doesn't help."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),

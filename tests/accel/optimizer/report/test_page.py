@@ -257,8 +257,8 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
-    """Fails if tick labels aren't round numbers (rounded to three digits, other numbers lie at uneven distances), or
-    if a tick isn't at the position of its number."""
+    """Fails if tick labels aren't round numbers, or if a tick isn't at the position of its number. Other numbers,
+    rounded to three digits, would lie at uneven distances."""
     axis = Axis(values, 0, 600, log=log)
     ticks = axis.ticks()
     assert [tick["text"] for tick in ticks] == texts

@@ -16,8 +16,8 @@ from checkpoint_net import Net
 
 
 def main(folder: Path) -> None:
-    """Writes ``folder/step-1`` (the model's own names), ``folder/nested`` (the names under ``model``) and the whole
-    weights."""
+    """Writes ``folder/step-1`` with the model's own names, ``folder/nested`` with the names under ``model``, and the
+    unsharded weights to ``folder/whole.pt``."""
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(3)

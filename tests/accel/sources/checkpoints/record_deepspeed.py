@@ -1,11 +1,10 @@
-"""Records the DeepSpeed checkpoints under ``recorded/deepspeed`` with the real library. The suite doesn't run this
-script.
+"""Records the DeepSpeed checkpoints under ``recorded/deepspeed`` with the real library, without a GPU.
 
-    make record                                                          (makes an environment with deepspeed 0.19.8)
-    DS_ACCELERATOR=cpu python tests/accel/sources/checkpoints/record_deepspeed.py    (in an existing one; no GPU)
+The suite doesn't run this script. ``make record`` makes an environment with deepspeed 0.19.8 and runs this script. In
+an existing environment, run this script with ``DS_ACCELERATOR=cpu``.
 
-Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. The case also saves the
-output of DeepSpeed's own ``zero_to_fp32`` (``expected.safetensors``), which accel's reader must equal bit for bit.
+Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. The case also writes
+``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``, which accel's reader must equal bit for bit.
 
 A second run writes the same bytes, except the padding of the last rank's shards at ZeRO 3, which DeepSpeed doesn't
 initialize (``fp32_flat_groups``, ``frozen_param_fragments``). On another kind of CPU, the last bits may differ.

@@ -1,7 +1,5 @@
 """Records the Megatron checkpoints under ``recorded/megatron`` with the real library. The suite doesn't run this
-script.
-
-    python tests/accel/sources/checkpoints/record_megatron.py            (needs megatron-core 0.16.1 and torch, no GPU)
+script, which needs megatron-core 0.16.1 and torch, but no GPU.
 
 Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice: with
 ``dist_checkpointing`` (torch_dist), and in the older layout with a folder for each rank. The older layout holds

@@ -1,7 +1,5 @@
 """Records ``recorded/lightning`` and ``recorded/accelerate`` with the real libraries. The suite doesn't run this
-script.
-
-    python tests/accel/sources/checkpoints/record_trainers.py    (lightning 2.6.6, accelerate 1.15.0, torch; no GPU)
+script, which needs lightning 2.6.6, accelerate 1.15.0 and torch, but no GPU.
 
 Writes the weights that the library had in memory to ``expected.safetensors`` beside each recording.
 """

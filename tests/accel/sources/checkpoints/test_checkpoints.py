@@ -53,8 +53,8 @@ def equals(module: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp32", "zero3_bf16"])
 def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
-    """Fails if accel joins shards, odd sizes, padding, tied weights, buffers or master weights in another way than
-    DeepSpeed."""
+    """Fails if accel joins shards in another way than DeepSpeed, for example with odd sizes, padding, tied weights,
+    buffers or master weights."""
     folder = RECORDED / "deepspeed" / case
     expected = load_file(folder / "expected.safetensors")
     module = net()
@@ -116,7 +116,8 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
     """Fails if accel joins grouped query-key-value, the halves of SwiGLU, a row- or column-parallel layer, the
-    vocabulary or the stacked layers in another way than Megatron, or doesn't find a norm under both its names."""
+    vocabulary or the stacked layers in another way than Megatron, or doesn't find a norm under either of its two
+    names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -196,8 +197,9 @@ def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
     ],
 )
 def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
-    """Fails if hyperparameters (a Namespace, a Path) get a checkpoint refused, the module's prefix isn't found, a tied
-    weight that was saved once counts as missing, or a shard isn't read."""
+    """Fails if a checkpoint is refused because of its hyperparameters, such as a Namespace or a Path, or if the
+    module's prefix isn't found. Also fails if a tied weight that was saved once counts as missing, or if a shard
+    isn't read."""
     module = net()
     found = load_weights(module, RECORDED / path)
     # Fabric and Accelerate saved the same untrained net.
@@ -230,7 +232,7 @@ def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> No
     """Fails if a rank's shard is read to the wrong offset, the optimizer's states count as unexpected, or a weight
     differs from what torch's own dcp.load reads."""
     folder = sharded / place
-    if place == "accelerate":  # Accelerate's FSDP folders have the name pytorch_model_fsdp_0 and the same files
+    if place == "accelerate":  # Accelerate names its FSDP folders pytorch_model_fsdp_0, with the same files
         folder = tmp_path / "state"
         shutil.copytree(sharded / "nested", folder / "pytorch_model_fsdp_0")
     module = net()

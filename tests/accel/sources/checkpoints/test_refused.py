@@ -85,7 +85,7 @@ WAYS = ["system", "touch", "exec", "eval", "getattr", "load"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: Path, way: str) -> None:
-    """Fails if a payload planted in any file that accel unpickles runs, or isn't refused."""
+    """Fails if accel runs a planted payload, or doesn't refuse the file that holds the payload."""
     mark = tmp_path / "ran"
     payload = Payload(way, mark)
 
@@ -217,7 +217,7 @@ def _shorter(folder: Path) -> None:
 def _rewrite(file: Path, state: dict[str, Any]) -> None:
     names = ("base_optimizer_state", "single_partition_of_fp32_groups", "partition_count")
     kept = {name: state[name] for name in names}
-    file.unlink()  # the tensors are still mapped
+    file.unlink()  # the tensors are mapped from this file, so it can't be overwritten
     torch.save({"optimizer_state_dict": {**kept, "zero_stage": 2}}, file)
 
 
@@ -316,8 +316,8 @@ def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFa
 
 
 def test_dicts_and_classes_of_trainers(tmp_path: Path) -> None:
-    """Fails if a dict of a listed class gets a checkpoint refused, or if a checkpoint with a class of the user is
-    accepted, or refused without the class's name."""
+    """Fails if a checkpoint with a dict of a listed class is refused, or if a checkpoint with a class of the user is
+    accepted. Also fails if the error doesn't name the user's class."""
     file = tmp_path / "a.ckpt"
     state = {"state_dict": dict(net().state_dict())}
     torch.save({**state, "hyper_parameters": collections.defaultdict(dict, {"a": {"b": 1}})}, file)

@@ -86,8 +86,8 @@ def test_weights_in_constant_nodes(shipped: Any, tmp_path: Path) -> None:
     ],
 )
 def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, spec: str, ranges: Any) -> None:
-    """Fails if PP-OCR's nets, whose weights are Constant nodes and whose dims have no names, don't get names, a newer
-    opset and initializers, or if their outputs change."""
+    """Fails if the export of PP-OCR's nets doesn't give them dim names, a newer opset and initializers, or if their
+    outputs change. The weights of these nets are Constant nodes, and their dims have no names."""
     source = shipped("rapidocr_onnxruntime", f"models/{net}.onnx")
     dims = {"batch": (1, 1, 2), **ranges}
     made = accel.export(source, opset=17, inputs=[spec], dims=dims, out=tmp_path / "net.onnx")
@@ -116,8 +116,8 @@ def test_integers_in(shipped: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("net", "opset"), [("silero_vad", 18), ("silero_vad_16k_op15", 14)])
 def test_a_voice_detector(shipped: Any, tmp_path: Path, net: str, opset: int) -> None:
-    """Fails if a net with a state, in one file with a branch (If) for each sampling rate, can't be converted to a newer
-    or an older opset, or loses its state."""
+    """Fails if a net with a state can't be converted to a newer or an older opset, or loses its state. The net's
+    file has a branch (If) for each sampling rate."""
     source = shipped("silero_vad", f"data/{net}.onnx")
     made = accel.export(source, opset=opset, inputs=VOICE, dims=VOICE_DIMS, out=tmp_path / "vad.onnx")
     assert made.properties["opset"] == opset
@@ -199,7 +199,7 @@ def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
-    """Fails if the export declares a dim that the user passed although the graph can't run at the dim."""
+    """Fails if the export declares the user's --dim although the graph can't run at its sizes."""
     shape = numpy_helper.from_array(np.array([2, 6], np.int64), "shape")
     node = helper.make_node("Reshape", ["x", "shape"], ["y"])
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", [3, 4]), ("y", [2, 6])))
@@ -229,7 +229,8 @@ def test_preprocessing_as_written(cli: Any, digits: Artifact, digits_data: tuple
 
 
 def test_resize_is_the_usual_one() -> None:
-    """Fails if the gate's reference resize isn't bilinear between pixel centers, for 2 pixels to 4 computed by hand."""
+    """Fails if the gate's reference resize isn't bilinear between pixel centers. The expected values, for 2 pixels
+    resized to 4, are computed by hand."""
     row = np.array([0.0, 4.0]).reshape(1, 1, 2, 1)
     assert resize_bilinear(row, (1, 4)).ravel().tolist() == [0, 1, 3, 4]
 
@@ -281,7 +282,8 @@ def test_what_makes_no_sense(cli: Any, digits: Artifact, tmp_path: Path, words: 
 
 
 def test_input_dims_that_contradict(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if another dtype or rank of an input counts as a repair."""
+    """Fails if --input may change the dtype, the rank or the name of an ONNX file's input, as if this repaired the
+    file."""
     for spec in ("image:uint8[batch,1,8,8]", "image:float32[batch,64]", "other:float32[batch,1,8,8]"):
         with pytest.raises(BadInputSpec):
             accel.export(digits.path, inputs=[spec], out=tmp_path / "m.onnx")

@@ -103,8 +103,9 @@ def scores(module):
 def test_an_evaluation_that_fails_costs_no_step(
     tmp_path: Path, name: str, tables: dict[str, object], says: str
 ) -> None:
-    """Fails if a metric that raises, isn't a number or is missing loses the trained weights, if the error doesn't
-    name the function, or if the same command with a corrected function doesn't resume at the evaluated step."""
+    """Fails if the trained weights are lost when a metric raises, isn't a number or is missing. Also fails if the
+    error doesn't name the function, or if the same command with a corrected function doesn't resume at the evaluated
+    step."""
     source = tmp_path / "failing.py"
     source.write_text(_FAILING)
     (tmp_path / "run").mkdir()
@@ -174,7 +175,8 @@ def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
-    """Fails if a shard that is cut, missing or changed in one bit is loaded, isn't named, or ends the run."""
+    """Fails if a run loads a damaged shard, doesn't name the shard, or ends. The shard is cut, missing or changed in
+    one bit."""
     trainer = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
     batches = trainer.batches()
     losses = []

@@ -114,8 +114,8 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
 
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
-    """Fails if an evaluation within ``hang_seconds`` but longer than torch's default timeout of half an hour ends
-    the run, because the other ranks' process group times out."""
+    """Fails if torch's default timeout of half an hour ends a run although its evaluation stays within
+    ``hang_seconds``. The process group of the waiting ranks would time out."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:

@@ -1,5 +1,5 @@
-"""Documents of any length in sequences of one length: no document is lost, and each document trains as if it were
-alone."""
+"""Packing puts documents of any length into sequences of one length: no document is lost, and each document trains
+as if it were alone."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_every_document_is_in_one_sequence(lengths: list[int]) -> None:
 
 
 def test_a_sequence_says_where_each_token_stands() -> None:
-    """Fails if positions don't restart with each document, if padding counts as targets, or if tokens and targets come
-    apart."""
+    """Fails if positions don't restart with each document, if padding counts as targets, or if a target isn't at the
+    place of its token."""
     documents = _documents(3, 2)
     (tokens, positions, numbers), targets = Packed(documents, 8)[0]
     assert tokens.tolist() == [*documents[0][0].tolist(), *documents[1][0].tolist(), 0, 0, 0]
@@ -127,7 +127,7 @@ def test_masks_of_the_model_stay() -> None:
 
 
 class _Whole(nn.Module):
-    """A model that ignores its positions, or, if ``mixes``, mixes neighboring tokens outside of attention."""
+    """A model that ignores its positions or, if ``mixes`` is true, mixes neighboring tokens outside of attention."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.accel.train.parallel import rows
 
-# The names of the checks to run, by launch and key.
+# Maps a launch and a key to the names of the checks to run.
 Orders = dict[str, dict[str, list[str]]]
 # Maps each test to the key in suite.PARTS whose results the test reads.
 NEEDS = {
@@ -65,7 +65,7 @@ def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
     if "power_sgd" in orders[2]:
         orders[4].pop("power_sgd")
         orders[2]["power_sgd resumed"] = orders[4]["power_sgd resumed"] = []
-    # World size 2 resumes from the checkpoints of world size 4 in its own launch.
+    # A separate launch of world size 2 resumes from the checkpoints of world size 4.
     both = orders[2].pop("resumed", [])
     later = [name for name in both if name.startswith("world4")]
     found = {f"world{world}": order for world, order in orders.items()}

@@ -1,6 +1,6 @@
 """The rounding of ZeRO++ on one process, written independently in a few lines: the reference of qwZ and qgZ.
 
-Rank r of n holds rows r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, each block of 256 values is
+Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, each block of 256 values is
 rounded to 127 steps of the block's largest value.
 """
 

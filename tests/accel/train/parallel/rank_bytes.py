@@ -65,7 +65,7 @@ def _local(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def switched_on(trainer: Trainer) -> dict[str, Any]:
-    """Returns four settings of a run that the losses of the run don't show.
+    """Returns four settings of a run that don't change its losses.
 
     ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` holds the numbers of ranks
     over which FSDP2 shards between the forward and the backward pass. ``compiled`` is True for each compiled block.
@@ -90,8 +90,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
 
 def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns, for each name, the bytes that this rank holds between steps, the most bytes that the rank holds after
-    a micro-batch and between the passes of a step, and the bytes that the rank sends in a step."""
+    """Returns this rank's bytes for each config of ``names``: the bytes held between steps, the maximum bytes held
+    after a micro-batch and between the passes, and the bytes sent in a step."""
     return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
 

@@ -25,7 +25,7 @@ SPIKY = {
     "pp": ["parallel.pp=2", f"loss={SMALL}:overflow_second"],
 }
 HALVES = ["precision.mode=autocast-fp16", "precision.loss_scale=1024"]
-# The layouts in which the last rank makes one value of its parameter BAD a NaN. With a loss scale, a run could skip the
+# In these layouts, the last rank sets one value of the parameter BAD to NaN. With a loss scale, a run could skip the
 # step because of the NaN.
 BAD = "blocks.2.up.weight"
 NOT_A_NUMBER = {

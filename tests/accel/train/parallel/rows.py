@@ -11,7 +11,7 @@ UNEVEN = [f"data={SMALL}:few", "drop_last=false"]
 PACKED = [f"data={SMALL}:documents", "pack=16"]
 POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
 
-# Maps a name to the overrides of a config. Every config has the same global batches as one process.
+# Maps a name to the overrides of a config. Every config has the global batches of the one-process run.
 ROWS: dict[str, list[str]] = {
     "ZeRO 0 (DDP)": ["parallel.zero=0"],
     "ZeRO 1": ["parallel.zero=1"],
@@ -45,8 +45,8 @@ SIXTEEN = {
     "bf16-only": ["precision.mode=bf16-only"],
     "fp16-only (O3)": ["precision.mode=O3", *SCALED],
 }
-# Each parallel axis, its override, and the 16-bit modes that it is combined with. The axis with the fastest steps has
-# all modes.
+# Each parallel axis, its override, and the 16-bit modes that it is combined with. The axis with the fastest steps is
+# combined with all modes.
 AXES = (
     ("TP 2", "parallel.tp=2", ("bf16 with master weights", "fp16-only (O3)")),
     ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),
@@ -238,7 +238,7 @@ FAST: dict[int, tuple[str, ...]] = {
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }
-# The layouts of GRADIENTS and the resumes that `make test` runs. Another layout resumes each layout of SAVED, and each
+# `make test` runs these layouts of GRADIENTS and these resumes. Another layout resumes each layout of SAVED, and each
 # layout of TAKEN_UP resumes once.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (

@@ -261,7 +261,7 @@ def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: l
 
 
 def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, str]:
-    """Returns the error for each wrong plan, wrong model, and data that can't be cut."""
+    """Returns the error of each faulty case: wrong plans, wrong models, and data that ranks can't split."""
     said = {}
     for name, plan, overrides in (
         ("left out", {k: v for k, v in PLAN.items() if k != "norm"}, []),
@@ -283,7 +283,7 @@ def _refused(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 _Part = Callable[[Sequence[str], int, Path, list[Path]], Any]
-# The checks by the key of their names and results, in the order of running.
+# Maps the key of a check's names and results to the check. The checks run in this order.
 PARTS: dict[str, _Part] = {
     "pipeline": lambda names, world, folder, _: rank_bytes.sent_by_stages(start, names, world, folder),
     "spiky": lambda names, _, folder, __: rank_faults.overflow(start, names, folder),

@@ -19,7 +19,7 @@ from tests.support import ROOT
 
 TABLE = ROOT / "docs" / "parity.md"
 
-# The time of all launches counts for the first test that needs their results.
+# The first test that needs results waits for all launches, so the time limit includes the launches.
 pytestmark = pytest.mark.timeout(5400)
 
 ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
@@ -33,8 +33,8 @@ EARLY = 5e-6
 
 
 def _reference(name: str) -> str:
-    """Returns the name of the one-process run that a config has to reproduce. The one-process run has the rounding
-    of ZeRO++, which is known exactly."""
+    """Returns the name of the one-process run that a config has to reproduce. For ZeRO++, the one-process run rounds
+    exactly as the ranks do."""
     if "qwZ" in name or "qgZ" in name:
         kinds = f"{'qwZ' if 'qwZ' in name else ''}{'qgZ' if 'qgZ' in name else ''}"
         return f"lossy {kinds}{' in replicas' if 'replicas' in name else ''}"
@@ -57,7 +57,7 @@ def _bound(name: str) -> float:
     return 0.01 if "fp16" in name or "bf16" in name else EXACT
 
 
-# The overrides of the one-process run, by the name of the reference.
+# Maps each reference, a run of one process, to its overrides.
 _REFERENCES: dict[str, list[str]] = {
     "plain": [],
     "clipping": ["optimizer.clip=0.1"],
@@ -184,8 +184,8 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if CPU offload, hpZ's second shards or compiled blocks, which don't change the losses, are silently off
-    in a config that names them, or on in another config."""
+    """Fails if CPU offload, hpZ's second shards or compiled blocks are off in a config that names them, or on in
+    another config. The losses don't show this fault."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:
@@ -216,8 +216,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 def test_a_weight_that_is_no_number_is_named_by_all_ranks(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
-    """Fails if a rank with sound shards names a gradient that another rank's bad weight spoiled, or if, with a loss
-    scale, a rank skips the step and continues after the other ranks stopped."""
+    """Fails if a rank with finite weights names a gradient instead of the other rank's NaN weight. Also fails if a
+    rank with a loss scale skips the step and continues after the other ranks stopped."""
     rank = f"on rank {world - 1};"
     for one in results[world]["ranks"]:
         assert f"at step 1; the first that isn't finite is {rank_faults.BAD} {rank}" in one["not a number"][name]
@@ -226,8 +226,8 @@ def test_a_weight_that_is_no_number_is_named_by_all_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str, Any]], world: int) -> None:
-    """Fails if ranks with sound shards resume from another checkpoint than the rank with the damaged shard, if any rank
-    doesn't name the damaged file, or if the losses after the resume differ."""
+    """Fails if one rank's damaged shard makes the ranks resume from different checkpoints, if any rank doesn't name
+    the damaged file, or if the losses after the resume differ."""
     for rank in results[world]["ranks"]:
         seen = rank["damaged"]
         assert seen["step"] == 1
@@ -278,8 +278,8 @@ def test_resuming_on_one_process(results: dict[int, dict[str, Any]], alone: _Alo
 
 
 def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: int) -> tuple[float, float]:
-    """Returns the largest difference of a config's losses from one process in float32, and the bound of this
-    difference."""
+    """Returns the largest difference between a config's losses and those of one process in float32, and the bound of
+    this difference."""
     reference = _reference(name)
     exact = "plain" if reference.startswith("lossy") else reference
     allowed = _bound(name) + _difference(alone[reference], alone[exact])

@@ -24,7 +24,8 @@ def _gpt(layers: int = 3) -> GPT:
 
 
 def test_a_plan_names_modules_by_pattern() -> None:
-    """Fails if a star crosses a dot, a pattern misses a block, or a style reaches a module that no pattern names."""
+    """Fails if a ``*`` in a pattern matches a dot, if a pattern misses a block, or if a style reaches a module that
+    no pattern names."""
     plan = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "*": "sequence"}
     found = match(_gpt(2), {k: v for k, v in plan.items() if k != "*"})
     names = ("query", "key", "value")
@@ -66,9 +67,9 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
-    """Fails if a plan that cuts a head in two, of the queries or of the fewer keys, ends in torch's error about shapes,
-    or if a number of ranks that divides the heads is refused. The check must not leave hooks or another mode in the
-    model."""
+    """Fails if a plan that cuts a head of the queries or of the keys ends in torch's error about shapes, or if a
+    number of ranks that divides the heads is refused. The check must not leave hooks in the model or change the
+    model's mode."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [

@@ -15,7 +15,7 @@ from accel.plan.spec import Layout, ModelSpec
 from accel.plan.traffic import context_parallel_bytes, data_parallel_bytes, pipeline_bytes
 from tests.accel.train.parallel import launches, rank_bytes, suite
 
-# The time of all launches counts for the first test that needs their results.
+# The first test that needs results waits for all launches, so the time limit includes the launches.
 pytestmark = pytest.mark.timeout(5400)
 
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.timeout(5400)
 @pytest.mark.parametrize("name", launches.marked_one(rank_bytes.HELD, rank_bytes.FAST_HELD))
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
     """Fails if the bytes that four ranks hold, between steps or in one of two micro-batches, differ from the closed
-    form (in bf16 2 + 2 + 12 bytes per parameter before sharding). The bytes may exceed the closed form only by the
-    padding of the odd vocabulary from 61 to 64. Also fails if a step sends other bytes than planned for its
-    collectives, besides the loss and the norm. The bytes held and sent include the copies that hpZ gathers and
-    keeps, and the int8 of qwZ and qgZ."""
+    form. In bf16, the closed form is 2 + 2 + 12 bytes per parameter before sharding. The bytes may exceed the closed
+    form only by the padding of the odd vocabulary from 61 to 64. Also fails if a step sends other bytes than planned
+    for its collectives, besides the loss and the norm. The bytes held and sent include the copies that hpZ gathers
+    and keeps, and the int8 of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
     layout = layout_of_config(suite.config(rank_bytes.HELD[name]), 4)
     assert (layout.accumulation, layout.hpz > 0, layout.qwz, layout.qgz) == (
@@ -63,8 +63,8 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
     ("world", "name"), launches.marked(launches.named(rank_bytes.STAGES), launches.named(rank_bytes.FAST_STAGES))
 )
 def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if the planned traffic of a pipeline differs from the bytes that the busiest rank sends to other stages,
-    forward and backward, on two and four ranks, with the sequence cut, and in 16 bits."""
+    """Fails if the planned traffic of a pipeline differs from the bytes that the busiest rank sends to other stages
+    in both passes. The cases include two and four ranks, a split sequence, and 16 bits."""
     made = suite.config(rank_bytes.STAGES[world][name])
     spec = ModelSpec(params=1, layers=7, hidden=32, heads=4, vocab=61, seq=16)
     sent = [rank["pipeline"][name] for rank in results[world]["ranks"]]
@@ -95,7 +95,7 @@ def test_tensor_parallel_keeps_what_the_plan_says(
     layout = Layout(world=world, tp=world, precision="fp32", micro_batch=2, sequence_parallel=sequence, recompute=again)
     planned = activations(spec, layout)
     assert planned is not None
-    if again == "full":  # the forward pass doesn't hold the layer that is computed again
+    if again == "full":  # the plan counts one recomputed layer, which the forward pass doesn't keep
         planned -= layer_activations(spec, replace(layout, recompute="none"))
     places = 8 * spec.seq  # GPT's learned positions keep more bytes than the plan counts
     assert results[world]["tensor parallel"][f"{again} {sequence}"] == pytest.approx(planned + places, rel=0.005)

@@ -84,10 +84,10 @@ def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm:
     assert (out / "final" / "config.json").is_file()
 
 
-# Code that kills a rank once, by the moment of the kill. The kill "in its shards" comes after some shards of a
-# checkpoint are written. The kill "in a step" comes in the second step after a checkpoint whose shards are complete,
-# but whose folder doesn't have its final name. The kill "in a checkpoint" comes after all shards are written. The kill
-# "in the consolidation" comes after half of final/ is written.
+# Maps the moment of a kill to code that kills a rank once. The kill "in its shards" comes after some shards of a
+# checkpoint are written. The kill "in a step" comes in the second step after a checkpoint, while all shards are written
+# but the folder isn't renamed yet. The kill "in a checkpoint" comes after all shards are written. The kill "in the
+# consolidation" comes after half of final/ is written.
 _KILLS = {
     "in its shards": """
 import torch.distributed.checkpoint.filesystem as disk
@@ -156,8 +156,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a disk that is full for the log ends in a traceback, or if a rank that can't write its error to this
-    disk is reported as "ended without an error message"."""
+    """Fails if a full disk ends in a traceback when a run writes its log, or if a rank that can't write its error to
+    this disk is reported as "ended without an error message"."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
     leave(tmp_path, 0, full)
     assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
@@ -263,7 +263,7 @@ def test_a_start_may_take_longer_than_a_step(tmp_path: Path) -> None:
     made_before(tmp_path / log.ALIVE, 20)
     assert watchdog.overdue(tmp_path, 15) == "no step in 15 s"
     again = "import sys, pathlib, accel.train.run.watchdog as w; w.enrol(pathlib.Path(sys.argv[1]), 0)"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a rank restarted after a crash
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], check=True)  # a crashed rank was restarted
     assert watchdog.overdue(tmp_path, 15) == ""
 
 

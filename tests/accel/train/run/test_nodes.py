@@ -55,8 +55,8 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Fails if an agent ends without a result or without the metrics of rank 0, which runs on only one machine, if the
-    losses differ from one process, or if an agent doesn't resume from the common checkpoint.
+    """Fails if an agent ends without a result or without the metrics of rank 0, which runs on only one machine. Also
+    fails if the losses differ from one process, or if an agent doesn't resume from the common checkpoint.
     """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)
@@ -76,8 +76,9 @@ def test_two_machines_train_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
-    """Fails if a killed rank on one of two machines ends the other machine's run, if a machine doesn't resume from the
-    last checkpoint with the losses of one process, or if two machines don't train together with ``--nnodes 1:2``."""
+    """Fails if a killed rank on one of two machines ends the other machine's run, or if a machine doesn't resume
+    from the last checkpoint with the losses of one process. Also fails if two machines don't train together with
+    ``--nnodes 1:2``."""
     source, out = tmp_path / "source.py", tmp_path / "run"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\ndef dies(outputs, targets):\n"

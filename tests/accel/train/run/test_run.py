@@ -228,8 +228,8 @@ def _plain(config: TrainConfig) -> dict[str, object]:
     return dataclasses.asdict(config)
 
 
-# Each rank raises another error. The second rank ignores SIGTERM and raises its error once the first rank's error is
-# written.
+# Each rank raises a different error. The second rank ignores SIGTERM and raises its error once the first rank's error
+# is written.
 _TWO_FAIL = """
 
 import signal
@@ -361,7 +361,7 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a config without a model, as ``accel plan`` writes it from numbers alone, starts processes."""
+    """Fails if a config without a model starts processes. ``accel plan`` writes such a config from numbers alone."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
