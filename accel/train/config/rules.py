@@ -154,14 +154,14 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
     heads, kv_heads, seq = config.shape.heads, config.shape.kv_heads, config.shape.seq
     if heads % p.tp or kv_heads % p.tp:
         grouped = f" ({kv_heads} of keys and values)" if kv_heads else ""
-        yield f"{heads} heads{grouped} don't divide by tp {p.tp}; use a divisor"
+        yield f"tp {p.tp} must divide the {heads} heads{grouped}; use a divisor"
     if heads % p.cp or kv_heads % p.cp or seq % p.cp:
         yield (
-            f"{heads} heads ({kv_heads or heads} of keys and values) and a sequence of {seq} "
-            f"don't all divide by cp {p.cp}; use a common divisor"
+            f"cp {p.cp} must divide the {heads} heads ({kv_heads or heads} of keys and values) and the sequence of "
+            f"{seq}; use a common divisor"
         )
     if p.offload and p.zero == 0:
-        yield "CPU offload keeps shards on the host, and ZeRO 0 has none; use parallel.zero = 3"
+        yield "CPU offload needs shards, which ZeRO 0 doesn't have; use parallel.zero = 3"
 
 
 def _pipeline(config: TrainConfig, world_size: int) -> Iterator[str]:

@@ -95,7 +95,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
         ({"parallel": {"pp": 4}, "global_batch": 8, "micro_batch": 4}, 4, "use --micro-batch=2"),
         ({"parallel": {"pp": 2, "pipeline": "interleaved"}, "global_batch": 5, "micro_batch": 1}, 2, "a multiple of 2"),
         ({"parallel": {"pp": 2, "zero": 3}}, 4, "use parallel.zero = 2 with pp"),
-        ({"parallel": {"offload": True}}, 2, "ZeRO 0 has none"),
+        ({"parallel": {"offload": True}}, 2, "ZeRO 0 doesn't have"),
         ({"steps": 0}, 1, "steps is 0"),
         ({"optimizer": {"lr": float("nan")}}, 1, "optimizer.lr is nan"),
         ({"steps": 5, "schedule": {"warmup": 5}}, 1, "leave steps after the warm-up"),
