@@ -114,7 +114,7 @@ class Manifest:
         return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write the manifest to a temporary file, then rename the file to ``path``."""
+        """Writes the manifest to a temporary file, then renames the file to ``path``."""
         with beside(path) as temporary:
             temporary.write_text(self.to_text(), encoding="utf-8")
 
@@ -249,7 +249,7 @@ class Artifact:
         )
 
     def copy_to(self, out: Path) -> Artifact:
-        """Copy the artifact, its companions and its manifest to ``out``, each to a temporary file that is renamed.
+        """Copies the artifact, its companions and its manifest to ``out``, each to a temporary file that is renamed.
 
         Writes the manifest last: an interrupted copy has no manifest, or one whose hashes don't match.
         """

@@ -121,7 +121,7 @@ class StageCache:
         shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: str, folder: Path, main: str) -> Artifact:
-        """Rename a finished ``folder`` to the entry ``key``. Returns the artifact with the main file ``main``."""
+        """Renames a finished ``folder`` to the entry ``key``. Returns the artifact with the main file ``main``."""
         (folder / "main").write_text(main)
         with contextlib.suppress(OSError):  # another process may have stored the entry first
             folder.rename(self.entry(key))
@@ -137,12 +137,12 @@ class StageCache:
         return body
 
     def put_record(self, kind: str, key: str, value: Any) -> None:
-        """Keep a small JSON value under ``key``."""
+        """Stores a small JSON value under ``key``."""
         with beside(self._records / f"{kind}-{key}.json") as temporary:
             temporary.write_text(json.dumps(value))
 
     def _drop_stale(self) -> None:
-        """Remove the folders that killed processes left behind."""
+        """Removes the folders that killed processes left behind."""
         for folder in self._scratch.iterdir():
             pid = folder.name.partition("-")[0]
             with contextlib.suppress(OSError):

@@ -90,6 +90,6 @@ def _watch(caller: int, done: threading.Event) -> None:
 
 
 def _raise_inside(thread: int, error: type[BaseException] | None) -> None:
-    """Raise ``error`` in another thread at its next Python instruction. An ``error`` of None cancels the pending
+    """Raises ``error`` in another thread at its next Python instruction. An ``error`` of None cancels the pending
     error."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)

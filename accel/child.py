@@ -136,7 +136,7 @@ class Child:
             raise
 
     def _give_up_in_time(self, deadline: float | None, late: str) -> None:
-        """Kill the child and raise the error if the call was canceled or ``deadline`` has passed."""
+        """Kills the child and raises the error if the call was canceled or ``deadline`` has passed."""
         try:
             _check_time(deadline, late)
         except BaseException:
@@ -167,22 +167,22 @@ class Child:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stop every thread of the child, spinning thread pools included. Returns when all threads have stopped."""
+        """Stops every thread of the child, spinning thread pools included. Returns when all threads have stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let a paused child continue."""
+        """Lets a paused child continue."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill the child and wait for its end."""
+        """Kills the child and waits until the child has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End the child, by force after 5 seconds, and remove its temporary files."""
+        """Ends the child, by force after 5 seconds, and removes its temporary files."""
         self._pipe.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -263,7 +263,7 @@ def _import_path() -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make this process end when ``parent`` ends. Exits at once if ``parent`` is gone already."""
+    """Makes this process end when ``parent`` ends. Exits at once if ``parent`` is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent may have died before the prctl call
@@ -278,7 +278,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def serve(pipe: Connection) -> None:
-    """Answer the parent's calls until the parent closes the pipe."""
+    """Answers the parent's calls until the parent closes the pipe."""
     made: Any = None
     with watched_by(lambda message, fraction: pipe.send(("progress", message, fraction))):
         while True:

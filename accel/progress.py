@@ -15,7 +15,7 @@ _sink: ContextVar[Sink | None] = ContextVar("accel_progress_sink", default=None)
 
 
 def report(message: str, fraction: float | None = None) -> None:
-    """Report progress to the current watcher, if there is one. Raises the error of ``check_cancelled`` if the work has
+    """Reports progress to the current watcher, if there is one. Raises the error of ``check_cancelled`` if the work has
     to end."""
     sink = _sink.get()
     if sink is not None:

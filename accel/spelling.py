@@ -41,7 +41,7 @@ _command_line = False
 
 @contextlib.contextmanager
 def on_command_line(active: bool = True) -> Iterator[None]:
-    """Spells options as the command line does within the block (or as Python arguments if not ``active``)."""
+    """Spells options as on the command line inside the block, or as Python arguments if ``active`` is False."""
     global _command_line
     before, _command_line = _command_line, active
     try:

@@ -135,7 +135,7 @@ def measure(
     scenario: Scenario, folder: Path, peers: Path | None, seconds: float, rounds: int
 ) -> tuple[list[Row], list[tuple[float, float]]]:
     """Measures every server of the scenario in turn, ``rounds`` times, and returns their rows. Also returns a pair for
-    each round of accel with one caller: the p50 in microseconds of a remote call, and that of ``session.run``."""
+    each round of accel with one caller: the p50 in microseconds of a remote call and of ``session.run``."""
     model = folder / "repository" / scenario.name / "1" / "model.onnx"
     model.parent.mkdir(parents=True)
     accel.export(f"{folder / 'models.py'}:{scenario.name}", inputs=[scenario.spec], out=model)
@@ -188,8 +188,8 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     sent.append((lost, twice))
     if lost or twice:
         raise RuntimeError(
-            f"h2load counted {answered} answers ({under_way} under way at its end), "
-            f"the server {success} successes and {fail} failures"
+            f"h2load counted {answered} answers, with at most {under_way} requests open when h2load stopped; "
+            f"the server counted {success} successes and {fail} failures"
         )
 
 

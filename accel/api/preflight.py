@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from accel.converters.to_tensorrt.preflight import Refusal
     from accel.sources.declare import Dims, Inputs
 
-# The largest relative error of a rewritten graph, by the graph's precision. Requantizing uint8 as symmetric int8 loses
-# up to one of eight bits, so values of an 8-bit graph may round to the next step. A rewrite of float64 gets the limit
-# of the graph's float precision.
+# The largest relative error that rewriting a graph may cause, by the graph's precision. Requantizing uint8 as symmetric
+# int8 loses up to one of eight bits, so values of an 8-bit graph may round to the next step. Rewriting float64 nodes
+# has the limit of the graph's own precision.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from . import Output
 
-# The endings of files that netron draws.
+# The suffixes of the files that netron can show.
 _NETRON = (".onnx", ".tflite", ".keras", ".h5", ".hdf5", ".pb", ".xml", ".param", ".pt2", ".pt")
 
 

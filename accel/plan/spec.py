@@ -84,7 +84,10 @@ class ModelSpec:
                 f"{option('kv_heads', self.kv_heads)} needs the number of query heads; pass {option('heads')} too"
             )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise BadConfig(f"{self.heads} heads can't share {option('kv_heads', self.kv_heads)} evenly; use a divisor")
+            raise BadConfig(
+                f"{self.heads} heads can't share {option('kv_heads', self.kv_heads)} evenly; "
+                f"use a divisor of {self.heads}"
+            )
         if self.heads and not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if not self.params:

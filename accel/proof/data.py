@@ -53,7 +53,7 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path, signature: Signature) -> Dataset:
-        """Load an ``.npz`` file (an array for each input, samples on axis 0) or a folder of such files.
+        """Loads an ``.npz`` file (an array for each input, samples on axis 0) or a folder of such files.
 
         Never unpickles. Returns the dataset that is already in memory if no file has changed, so that all gates of a
         run share one copy.

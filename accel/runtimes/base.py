@@ -45,7 +45,8 @@ class SessionOptions:
     def __post_init__(self) -> None:
         if self.streams < 1 or self.threads < 0:
             raise UsageError(
-                f"{self.streams} streams can't run on {self.threads} threads; use at least 1 stream and 0 threads"
+                f"{self.streams} streams can't run on {self.threads} threads; use at least 1 stream, and a "
+                "positive number of threads or 0 for the runtime's default"
             )
         if self.graph_level not in GRAPH_LEVELS:
             raise UnknownName(f"unknown graph level {self.graph_level!r}; use one of {', '.join(GRAPH_LEVELS)}")

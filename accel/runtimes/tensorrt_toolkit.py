@@ -153,7 +153,7 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
 
 
 def load_plugin_library(trt: Any, capability: str) -> Path | None:
-    """Register accel's plugins for GPUs of this compute capability (``9.0``) with TensorRT, once per process.
+    """Registers accel's plugins for GPUs of this compute capability (``9.0``) with TensorRT, once per process.
 
     Returns the path of the plugin library, or None if none was built. Sessions, builds and checks of engines all call
     this function.

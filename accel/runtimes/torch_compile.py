@@ -67,7 +67,7 @@ class TorchCompileSession(TorchSession):
         return super()._run(feeds)
 
     def _compile(self, feeds: Feeds) -> dict[str, np.ndarray]:
-        """Run for the first time at these shapes. Raises errors that torch would only log."""
+        """Compiles the module for the shapes of ``feeds`` and runs it. Raises errors that torch would only log."""
         from torch._dynamo import config
         from torch._dynamo.utils import counters
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# The steps to try. Nets with downsampling or windows commonly require such steps.
+# ``step_advice`` tries these divisors of a dim's size. Nets with downsampling or windows commonly require such a
+# divisor.
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
@@ -34,8 +35,8 @@ def far_runs(
     signature: Signature, run: Callable[[Feeds], Mapping[str, np.ndarray]]
 ) -> tuple[list[dict[str, int]], list[Mapping[str, np.ndarray]]]:
     """Returns further sizes and the outputs of ``run`` at these sizes. Each dynamic dim except the batch gets a size
-    far from its usual size. Strides and pooling may give neighboring sizes, but not distant sizes, the same output
-    size. Leaves out sizes at which ``run`` raises, because the export reports the error.
+    far from its usual size, because strides and pooling may give neighboring sizes the same output size. Leaves out
+    sizes at which ``run`` raises, because the export reports the error.
     """
     cases, runs = [], []
     for dim, bounds in signature.dims.items():
@@ -70,8 +71,8 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
-    """Returns advice for a model whose ``run`` raises at a size of ``signature``, or "" if no step helps. For each dim
-    that needs a step, the advice has a range with the smallest step that helps.
+    """Returns advice for a model whose ``run`` raises at a size of ``signature``. The advice restricts dims to
+    multiples of the smallest number in ``_STEPS`` that helps. Returns "" if no number in ``_STEPS`` helps.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]

@@ -77,9 +77,9 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 
     The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
     The interval is the bootstrap percentile interval of the median ratio (Efron and Tibshirani, An Introduction to the
-    Bootstrap, 1993, ch. 13). Each resample draws whole rounds, as pairs of medians. Rounds are the unit of repetition,
-    as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. The percentiles are expanded for few
-    rounds (see ``tail_probability``).
+    Bootstrap, 1993, ch. 13). Each resample draws rounds, with both medians of a round. Rounds are the unit of
+    repetition, as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. ``tail_probability``
+    widens the interval for few rounds.
     """
     import numpy as np
 
@@ -93,7 +93,7 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 
 
 def tail_probability(rounds: int, confidence: float = 0.95) -> float:
-    """Returns the bootstrap percentile that bounds the interval, Φ(-√(n/(n-1)) · t(n-1)).
+    """Returns the lower percentile of the bootstrap interval as a fraction: Φ(-√(n/(n-1)) · t(n-1)) for n rounds.
 
     The plain percentiles (2.5% and 97.5%) give too narrow an interval for small n. With 7 rounds, the interval of the
     plain percentiles contains the true median in 88 of 100 cases. Hesterberg derives the expanded percentile interval
@@ -106,9 +106,9 @@ def tail_probability(rounds: int, confidence: float = 0.95) -> float:
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Returns a quantile of Student's t by its series in 1/freedom (Abramowitz and Stegun, 26.7.5).
+    """Returns a quantile of Student's t distribution by a series in 1/freedom (Abramowitz and Stegun, 26.7.5).
 
-    The error is below 0.5% from 4 degrees of freedom on.
+    The relative error is below 0.5% for 4 or more degrees of freedom.
     """
     z = NormalDist().inv_cdf(probability)
     terms = (

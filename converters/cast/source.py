@@ -19,11 +19,11 @@ FLOAT = int(TensorProto.FLOAT)
 FORMATS = {"fp16": int(TensorProto.FLOAT16), "bf16": int(TensorProto.BFLOAT16)}
 _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloat16", FLOAT: "float32"}
 
-# Nodes that take float inputs of any dtype, and so need no Cast.
+# Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Nodes whose dtype an attribute sets. These nodes stay float32. In 16 bits, random nodes
-# would also return other numbers.
+# Operators whose output dtype is set by an attribute. The cast keeps their nodes in float32. In 16 bits, random
+# operators would also generate different numbers.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",

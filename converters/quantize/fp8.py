@@ -49,7 +49,7 @@ def run_fp8(task: Task) -> dict[str, Any]:
     collect(histograms, partial(calibration_feeds, task, _BATCH), task.unfinished and task.unfinished / "ranges.npz")
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     written = _Written(model)
-    before: dict[str, list[onnx.NodeProto]] = {}  # new nodes, by the name of the node that follows
+    before: dict[str, list[onnx.NodeProto]] = {}  # maps a node's name to the new nodes before that node
     done: dict[tuple[str, int], str] = {}
     for node in layers:
         own = before.setdefault(node.name, [])

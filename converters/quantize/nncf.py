@@ -55,9 +55,9 @@ _POOLS = ("MaxPool", "AveragePool")
 def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     """Turns int8 activations of ``model`` into uint8 with a zero point higher by 128, which gives the same numbers.
 
-    Changes tensors only if a pooling and another node read the same int8 tensor, because OpenVINO (2026.4) then
-    computes both nodes wrongly. NNCF quantizes the skip connections of a U-Net to int8 if they are joined with a tensor
-    without ReLU. Returns the number of tensors that were changed.
+    Changes tensors only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4) then
+    computes both nodes wrongly. NNCF quantizes a U-Net's skip tensor to int8 if a Concat node concatenates the skip
+    tensor with a tensor that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []
@@ -75,7 +75,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
                 readers.setdefault(source[name], []).append(node.op_type)
     if not any(len(ops) > 1 and set(ops) & set(_POOLS) for ops in readers.values()):
         return 0
-    unsigned: dict[str, str] = {}  # the new zero points by the old name: several nodes may share a zero point
+    unsigned: dict[str, str] = {}  # maps each old zero point to the new one; several nodes may share a zero point
     for node in (*signed, *restored):
         name = node.input[2]
         if name not in unsigned:

@@ -167,7 +167,7 @@ def _parsed(operator: str) -> Any:
 def with_plugins(
     model: onnx.ModelProto, choices: Sequence[PluginChoice], source: Path, folder: Path
 ) -> tuple[bytes, Path]:
-    """Returns the bytes of ``model`` for TensorRT's parser, and the path beside which the weights lie.
+    """Returns the bytes of ``model`` for TensorRT's parser, and a path in the folder of the external weights.
 
     ``model`` was read from ``source``. The path is in ``folder`` if some weights are transposed.
 
@@ -202,7 +202,8 @@ def with_plugins(
 
 
 def take_fp8_bodies(model: onnx.ModelProto) -> bool:
-    """Gives accel's fp8 functions in ``model`` the bodies that TensorRT takes; returns whether any function changed."""
+    """Replaces the bodies of accel's fp8 functions in ``model`` by bodies that TensorRT's parser accepts. Returns True
+    if ``model`` changed."""
     changed = False
     for function in model.functions:
         if function.domain != DOMAIN or "fp8" not in function.name:

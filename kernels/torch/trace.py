@@ -1,4 +1,4 @@
-"""Traces modules to torch.fx graphs, if the graph computes the same function."""
+"""Traces modules to torch.fx graphs. Rejects a module whose graph may compute different outputs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ IN_PLACE: tuple[Any, ...] = (
 
 
 def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphModule | None:
-    """Returns the graph of a module, or None if torch.fx can't trace it.
+    """Returns the torch.fx graph of a module, or None if torch.fx can't trace it.
 
-    Also returns None if the graph may compute another function and there are no ``example_inputs`` to compare on.
+    Without ``example_inputs``, also returns None if the module has operators such as ``x += y``, because the graph may
+    compute different outputs.
     """
     if isinstance(module, nn.Linear | nn.Conv2d):
         module = nn.Sequential(module).eval()
-    # A trace fixes whether an input with a default is given.
+    # A trace is only valid for calls that pass the same optional inputs.
     parameters = inspect.signature(module.forward).parameters.values()
     if any(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return None

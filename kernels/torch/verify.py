@@ -51,8 +51,8 @@ def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[
     for at, (reference, value) in enumerate(zip(wanted, got, strict=True)):
         if value.shape != reference.shape or value.dtype != reference.dtype:
             raise GateFailed(
-                f"fusing changed output {at} from {reference.dtype} {list(reference.shape)} to {value.dtype} "
-                f"{list(value.shape)}; leave this module unfused and report the error"
+                f"output {at} of the fused module is {value.dtype} {list(value.shape)} instead of {reference.dtype} "
+                f"{list(reference.shape)}; leave this module unfused and report the error"
             )
         if not reference.numel():
             continue
@@ -61,8 +61,8 @@ def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[
         difference = float((value.double() - reference.double()).abs().max()) / scale
         if not difference <= allowed:
             raise GateFailed(
-                f"fusing changed output {at} by {difference:.3g} of its largest element, the limit is {allowed:.3g}; "
-                "leave this module unfused and report the error"
+                f"output {at} of the fused module differs by {difference:.3g} of the original's largest element, the "
+                f"limit is {allowed:.3g}; leave this module unfused and report the error"
             )
         if difference >= worst:
             worst, limit = difference, allowed

@@ -130,7 +130,7 @@ class InferenceServer:
         return NAME, __version__, (*EXTENSIONS, *cuda)
 
     def model_ready(self, name: str, version: str = "", token: str | None = None) -> bool:
-        """Tells whether the model serves. Returns False if the repository has no such model."""
+        """Tells whether the model is served. Returns False if the repository has no such model."""
         self.access.check(token, model=name)
         try:
             self.repository.get(name, version)

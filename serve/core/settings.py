@@ -73,8 +73,8 @@ class TraceSettings:
         )
 
     def sample(self, model: str, *, propagated: bool) -> bool:
-        """Tells whether to trace this request, and counts the request. A request whose trace the client ``propagated``
-        is traced at any rate."""
+        """Tells whether to trace this request, and counts the request. While tracing is on, a request with a trace
+        context from the client (``propagated``) is always traced and not counted."""
         with self._lock:
             return self._samplers.get(model, self._samplers[""]).take(propagated)
 

@@ -55,9 +55,9 @@ class Tracing:
         self._failed: Callable[[str], Status] = lambda text: Status(StatusCode.ERROR, text)
 
     def infer(self, take: Take, call: InferCall, reply: Reply) -> Ticket:
-        """Return ``take(call, reply)``, and trace the request if the trace settings select the request. Raises as
+        """Returns ``take(call, reply)``, and traces the request if the trace settings select the request. Raises as
         ``take`` does."""
-        # As in Triton, a request that comes with a trace is traced at any rate.
+        # As in Triton, a request that comes with a trace context is always traced while tracing is on.
         if not self.settings.sample(call.model, propagated=bool(call.trace)):
             return take(call, reply)
         traced = _Traced(self, call, reply)

@@ -63,7 +63,7 @@ class Step(Protocol):
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket: ...
 
 
-# Looks up the executor of a model by name and version. Raises ``ServeError`` if the model doesn't serve.
+# Looks up the executor of a model by name and version. Raises ``ServeError`` if the model isn't served.
 Find = Callable[[str, str], Step]
 
 

@@ -18,8 +18,8 @@ Get = Callable[[str, str], ServedModel]
 
 
 class StepMissing(BadRepository):
-    """Raised if the model of a step doesn't serve. The server tries to load the ensemble again when the model
-    serves."""
+    """Raised if the model of a step isn't served. The server tries to load the ensemble again when the model is
+    served."""
 
 
 def is_ensemble(config: ModelConfig) -> bool:
@@ -57,7 +57,7 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
 
 
 def make_ensemble(config: ModelConfig, signature: Signature, get: Get, version: str) -> Executor:
-    """Returns an executor that runs each step on the version that serves at the time of the request."""
+    """Returns an executor that runs each step on the version that is served at the time of the request."""
     steps = tuple(
         EnsembleStep(
             model=step.model_name,
@@ -103,9 +103,9 @@ def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) 
 
 
 def check_steps(config: ModelConfig, get: Get) -> None:
-    """Checks that the models that serve now can be the steps of this ensemble.
+    """Checks that the models that are served now can be the steps of this ensemble.
 
-    Raises ``BadRepository`` if a model can't be a step, and ``StepMissing`` if a model doesn't serve.
+    Raises ``BadRepository`` if a model can't be a step, and ``StepMissing`` if a model isn't served.
     """
     name, largest = config.name, config.max_batch_size
     batch = (-1,) if largest else ()
@@ -165,11 +165,11 @@ def _may_agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 class _Serving:
-    """Looks up a model by name for each request, so that the request goes to the currently serving version."""
+    """Looks up a model by name for each request, so that the request goes to the currently served version."""
 
     def __init__(self, get: Get, name: str, version: str) -> None:
         self._get, self._name, self._version = get, name, version
-        get(name, version)  # raises ``ServeError`` if the model doesn't serve
+        get(name, version)  # raises ``ServeError`` if the model isn't served
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
         while True:

@@ -171,6 +171,6 @@ class ServedModel:
 
 
 def unknown(name: str, version: str = "") -> ServeError:
-    """Returns the error of a request for a model or version that doesn't serve, with Triton's text."""
+    """Returns the error of a request for a model or version that isn't served, with Triton's text."""
     which = f"'{name}' version {version}" if version else f"'{name}'"
     return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")

@@ -212,7 +212,7 @@ class Repository:
     # Loading and unloading by command
 
     def load(self, name: str, override: ModelConfig | None = None) -> None:
-        """Loads or reloads a model by command. Also loads the steps of an ensemble that don't serve yet."""
+        """Loads or reloads a model by command. Also loads the steps of an ensemble that aren't served yet."""
         steps = self.steps_to_load(name, override)
         if reason := self._unfetched.get(name):
             raise ServeError(Code.UNAVAILABLE, f"failed to load '{name}': {reason}")
@@ -225,7 +225,7 @@ class Repository:
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """Returns the models of an ensemble's steps that don't serve. ``load`` loads them too."""
+        """Returns the models of an ensemble's steps that aren't served. ``load`` also loads these models."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)

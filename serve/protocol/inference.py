@@ -50,7 +50,7 @@ class ServeError(AccelError):
         self.code = code
 
     def __reduce__(self) -> tuple[type[ServeError], tuple[Code, str]]:
-        """Keep the code when the error is pickled and sent to another process."""
+        """Keeps the code when the error is pickled and sent to another process."""
         return ServeError, (self.code, str(self))
 
 
@@ -118,8 +118,8 @@ class StepDurations:
     end: int
 
 
-# An executor calls ``Answer`` exactly once with a final response or an error. A decoupled model's executor first calls
-# ``Answer`` with the other responses.
+# The callback for the responses to a request. An executor calls the callback exactly once with the final response or
+# an error. Before this call, the executor of a decoupled model calls the callback for each other response.
 Answer = Callable[[InferenceResponse | ServeError], None]
 
 
@@ -129,7 +129,7 @@ class Ticket(Protocol):
     durations: Durations
 
     def cancel(self) -> None:
-        """Cancel the request, because the client no longer waits. A request that is still queued doesn't run, and is
+        """Cancels the request, because the client no longer waits. A request that is still queued doesn't run, and is
         answered with CANCELLED."""
 
 
@@ -137,7 +137,7 @@ class Executor(Protocol):
     """Runs the requests of one version of one model."""
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Take the request. If the queue is full, raise ``ServeError`` UNAVAILABLE at once.
+        """Takes the request. If the queue is full, raises ``ServeError`` UNAVAILABLE at once.
 
         ``answer`` is called on any thread. An idle instance runs the request inline, so that ``answer`` may be called
         before this method returns.
@@ -153,8 +153,8 @@ class Executor(Protocol):
         ...
 
     def close(self, timeout: float) -> None:
-        """Refuse new requests with UNAVAILABLE. Wait at most ``timeout`` seconds for the accepted requests, then fail
-        the remaining requests with UNAVAILABLE. Release the sessions."""
+        """Refuses new requests with UNAVAILABLE. Waits at most ``timeout`` seconds for the accepted requests, then
+        fails the remaining requests with UNAVAILABLE. Releases the sessions."""
         ...
 
 
@@ -239,8 +239,8 @@ StatisticsRow = tuple[str, str, ModelStatistics]
 
 
 def infer(executor: Executor, request: InferenceRequest, timeout: float | None = None) -> InferenceResponse:
-    """Submit a request, wait, and return its last response. Raises the ``ServeError`` that answers the request. Cancels
-    the request and raises ``TimeoutError`` after ``timeout`` seconds."""
+    """Submits a request, waits, and returns its last response. Raises the ``ServeError`` that answers the request.
+    Cancels the request and raises ``TimeoutError`` after ``timeout`` seconds."""
     arrived = threading.Event()
     found: list[InferenceResponse | ServeError] = []
 

@@ -37,7 +37,7 @@ class RateLimiter:
             limit = self._limits.get(resource)
             if limit is not None and count > limit:
                 raise BadConfig(
-                    f"model '{name}' needs {count} of the resource '{resource}' and there is {limit}; raise the limit "
+                    f"model '{name}' needs {count} of the resource '{resource}', the limit is {limit}; raise the limit "
                     f"with --rate-limit-resource {resource}:{count}"
                 )
         made = Gate(self, need, max(1, priority), wake)

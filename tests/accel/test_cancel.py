@@ -40,7 +40,7 @@ def soon(seconds: float = 0.3) -> Callable[[], None]:
 
 
 def silent_for_ever(*_: object) -> None:
-    """Never reports or checks for cancellation, and swallows every error that it can."""
+    """Loops forever: reports nothing, never checks for cancellation, and catches every ``Exception``."""
     while True:
         try:
             time.sleep(0.01)

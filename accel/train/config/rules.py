@@ -132,7 +132,7 @@ def _layout(config: TrainConfig, world_size: int) -> Iterator[str]:
     if p.hpz and (shards % p.hpz or not 1 < p.hpz < shards):
         yield f"hpz {p.hpz} can't group {shards} shards; use a divisor of {shards} between 1 and {shards}, or 0"
     if config.compile and p.tp * p.pp * p.cp > 1:
-        yield "compiled blocks can't be cut over tp, pp or cp; use compile = false with them"
+        yield "compiled blocks can't be combined with tp, pp or cp; use compile = false with them"
     if config.pack and (config.compile or p.pp * p.cp > 1):
         yield "packing needs the whole, uncompiled model on a rank; use pp 1, cp 1 and compile = false with pack"
     if not config.drop_last and p.pp > 1:

@@ -1,6 +1,6 @@
 """Checks on a sample before training that tensor parallel hasn't changed the model.
 
-The model's own code processes a rank's shard of a linear layer's output. That code may cut a head in two, use a fixed
+The model's own code processes a rank's shard of a linear layer's output. That code may split a head, use a fixed
 number of heads, or take query, key and value from one product. Such code makes torch raise an error about shapes, or
 silently trains another model, whose combined weights are wrong.
 """
@@ -29,7 +29,7 @@ from ..ranks import Ranks
 
 _HEADS, _WIDTH = 1, 3
 _FIX = (
-    "a rank has only its share of a column's output: let a row follow, and let code that counts heads use "
+    "a rank has only its share of a column layer's output: let a row layer follow, and let code that counts heads use "
     "view(b, s, -1, width), or use another --tp"
 )
 _SEQUENCE = (
@@ -67,9 +67,9 @@ class Tried:
 def try_whole(
     module: nn.Module, styles: Mapping[str, str], config: TrainConfig, ranks: Ranks, data: Sequence[Any]
 ) -> Tried:
-    """Runs the uncut ``module`` on the first sample.
+    """Runs the unsharded ``module`` on the first sample.
 
-    Raises ``BadConfig`` if ``styles`` would cut an attention head over several ranks.
+    Raises ``BadConfig`` if ``styles`` would split an attention head over several ranks.
     """
     assert ranks.tp is not None
     sample = torch.utils.data.default_collate([data[0]])[0]
@@ -89,17 +89,17 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
                 if isinstance(part, nn.Linear) and part.out_features == heads * width and heads % tp:
                     several = "s" if heads > 1 else ""
                     raise BadConfig(
-                        f"{name} makes {heads} head{several} of width {width}, and tp {tp} would cut a head in parts; "
+                        f"{name} makes {heads} head{several} of width {width}, and tp {tp} would split a head; "
                         f"use a --tp that divides {heads}"
                     )
 
 
 def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool, sequence: bool) -> None:
-    """Raises ``BadConfig`` if ``module``, now cut over ``mesh``, fails on a sample or its output differs from
-    ``whole``.
+    """Raises ``BadConfig`` if ``module``, now sharded over ``mesh``, fails on a sample or its output differs
+    from ``whole``.
 
     ``exact`` means that parameters and products are float32. ``sequence`` means that the ranks share the sequence
-    between cut modules.
+    between sharded modules.
     """
     fix = _FIX + _SEQUENCE if sequence else _FIX
     running: list[str] = []
@@ -112,12 +112,12 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
         seen = next((one for one in whole.attentions if one.module == where and one.has_heads), None)
         heads = f" of {seen.query[_HEADS]} heads" if seen is not None else ""
         raise BadConfig(
-            f"cut over tp {mesh.size()}, {where or 'the model'}{heads} can't be run ({reason}); {fix}"
+            f"with tp {mesh.size()}, {where or 'the model'}{heads} can't be run ({reason}); {fix}"
         ) from error
     for before, after in zip(whole.attentions, found.attentions, strict=False):
         if before.has_heads and after.has_heads and before.query[_WIDTH] != after.query[_WIDTH]:
             raise BadConfig(
-                f"cut over tp {mesh.size()}, {before.module} makes {after.query[_HEADS]} heads of width "
+                f"with tp {mesh.size()}, {before.module} makes {after.query[_HEADS]} heads of width "
                 f"{after.query[_WIDTH]} from a rank's share of {before.query[_HEADS]} heads of width "
                 f"{before.query[_WIDTH]}; {fix}"
             )
@@ -127,8 +127,8 @@ def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool
     dist.all_reduce(wrong, group=mesh.get_group())
     if wrong:
         raise BadConfig(
-            f"cut over tp {mesh.size()}, the model's output for a sample changes; don't cut one product for query, key "
-            "and value, let a row follow each column in [tensor_parallel], or use tp 1"
+            f"with tp {mesh.size()}, the model's output for a sample changes; don't split one linear layer "
+            "for query, key and value, let a row layer follow each column layer in [tensor_parallel], or use tp 1"
         )
 
 

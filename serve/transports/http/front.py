@@ -56,7 +56,7 @@ class HttpTransport:
         self._runner: web.AppRunner | None = None
 
     def start(self) -> int:
-        """Listen, and return the port. Raises ``UnsupportedHere`` if the port is in use."""
+        """Listens, and returns the port. Raises ``UnsupportedHere`` if the port is in use."""
         self._thread.start()
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
@@ -76,7 +76,7 @@ class HttpTransport:
         return int(self._runner.addresses[0][1])
 
     def renew(self, tls: Tls) -> None:
-        """Use the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
+        """Uses the certificates of ``tls`` for new connections. Raises ``UnsupportedHere``, and keeps the old
         certificates, if the new certificates can't be used. A removed client CA stays trusted until the server ends."""
         check_certificates(tls)
         if self._tls is not None:
@@ -85,7 +85,7 @@ class HttpTransport:
                 self._tls.load_verify_locations(tls.client_ca)
 
     def stop(self, grace: float) -> None:
-        """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
+        """Takes no new calls. Cuts off the running calls that have not ended after ``grace`` seconds."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._end(grace), self._loop).result()

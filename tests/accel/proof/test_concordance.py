@@ -104,7 +104,7 @@ def _rounding(path: Path, step: float) -> Path:
 
 
 def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
-    """Fails if `accel verify` takes the first dim of a scalar input for the number of samples."""
+    """Fails if `accel verify` takes the number of samples from a scalar input."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float t, float[batch, 2] x) => (float[batch, 2] y) '
         "{ y = Mul(x, t) }"
@@ -116,8 +116,8 @@ def test_a_scalar_beside_the_samples(cli: Any, tmp_path: Path) -> None:
 
 
 def test_small_outputs_that_became_zero(cli: Any, tmp_path: Path) -> None:
-    """Fails if `accel verify` or the judge passes a model whose small outputs are all 0, because the few large outputs
-    are right."""
+    """Fails if a few correct large outputs make `accel verify` or the judge pass a model whose small outputs are all
+    0."""
     prices = np.random.default_rng(0).uniform(0.1, 0.3, (64, 1)).astype(np.float32)
     prices[::8] = 100  # each batch has one large output
     np.savez(tmp_path / "prices.npz", x=prices)

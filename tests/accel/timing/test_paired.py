@@ -200,7 +200,7 @@ def test_a_baseline_that_fails_is_an_error() -> None:
 def test_wrong_arguments_say_what_to_change(
     call: Callable[[], BenchReport], error: type[AccelError], words: str
 ) -> None:
-    """Fails if a wrong argument starts processes, or doesn't end in an error that says what to change."""
+    """Fails if a wrong argument starts processes, or raises no error that names the fix."""
     with pytest.raises(error, match=words):
         call()
 

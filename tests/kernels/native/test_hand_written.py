@@ -75,8 +75,8 @@ def test_a_convolution_without_triton_is_a_product_of_its_patches() -> None:
     assert chosen(CONV, tma_layout=True, native=EVERY).startswith("triton conv2d_64x64")
     small = replace(CONV, images=1)
     assert "patches multiplied by cuda gemv: M = 16" in chosen(small, triton_installed=False)
-    # An unaligned product of 32 rows has no compiled kernel. cuDNN is then better than patches and the reference
-    # product.
+    # No compiled kernel takes an unaligned product of 32 rows, so the reference (cuDNN) computes the whole
+    # convolution.
     odd = replace(CONV, c_in=7)
     assert chosen(odd, **whole).startswith("reference: Triton is not installed")
     assert chosen(replace(CONV, in_dtype="fp8_e4m3"), **whole).startswith("reference: sm_80 has no fp8")

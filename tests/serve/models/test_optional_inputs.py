@@ -153,7 +153,11 @@ def test_many_at_once(tmp_path: Path, start: Start) -> None:
         ('max_batch_size: 8 input { name: "k" optional: true }', 10, "first dim is not the batch.*max_batch_size to 0"),
         ('input { name: "k" optional: true }', 3, "has no input 'k', which its config names; it has: x"),
         ('input { name: "z" optional: true }', 10, "has no input 'z', which its config names; it has: x"),
-        ('input { name: "k" data_type: TYPE_FP32 optional: true }', 10, "config says TYPE_FP32, but the model has TYPE_INT64"),
+        (
+            'input { name: "k" data_type: TYPE_FP32 optional: true }',
+            10,
+            "config says TYPE_FP32, but the model has TYPE_INT64",
+        ),
     ],
 )
 def test_configs_that_do_not_fit(tmp_path: Path, config: str, ir: int, says: str) -> None:

@@ -205,7 +205,7 @@ def test_a_rank_without_samples_only_takes_part() -> None:
 
 
 def test_data_shorter_than_a_batch() -> None:
-    """Fails if a run on too little data loops without end instead of raising BadData."""
+    """Fails if a run on too little data loops forever instead of raising BadData."""
     with pytest.raises(BadData, match="the data has 7 samples, and global_batch is 8"):
         Order(7, global_batch=8, rank=0, ranks=1, seed=0)
     with pytest.raises(BadData, match="the data has 0 samples"):
@@ -236,6 +236,6 @@ def test_schedules() -> None:
     ],
 )
 def test_what_the_loss_of_classes_does_not_take(outputs: Any, targets: torch.Tensor, says: str) -> None:
-    """Fails if outputs or targets that the default loss can't take end in an error of torch."""
+    """Fails if unsupported outputs or targets of the default loss raise an error of torch instead of ``BadConfig``."""
     with pytest.raises(BadConfig, match=says):
         cross_entropy(outputs, targets)

@@ -85,7 +85,7 @@ class _Alone(dict[str, list[float]]):
 
 @pytest.fixture(scope="module")
 def alone() -> _Alone:
-    """Returns the losses of one process in float32 without sharding, by the name of the reference."""
+    """Returns a dict from each name in ``_REFERENCES`` to the losses of this float32 run on one process."""
     return _Alone()
 
 
@@ -98,10 +98,10 @@ def _difference(got: list[float], expected: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
-    """Fails if ten steps of SGD with momentum on ``world`` ranks differ from one process by more than the bound, for
-    example because a gradient is averaged wrongly, reduced twice or not at all. ZeRO++ is compared with one process
-    that rounds the same blocks of the same values. The first two losses of ZeRO++ may differ by a quarter of the
-    rounding's effect."""
+    """Fails if the losses of ten steps of SGD with momentum on ``world`` ranks differ from the losses of one process by
+    more than the bound, for example because a gradient is averaged wrongly, reduced twice or not at all. ZeRO++ is
+    compared with one process that rounds the same blocks of the same values. The first two losses of ZeRO++ may differ
+    by a quarter of the rounding's effect."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
     assert _difference(got, expected) < _bound(name)
     if _reference(name).startswith("lossy") and "bf16" not in name:
@@ -165,10 +165,10 @@ def test_final_weights_are_the_trained_ones(results: dict[int, dict[str, Any]], 
     [
         ("left out", r"norm.weight has a different gradient on each tensor-parallel rank.*\"norm\" = \"sequence\""),
         ("odd length", "a sequence of 15 doesn't divide by tp 2; pad it"),
-        ("one_head", "blocks.0.attention.query makes 1 head of width 32, and tp 2 would cut a head in parts;"),
+        ("one_head", "blocks.0.attention.query makes 1 head of width 32, and tp 2 would split a head;"),
         ("all_heads", r"attention makes 4 heads of width 4 from .* 4 heads of width 8; .*view\(b, s, -1, width\)"),
-        ("whole_heads", r"cut over tp 2, blocks.0.attention of 4 heads can't be run \(.* view\(b, s, -1, width\)"),
-        ("one_product", "cut over tp 2, the model's output for a sample changes; don't cut one product"),
+        ("whole_heads", r"with tp 2, blocks.0.attention of 4 heads can't be run \(.* view\(b, s, -1, width\)"),
+        ("one_product", "with tp 2, the model's output for a sample changes; don't split one linear layer"),
         ("turned after the cut", "the output of the model changes if its sequence is cut after embed"),
         ("cut too late", "the output of the model changes if its sequence is cut after blocks.0"),
         ("cut too early", r"can't be run with its sequence cut after embed.tokens \(The size of tensor"),
