@@ -243,7 +243,7 @@ def training_memory(spec: ModelSpec, layout: Layout) -> Memory:
 def kv_cache(spec: ModelSpec, batch: int, context: int, *, tp: int = 1, element: float = 2.0) -> float:
     """Returns the bytes of keys and values on a rank: 2 L (h / a) a_kv s b elements, divided by t.
 
-    The formula is that of Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3, with a_kv heads
+    The formula is from Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 3.3, with a_kv heads
     of keys and values.
     """
     if not (spec.layers and spec.hidden and spec.heads):

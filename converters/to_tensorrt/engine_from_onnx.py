@@ -90,8 +90,8 @@ class EngineNotBuilt(BuildFailed):
 def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> Artifact:
     """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
 
-    The signature is that of the built network. The network's dims have the names of the dims of ``src``, and the ranges
-    of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. If an operator
+    The artifact has the signature of the built network. The network's dims have the names of the dims of ``src``, and
+    the ranges of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. If an operator
     uses the plugin library and another implementation, ``plugins`` names the library, because the engine needs the
     library. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
 

@@ -43,7 +43,7 @@ class Order(torch.utils.data.Sampler[int]):
         self.epoch = length // global_batch if drop_last else -(-length // global_batch)  # in steps
 
     def steps(self) -> Iterator[list[int]]:
-        """Yields this rank's samples of each step, without end."""
+        """Yields this rank's samples of each step, in an endless loop."""
         step = self.first
         order: list[int] = []
         while True:

@@ -101,7 +101,7 @@ class PowerSGD:
     def _thin(self, names: Any) -> list[tuple[str, tuple[int, int]]]:
         """Maps each compressed parameter among ``names`` to the shape of its q.
 
-        The order is that of torch's hook, which groups parameters of equal shape.
+        The order is the same as in torch's hook, which groups parameters of equal shape.
         """
         shapes: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name in names:

@@ -195,8 +195,8 @@ def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
     ],
 )
 def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) -> None:
-    """Fails if the planned traffic of a pipeline isn't that of its busiest rank, whose stages have the most neighbors
-    on other ranks. The stages are placed as in training."""
+    """Fails if the planned traffic of a pipeline isn't its busiest rank's traffic. The stages of the busiest rank have
+    the most neighbors on other ranks. The stages are placed as in training."""
     spec = ModelSpec(params=10**9, layers=16, hidden=64, heads=4, seq=16)
     for pipeline, most in sends.items():
         layout = Layout(world=pp, pp=pp, pipeline=pipeline, micro_batch=2, accumulation=5)

@@ -132,7 +132,7 @@ def test_infinities_and_nan_are_counted_apart() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_entropy_agrees_with_the_library(scale: float) -> None:
-    """Fails if the entropy range differs from that of ONNX Runtime's collector, which is much slower."""
+    """Fails if the entropy range differs from the range of ONNX Runtime's collector, which is much slower."""
     values = (np.random.default_rng(2).laplace(size=100_000) * scale).astype(np.float32)
     collector = HistogramCollector(
         method="entropy", symmetric=True, num_bins=1024, num_quantized_bins=128, percentile=99.99, scenario="same"

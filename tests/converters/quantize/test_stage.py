@@ -315,8 +315,8 @@ def test_calibration_methods(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.proof
 def test_the_least_squared_error(tmp_path: Path) -> None:
-    """Fails if the written scale isn't that of the mse method, whose range is smaller than minmax's on heavy-tailed
-    inputs."""
+    """Fails if the written scale isn't the scale of the mse method. On heavy-tailed inputs, the mse method has a
+    smaller range than minmax."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=64)
     feeds["x"] = np.random.default_rng(3).standard_t(3, feeds["x"].shape).astype(np.float32)

@@ -90,7 +90,7 @@ class Net(nn.Module):
 
 
 def test_a_fused_module_exports_to_the_operators() -> None:
-    """Fails if the exported model differs from the module at a batch size other than that of the trace. The bound is
+    """Fails if the exported model differs from the module at a batch size other than the traced one. The bound is
     1e-5 of the largest element, a handful of fp32 roundings."""
     torch.manual_seed(0)
     net = Net().eval()

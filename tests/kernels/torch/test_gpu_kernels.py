@@ -188,7 +188,7 @@ def test_the_convolution_of_the_plugin(dtype: str, given: tuple[str, ...]) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_to_a_convolution(dtype: str, library: Library) -> None:
     """Fails if an implementation of a convolution is wrong in any dtype. The implementations are the two Triton tiles
-    and, for 32 input channels, the product of the patches. The bound is that of the convolution's product."""
+    and, for 32 input channels, the product of the patches. The bound is the same as for the convolution's product."""
     names = dispatch.native_names(capability())
     ran = set()
     for c_in, c_out in ((19, 35), (32, 72)):

@@ -165,7 +165,7 @@ TAKEN_UP = {
 # The overrides for AdamW on float32 copies of bfloat16 weights. Two ranks save and four ranks resume the optimizer's
 # state, which has to be the same bit for bit.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
-# The layouts whose gradient in one plain SGD step has to equal that of one process.
+# The layouts whose gradient in one plain SGD step has to equal one process's gradient.
 GRADIENTS = {
     2: {
         "ddp": [],

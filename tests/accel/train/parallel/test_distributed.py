@@ -142,7 +142,7 @@ def test_gradients_equal_under_uneven_targets(
     name: str,
 ) -> None:
     """Fails if a rank with few counted targets weighs as much as a rank with many. One plain SGD step at rate 1 changes
-    the weights by the gradient, which has to equal that of one process within 1e-6."""
+    the weights by the gradient, which has to equal one process's gradient within 1e-6."""
     sharded = torch.load(results[world]["folder"] / f"gradient-{name}.pt", weights_only=True)
     before, after = one_plain_step
     assert set(after) == set(sharded)
