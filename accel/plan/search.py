@@ -252,7 +252,7 @@ def search(
         )
     if not found:
         raise BadConfig(
-            f"a global batch of {global_batch} can't be cut over {world} ranks; use a multiple of {world} samples"
+            f"a global batch of {global_batch} can't be divided over {world} ranks; use a multiple of {world} samples"
         )
     fitting = [plan for plan in found if plan.fits]
     if not fitting:

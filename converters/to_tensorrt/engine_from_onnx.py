@@ -91,9 +91,10 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
 
     The artifact has the signature of the built network. The network's dims have the names of the dims of ``src``, and
-    the ranges of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. If an operator
-    uses the plugin library and another implementation, ``plugins`` names the library, because the engine needs the
-    library. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
+    the ranges of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. If
+    an operator uses the plugin library and another implementation, ``plugins`` names the library, because the engine
+    needs the library. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function
+    body.
 
     Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, ``UnsupportedHere`` for an
     unsupported compute capability, ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for other failures.
