@@ -24,9 +24,8 @@ from accel.converters.graph import onnx_from_onnx
 from accel.converters.graph import write as onnx_write
 from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
 from accel.converters.graph.simplify import SimplifyConfig, run_onnxsim
-from accel.converters.quantize import ort as quantize_ort
 from accel.converters.quantize.smooth import smooth
-from accel.converters.quantize.stage import QuantizeConfig, Task, make_task, quantize, run_task
+from accel.converters.quantize.stage import QuantizeConfig, make_task, quantize, run_task
 from accel.converters.to_openvino.openvino_from_onnx import OpenVinoFromOnnxConfig
 from accel.converters.to_tensorrt.fit import FitTensorRtConfig
 from accel.proof import gates
@@ -161,11 +160,6 @@ def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pyt
     assert all(result.passed and result.value and result.value > 1e-4 for result in results)
 
 
-def dynamic_of_a_large_one(task: Task) -> Any:
-    quantize_ort._is_large = lambda _: True  # in a child process
-    return quantize_ort.run_dynamic(task)
-
-
 @pytest.mark.proof
 def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
     """Fails if inferring shapes without a copy of the weights changes a node or a weight of the dynamically
@@ -175,7 +169,10 @@ def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
     onnx.save(model, str(tmp_path / "gemm.onnx"))
     src = open_onnx(tmp_path / "gemm.onnx", probe=False)
     found = []
-    for function in ("accel.converters.quantize.ort:run_dynamic", f"{__name__}:dynamic_of_a_large_one"):
+    for function in (
+        "accel.converters.quantize.ort:run_dynamic",
+        "tests.accel.api.large_models:dynamic_of_a_large_one",
+    ):
         folder = tmp_path / function.rpartition(":")[2]
         folder.mkdir()
         model = read_detached(src.path)
@@ -274,30 +271,6 @@ def test_a_large_model_is_brought_to_another_opset(tmp_path: Path, monkeypatch: 
     assert all(np.array_equal(after[name], before[name]) for name in before)
 
 
-def nncf_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_nncf`` or ``run_compressed`` in a child process. Returns the largest number of bytes that NNCF got
-    at once."""
-    import nncf
-
-    from accel.converters.quantize import nncf as quantize_nncf
-    from accel.converters.quantize import weights as quantize_weights
-
-    onnx_write.SINGLE_FILE_BYTES = onnx_weights.DETACHED_BYTES = 0
-    given: list[int] = []
-
-    def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(model: onnx.ModelProto, *rest: Any, **words: Any) -> Any:
-            given.append(model.ByteSize())
-            return plain(model, *rest, **words)
-
-        return call
-
-    nncf.quantize, nncf.compress_weights = watched(nncf.quantize), watched(nncf.compress_weights)
-    run = quantize_nncf.run_nncf if task.config.mode == "static" else quantize_weights.run_compressed
-    run(task)
-    return max(given)
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("mode", ["static", "int8-weights"])
 def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
@@ -312,7 +285,7 @@ def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
     monkeypatch.setattr(onnx_write, "SINGLE_FILE_BYTES", 0)
     model = read_detached(src.path)
     task = make_task(src, config, model, folder)
-    assert run_task(f"{__name__}:nncf_of_a_large_one", task, model) < 20_000
+    assert run_task("tests.accel.api.large_models:nncf_of_a_large_one", task, model) < 20_000
     assert external_files(read_proto(task.path))
     assert external_files(read_proto(task.out))
     first, second = read_proto(whole.path).graph, read_proto(task.out).graph
