@@ -72,13 +72,21 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def complete(
-    config: ModelConfig, name: str, signature: Signature, kind: str, *, batch_given: bool, gpu: bool = False
+    config: ModelConfig,
+    name: str,
+    signature: Signature,
+    kind: str,
+    *,
+    batch_given: bool,
+    gpu: bool = False,
+    alone: bool = False,
 ) -> None:
     """Fills in the missing fields of ``config`` and checks the other fields against the model's ``signature``.
 
     ``batch_given`` tells whether the file sets ``max_batch_size``, because the protobuf message doesn't distinguish 0
-    from unset. ``gpu`` tells whether a model without a configured device runs on a GPU. Raises ``BadRepository`` if the
-    config contradicts the model.
+    from unset. ``gpu`` tells whether a model without a configured device runs on a GPU. With ``alone``, requests of
+    several callers share a batch only if the file asks for it. Raises ``BadRepository`` if the config contradicts the
+    model.
     """
     if config.name and config.name != name:
         raise BadRepository(
@@ -90,7 +98,7 @@ def complete(
     config.backend = config.backend or backend
     if not batch_given and not config.input and not config.output:
         config.max_batch_size = _largest_batch(signature)
-        if config.max_batch_size and not config.HasField("sequence_batching"):
+        if config.max_batch_size and not alone and not config.HasField("sequence_batching"):
             config.dynamic_batching.SetInParent()
     batching = config.max_batch_size > 0
     if batching and signature.batch_dim is None:

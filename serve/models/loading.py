@@ -14,6 +14,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, BadRepository, one_line
 from accel.machine import available_cores
 from accel.runtimes.base import BaseSession, Session, default_runtime, get_runtime, open_session
+from accel.sources.onnx.file import ROWS_SHARE_SCALES
 
 from ..generate.token_loop import TokenLoopSession, token_loop
 from ..protocol.inference import Executor
@@ -34,6 +35,10 @@ from .pinning import PinnedSession, cores_of
 
 log = logging.getLogger("accel.serve")
 WARM_UP_FAILED = "warm-up failed"
+_ALONE = (
+    "dynamic int8 takes one scale for all rows of a batch, so callers would change each other's answers; add "
+    "dynamic_batching { } to config.pbtxt to batch anyway"
+)
 
 MakeExecutor = Callable[..., Executor]
 
@@ -78,7 +83,10 @@ def load_version(
     loop = token_loop(config, folder.name, artifact.signature)
     signature = loop.offered(artifact.signature) if loop else artifact.signature
     gpu = (get_runtime(runtime) if runtime else default_runtime(artifact)).needs_gpu
-    model_config.complete(config, folder.name, signature, artifact.kind, batch_given=batch_given, gpu=gpu)
+    alone = bool(artifact.properties.get(ROWS_SHARE_SCALES))
+    model_config.complete(config, folder.name, signature, artifact.kind, batch_given=batch_given, gpu=gpu, alone=alone)
+    if alone and config.max_batch_size and not config.HasField("dynamic_batching"):
+        log.info("requests not batched", extra={"model": folder.name, "reason": _ALONE})
     scheduling = model_config.scheduling(config, signature, folder.path, read_profiles(artifact.properties))
     threads = scheduling.threads or loading.threads or (0 if gpu else _share(loading.cores, scheduling.instances))
     instances = iter(cores_of(config, loading.host_policies))

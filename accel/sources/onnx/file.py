@@ -91,6 +91,11 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
+# The property of a model whose rows influence each other: these operators take one scale for all rows of a batch.
+ROWS_SHARE_SCALES = "rows_share_scales"
+_SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
+
+
 def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
     """Describes a model in memory as ``describe`` describes a file."""
     initializers = {t.name for t in model.graph.initializer}
@@ -104,6 +109,8 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
         "precision": _precision(model),
         "floats": _floats(model),
     }
+    if any(node.op_type in _SCALED_AT_RUN_TIME for node in model.graph.node):
+        properties[ROWS_SHARE_SCALES] = True
     return Signature(inputs, outputs), properties
 
 

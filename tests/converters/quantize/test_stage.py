@@ -22,7 +22,7 @@ from accel.converters.quantize.histogram import Histogram, value_range
 from accel.converters.quantize.stage import QuantizeConfig, QuantizeFailed, quantize
 from accel.errors import BadData, ChildCrashed, UnknownName, UnsupportedHere
 from accel.runtimes.base import open_session
-from accel.sources.onnx.file import open_onnx, read_proto
+from accel.sources.onnx.file import ROWS_SHARE_SCALES, open_onnx, read_proto
 from accel.stage import run_stage
 from tests.support.cpu_features import needs_vnni
 
@@ -208,9 +208,12 @@ def test_which_cpus_saturate(
 
 
 def test_dynamic_form(tmp_path: Path) -> None:
-    """Fails if a product of two activations or a residual is quantized, or if dynamic quantization requires data."""
+    """Fails if a product of two activations or a residual is quantized, if dynamic quantization requires data, or if
+    the server can't see that the rows of a batch share a scale."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
+    assert made.properties[ROWS_SHARE_SCALES]
+    assert ROWS_SHARE_SCALES not in src.properties
     ops = Counter(n.op_type for n in read_proto(made.path).graph.node)
     assert (ops["MatMulInteger"], ops["MatMul"]) == (4, 2)
     assert "warning" not in made.notes

@@ -89,6 +89,32 @@ def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
     assert [repository.get(f"neg{largest}").scheduling.allowed for largest in (1, 4)] == [None, None]
 
 
+@pytest.mark.parametrize("config", ["", "max_batch_size: 8", "max_batch_size: 8 dynamic_batching { }"])
+def test_rows_that_share_a_scale_are_batched_only_on_request(tmp_path: Path, opened: Any, config: str) -> None:
+    """Fails if requests of several callers share a batch of a dynamic int8 model whose config doesn't ask for it, or if
+    they don't although the config asks. Also fails if a caller can't send a batch."""
+    folder = tmp_path / "int8"
+    (folder / "1").mkdir(parents=True)
+    build.artifact(
+        folder / "1" / "model.onnx",
+        [
+            build.node("DynamicQuantizeLinear", "x", "q s z"),
+            build.node("MatMulInteger", "q w z", "i"),
+            build.node("Cast", "i", "f", to=FLOAT),
+            build.node("Mul", "f s", "y"),
+        ],
+        {"x": (FLOAT, ["batch", 4])},
+        {"y": (FLOAT, ["batch", 3])},
+        {"w": np.ones((4, 3), np.int8)},
+    )
+    (folder / "config.pbtxt").write_text(config)
+    model = opened(tmp_path).get("int8")
+    assert model.config.HasField("dynamic_batching") == ("dynamic_batching" in config)
+    assert model.config.max_batch_size >= 8
+    linear(tmp_path / "float" / "1")
+    assert opened(tmp_path).get("float").config.HasField("dynamic_batching")
+
+
 def test_a_batch_below_the_declared() -> None:
     """Fails if the error for a max_batch_size below the smallest batch doesn't contain both numbers."""
     spec = TensorSpec("x", "float32", ("batch", 4))
