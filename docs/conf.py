@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import click
 from pygments.lexers import TextLexer
 from sphinx.application import Sphinx
 
@@ -21,6 +22,7 @@ exclude_patterns = ["_build"]
 suppress_warnings = ["myst.xref_missing"]  # allows links to files outside docs/, which a test checks
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
+smartquotes = False  # smart quotes turn the two hyphens of an option into an en dash
 autodoc_typehints = "none"  # the signature has them
 autodoc_member_order = "bysource"
 html_theme = "furo"
@@ -29,9 +31,19 @@ html_show_sourcelink = False
 html_copy_source = False
 
 
+def whole_metavars(_: Sphinx, context: click.Context, lines: list[str]) -> None:
+    """Restores the brackets at the ends of metavars such as ``NAME:DTYPE[DIM,...]``, which sphinx-click cuts off."""
+    for option in context.command.params:
+        cut = (option.metavar or "").lstrip("<[{($").rstrip(">]})$")  # as sphinx_click.ext._get_help_record does
+        if isinstance(option, click.Option) and option.metavar and cut != option.metavar:
+            head = f".. option:: {', '.join(option.opts)} <"
+            lines[:] = [f"{head}{option.metavar}>" if line == f"{head}{cut}>" else line for line in lines]
+
+
 def setup(app: Sphinx) -> None:
-    """Allows code blocks named pbtxt, and regenerates the page of all messages."""
+    """Allows code blocks named pbtxt, completes the options, and regenerates the page of all messages."""
     from messages import page
 
     app.add_lexer("pbtxt", TextLexer)
+    app.connect("sphinx-click-process-options", whole_metavars)
     (HERE / "reference" / "messages.md").write_text(page(), encoding="utf-8")

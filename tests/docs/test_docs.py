@@ -15,11 +15,6 @@ from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-METRIC = """
-def top1(outputs, data):
-    return float((outputs["output"].argmax(1) == data["label"]).mean())
-"""
-
 
 def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
@@ -33,7 +28,8 @@ def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("samples", "test"):
         x = rng.standard_normal((24, 3, 32, 32)).astype(np.float32)
         np.savez(folder / f"{name}.npz", x=x, label=np.full(24, 3))
-    (folder / "my_metric.py").write_text(METRIC)
+    (metric,) = blocks("python", (ROOT / "docs" / "how-to" / "optimize.md").read_text(encoding="utf-8"))
+    (folder / "my_metric.py").write_text(metric)
     monkeypatch.chdir(folder)
     return folder
 

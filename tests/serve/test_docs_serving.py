@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,14 @@ import tritonclient.grpc as triton
 from accel.serve.models import config as model_config
 from accel.serve.protocol import messages as proto
 from tests.support import ROOT
-from tests.support.certificates import certificate
-from tests.support.onnx_builder import artifact, node
-from tests.support.serving import FLOAT, INT64, WEIGHTS, linear, routes, tensor
+from tests.support.serving import WEIGHTS, linear, routes, tensor
 
 # test_four_commands.py covers the four commands above this heading.
-HEADING = "\n## config.pbtxt\n"
+HEADING = "\n## Files for the examples\n"
 PAGE = HEADING + (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8").partition(HEADING)[2]
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
+TO_MAKE, TO_RUN = COMMANDS[:5], COMMANDS[5:]  # the first five make the files for the examples
 
 
 def section(title: str) -> str:
@@ -32,33 +34,15 @@ def section(title: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes the files from the page's code blocks, and the models, certificates and inputs that the page mentions."""
+    """Makes the files of the page with the page's own script, commands and code blocks."""
+    if shutil.which("openssl") is None:
+        pytest.skip("the command openssl isn't installed")
     monkeypatch.chdir(tmp_path)
-    models = tmp_path / "models"
-    linear(models / "scores" / "1")
-    (models / "scores" / "labels.txt").write_text("a\nb\nc\n")
-    for name in ("text", "counter", "relu", "both"):
-        (models / name / "1").mkdir(parents=True)
-    texts, rows, three = ["batch", "length"], ["batch", 1], ["batch", 3]
-    # The model returns twice the id, or the unchanged id for padding.
-    artifact(
-        models / "text" / "1" / "model.onnx",
-        [
-            node("Mul", "ids attention_mask", "real"),
-            node("Add", "ids real", "y"),
-        ],
-        {"ids": (INT64, texts), "attention_mask": (INT64, texts)},
-        {"y": (INT64, texts)},
-    )
-    artifact(
-        models / "counter" / "1" / "model.onnx",
-        [node("Add", "x total_in", "total"), node("Identity", "total", "total_out")],
-        {"x": (FLOAT, rows), "total_in": (FLOAT, rows)},
-        {"total": (FLOAT, rows), "total_out": (FLOAT, rows)},
-    )
-    artifact(
-        models / "relu" / "1" / "model.onnx", [node("Relu", "x", "z")], {"x": (FLOAT, three)}, {"z": (FLOAT, three)}
-    )
+    (script,) = re.findall(r"```python\n(.*?)```", section("Files for the examples"), re.DOTALL)
+    (tmp_path / "make_models.py").write_text(script)
+    for make in TO_MAKE:
+        words = [sys.executable if word == "python" else word for word in shlex.split(make)]
+        subprocess.run(words, check=True, capture_output=True, timeout=60)
     written = re.findall(r"```(?:pbtxt|toml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
     assert {name for name, _ in written} == {
         *(f"models/{name}/config.pbtxt" for name in ("scores", "text", "counter", "both")),
@@ -66,10 +50,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     for name, text in written:
         (tmp_path / name).write_text(text)
-    issuer = certificate(tmp_path, "ca")
-    certificate(tmp_path, "server", issuer)
-    certificate(tmp_path, "client", issuer)
-    np.savez("inputs.npz", x=np.ones((2, 4), np.float32))
     return tmp_path
 
 
@@ -119,7 +99,7 @@ def test_the_configs(folder: Path, start: Any) -> None:
 def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
     """Fails if a command of the page doesn't work as written (on free ports), or if the page's tokens don't have the
     documented rights."""
-    check, begin, infer = map(shlex.split, COMMANDS)
+    check, begin, infer = map(shlex.split, TO_RUN)
     ran = cli(*check[1:])
     assert ran.code == 0, ran.stdout + ran.stderr
     assert all(name in ran.stdout for name in ("scores", "text", "counter", "both", "relu"))
