@@ -215,7 +215,10 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
     resumed.resume()
     assert resumed.step == 1
     next((tmp_path / "checkpoints" / "step-00000001").glob("*.distcp")).unlink()
-    with pytest.raises(BadCheckpoint, match=r"no checkpoint can be read: .* is missing or cut short; restore it"):
+    with pytest.raises(
+        BadCheckpoint,
+        match=r"no checkpoint can be read: .* is missing or cut short; restore a checkpoint, or start with --fresh",
+    ):
         trainer_of(tmp_path).resume()
 
 

@@ -337,8 +337,8 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "--learning-rate=3"], "has no learning_rate"),
         (["examples/digits.toml", "--nproc", "3"], "use --global-batch="),
         (["examples/digits.toml", "stray"], "write --key=value"),
-        (["examples/digits.toml", "--nnodes", "2"], "pass --rendezvous HOST:PORT, the same on each"),
-        (["examples/digits.toml", "--nnodes", "1:2"], "pass --rendezvous HOST:PORT, the same on each"),
+        (["examples/digits.toml", "--nnodes", "2"], "pass the same --rendezvous HOST:PORT on each"),
+        (["examples/digits.toml", "--nnodes", "1:2"], "pass the same --rendezvous HOST:PORT on each"),
         (["examples/digits.toml", "--nnodes", "2:1"], "write a number of machines, or MIN:MAX"),
         (["examples/digits.toml", "--nnodes", "3", "--rendezvous", "localhost:1"], "use --global-batch=96"),
         (
