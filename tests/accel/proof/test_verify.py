@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from accel.artifact import Artifact
+import accel
+from accel.artifact import Artifact, Manifest, manifest_path
 from accel.errors import BadData
 from accel.proof.compare import compare, difference
 from accel.proof.data import Dataset
 from accel.signature import Signature, TensorSpec
+from tests.support import onnx_builder as build
 
 floats = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=1, max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32)
@@ -138,6 +141,32 @@ def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> 
     body = json.loads(ran.stdout)
     assert body["passed"] is False
     assert "output 'logits': rel_l2" in body["problems"][0]
+
+
+def scaled(path: Path, factor: float) -> Artifact:
+    shape = (build.FLOAT, ["batch", 2])
+    return build.artifact(path, [build.node("Mul", "x k", "y")], {"x": shape}, {"y": shape}, {"k": np.float32(factor)})
+
+
+def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
+    """Fails if a quantized model that differs on random inputs gets no advice to pass data, if a float model or a
+    comparison on data gets this advice, or if the command's help or table doesn't say which inputs were used."""
+    one, other = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "other.onnx", 2.0)
+    in_int8 = replace(other, properties={**other.properties, "precision": "int8"})
+    data = build.save_data(tmp_path / "d.npz", x=np.ones((3, 2), np.float32))
+    advice = "; these were random inputs; pass data= with real samples"
+    assert accel.verify(one, in_int8).problems[-1].endswith(advice)
+    for found in (accel.verify(one, other), accel.verify(one, in_int8, data=data)):
+        assert not found.passed
+        assert "random" not in found.problems[-1]
+    Manifest(kind="onnx", signature=other.signature, files=other.hashes(), properties=in_int8.properties).write(
+        manifest_path(other.path)
+    )
+    shown = " ".join(cli("verify", one.path, other.path).stdout.split())
+    assert "on random inputs: output 'y'" in shown
+    assert "pass --data with real samples" in shown
+    assert "random inputs" not in cli("verify", one.path, other.path, "--data", data).stdout
+    assert "Default: random inputs" in " ".join(cli("verify", "--help").stdout.split())
 
 
 def test_two_different_signatures(cli: Any, digits: Artifact, minilm: Artifact) -> None:
