@@ -19,6 +19,7 @@ import numpy as np
 
 from accel.errors import BadData, UsageError, one_line
 from accel.progress import report
+from accel.spelling import is_command_line, option
 
 from ..protocol import messages as proto
 from ..protocol.inference import Code, ServeError
@@ -140,6 +141,8 @@ class InferenceClient:
             text, code = str(error.details()), error.code()
             if code is grpc.StatusCode.UNAVAILABLE and (found := self._who_answers()):
                 text = found
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                text = f"{text.partition('; send the header')[0]}; {_token_advice()}"
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
@@ -281,6 +284,11 @@ class InferenceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _token_advice() -> str:
+    """Returns the advice for a client whose token is missing or unknown."""
+    return f"pass {option('token')}" + (" or set ACCEL_TOKEN" if is_command_line() else "")
 
 
 def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:

@@ -1,0 +1,43 @@
+"""``accel infer`` shows its user the options of its own command line, and how far it is."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from accel.serve.client.grpc import InferenceClient
+from accel.serve.protocol import messages as proto
+from accel.serve.protocol.inference import ServeError
+from accel.serve.security.access import Access, Permission
+
+
+def refuse(_: Any, context: grpc.ServicerContext) -> None:
+    """Answers as the server answers a call without a token."""
+    try:
+        Access((Permission("web", "0" * 64),)).check(None)
+    except ServeError as error:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+
+
+def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path: Path) -> None:
+    """Fails if the error names a header, which the user of ``accel infer`` can't send, in place of ``--token`` and
+    ACCEL_TOKEN, or names the command line's option to a Python caller."""
+    np.savez(tmp_path / "x.npz", x=np.zeros((1, 2), np.float32))
+    server = grpc.server(ThreadPoolExecutor(1))
+    methods = {"ModelMetadata": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(proto.SERVICE, methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        ran = cli("infer", "m", "--input", tmp_path / "x.npz", "--url", address, "-q")
+        with InferenceClient(address) as client, pytest.raises(ServeError, match=r"known token; pass token=$"):
+            client.call("ModelMetadata", name="m")
+    finally:
+        server.stop(None)
+    assert ran.code == 1
+    assert ran.stderr == "accel: error: this server wants a known token; pass --token or set ACCEL_TOKEN\n"
