@@ -233,11 +233,13 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        report(f"{metadata.name}: 0 of {total} {what}", 0.0)
+        # The text stays the same, because a log prints each text only once and a count would seem to stop at 0.
+        sending = f"{metadata.name}: sending {total} {what}"
+        report(sending, 0.0)
         for feeds, count in batches:
             found.append(self._infer(metadata, feeds, version, classes))
             done += count
-            report(f"{metadata.name}: {min(done, total)} of {total} {what}", min(1.0, done / total))
+            report(sending, min(1.0, done / total))
         first = found[0]
         try:
             joined = {

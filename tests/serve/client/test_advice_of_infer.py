@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from accel.serve.client.grpc import InferenceClient
+from accel.cli import PlainLines
+from accel.progress import watched_by
+from accel.serve.client.grpc import Inference, InferenceClient
 from accel.serve.protocol import messages as proto
 from accel.serve.protocol.inference import ServeError
 from accel.serve.security.access import Access, Permission
@@ -41,3 +44,23 @@ def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path:
         server.stop(None)
     assert ran.code == 1
     assert ran.stderr == "accel: error: this server wants a known token; pass --token or set ACCEL_TOKEN\n"
+
+
+def test_the_progress_of_a_log_seems_finished(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Fails if the log of several requests ends with a count that isn't the whole, such as "0 of 5 samples", if the
+    log doesn't tell how much is sent, or if the bar doesn't end at 100%."""
+    seen: list[float | None] = []
+    log = PlainLines()
+
+    def sink(message: str, fraction: float | None) -> None:
+        seen.append(fraction)
+        log(message, fraction)
+
+    answer = Inference(model="m", version="1", outputs={"y": np.zeros((2, 1))}, datatypes={"y": "FP64"}, requests=1)
+    monkeypatch.setattr(InferenceClient, "_infer", lambda *_: answer)
+    described = SimpleNamespace(name="m", inputs=[SimpleNamespace(name="x", datatype="FP32")])
+    monkeypatch.setattr(InferenceClient, "_describe", lambda *_: (described, SimpleNamespace(max_batch_size=2)))
+    with InferenceClient("127.0.0.1:1") as client, watched_by(sink):
+        assert client.infer_many("m", {"x": np.zeros((5, 1), np.float32)}).requests == 3
+    assert capsys.readouterr().err == "accel: m: sending 5 samples\n"
+    assert seen == [0.0, 0.4, 0.8, 1.0]
