@@ -35,12 +35,11 @@ class Workload:
     """The requests of one timed pass.
 
     ``mix`` holds the inputs of each distinct request, one set per length. ``repeats`` is the number of times a pass
-    runs the mix. ``batch`` is the number of samples per request. ``note`` describes the workload.
+    runs the mix. ``note`` describes the workload.
     """
 
     objective: Objective
     mix: tuple[Feeds, ...]
-    batch: int
     repeats: int
     note: str
 
@@ -148,8 +147,7 @@ def workload(
         note += f" (quantiles of {len(found)})"
     if repeats > 1:
         note += f", throughput over {repeats * len(mix)} requests"
-    samples = next((len(v) for v in mix[0].values() if v.ndim), 1)
-    return Workload(objective=_known(objective), mix=mix, batch=samples, repeats=repeats, note=note)
+    return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note)
 
 
 def _known(objective: str) -> Objective:
