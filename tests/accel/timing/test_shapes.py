@@ -19,6 +19,7 @@ from rich.console import Console
 
 from accel.artifact import Artifact, Manifest, manifest_path
 from accel.errors import UsageError
+from accel.optimizer.candidate import CandidateResult
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.source import Source
 from accel.timing import page
@@ -255,6 +256,20 @@ def test_columns_without_values_are_left_out() -> None:
     rows = page.cells(body(name="other", joules_per_run=0.75, phases_ms=phases, verdict="faster"))
     assert dict(zip(rows[0], rows[2], strict=True))["J a run"] == "0.750"
     assert dict(zip(rows[0], rows[2], strict=True))["to device / compute / to host ms"] == "0.500 / 2.00 / 0.250"
+
+
+def test_a_ratio_below_the_noise_is_not_shown() -> None:
+    """Fails if the table or the plot shows a speedup or an interval that is too noisy, or if the JSON form loses
+    them."""
+    point = body(name="other", median_ms=1.0, speedup=189.8, ci95=(10.2, 3655.8), verdict="too noisy")
+    titles, _, other = page.cells(point)
+    shown = dict(zip(titles, other, strict=True))
+    assert [shown[title] for title in ("speedup", "95% interval", "verdict")] == ["-", "-", "too noisy"]
+    assert [bar["name"] for bar in page.bars(point)] == ["base"]
+    measured = {name: value for name, value in point["results"][1].items() if value is not None}
+    row = CandidateResult(name="other", status="passed", measured=measured)
+    assert (row.bench_row()["speedup"], row.bench_row()["ci95"]) == (None, None)
+    assert row.to_json()["measured"]["speedup"] == 189.8
 
 
 @browser
