@@ -141,10 +141,12 @@ def workload(
     for feeds in mix if batch is not None or lengths is not None else ():
         _within(signature, signature.check_feeds(feeds))
     repeats = -(-_REQUESTS_A_CORE * cores // len(mix)) if objective == "throughput" else 1
-    shape = shapes_of(mix[0])
-    note = f"measured at {shape}" if len(mix) == 1 else f"measured at {dim} {', '.join(map(str, _few(found)))} in turn"
+    note = f"measured at {shapes_of(mix[0])}"
+    if len(mix) > 1:
+        others = ", ".join(f"{name} {size}" for name, size in signature.check_feeds(mix[0]).items() if name != dim)
+        note = f"measured at {others + ', ' if others else ''}{dim} {', '.join(map(str, _few(found)))} in turn"
     if len(found) > len(mix):
-        note += f" (quantiles of {len(found)})"
+        note += f" (quantiles of {len(found)} lengths)"
     if repeats > 1:
         note += f", throughput over {repeats * len(mix)} requests"
     return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note)

@@ -374,3 +374,19 @@ def test_session_options_that_are_none() -> None:
         SessionOptions(graph_level="most")
     with pytest.raises(UsageError, match="streams"):
         SessionOptions(streams=0)
+
+
+def test_the_note_names_every_measured_size(text_model: Artifact) -> None:
+    """Fails if the note leaves out the batch of requests of several lengths, or if the quantiles aren't said to be
+    those of the lengths."""
+
+    def note(lengths: list[int], batch: int | None) -> str:
+        return workload(
+            text_model.signature, None, objective="latency", sizes={}, batch=batch, lengths=lengths, cores=1
+        ).note
+
+    assert note([8, 64], 4) == "measured at batch 4, length 8, 64 in turn"
+    assert note([8, 64], None).startswith("measured at batch ")
+    assert note([*range(4, 20)], 2) == (
+        "measured at batch 2, length 5, 7, 9, 11, 13, 15, 17, 19 in turn (quantiles of 16 lengths)"
+    )
