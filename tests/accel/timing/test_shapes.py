@@ -102,6 +102,33 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
     assert len(timed) == 1
 
 
+def test_a_range_that_a_source_has_from_an_artifact(
+    cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the error names a source that declares no range, or if its advice doesn't help the artifact that has
+    the range. Also fails if the error names an artifact for a range that is the source's own."""
+
+    def declare(most: int) -> None:
+        made = Source(model).open()
+        signature = made.signature.with_dims({"length": DimRange(8, 16, most)})
+        Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties).write(
+            manifest_path(model)
+        )
+
+    monkeypatch.setattr("accel.api.bench.measure", lambda *_, **__: (_ for _ in ()).throw(UsageError("timed now")))
+    (tmp_path / "net.py").write_text("import torch\n\ndef make():\n    return torch.nn.ReLU()\n")
+    words = ("bench", model, "--against", f"{tmp_path / 'net.py'}:make", "--length", "33", *QUICK)
+    declare(32)
+    said = cli(*words).stderr
+    assert f"length 33 is outside 8..32, which is the range of length in {model}; " in said
+    assert said.endswith("or export or optimize the model again with --dim length=8:16:33\n")
+    declare(33)
+    assert "timed now" in cli(*words).stderr
+    said = cli(*words, "--dim", "length=8:16:30").stderr
+    assert "length 33 is outside 8..30, which is the range of length in net.py; " in said
+    assert said.endswith("or pass --dim length=8:16:33\n")
+
+
 @pytest.mark.parametrize(
     ("shape", "words", "says"),
     [
