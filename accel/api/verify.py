@@ -136,7 +136,7 @@ def verify(
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
     outputs = worst(found)
     middle = {name: float(np.median(np.concatenate(each))) for name, each in errors.items()}
-    advice = _advice_on_random_inputs(second) if data is None else ""
+    advice = _advice_on_weights(first, second) or (_advice_on_random_inputs(second) if data is None else "")
     for name, difference in outputs.items():
         if difference.problem:
             problems.append(f"output {name!r}: {difference.problem}")
@@ -157,6 +157,19 @@ def verify(
         cases=tuple(cases),
         problems=tuple(problems),
     )
+
+
+def _advice_on_weights(first: Artifact, second: Artifact) -> str:
+    """Returns advice if one of the models is a PyTorch source without weights, and the other model was made from a
+    source with weights. Returns "" for other models."""
+    for bare, other in ((first, second), (second, first)):
+        weights = other.source.get("weights")
+        if weights and bare.kind == "torch" and bare.manifest is None and not bare.source.get("weights"):
+            return (
+                f"{bare.source.get('spec')} was opened without weights, and {other.path} was made with weights; "
+                f"pass {option('weights', weights)}"
+            )
+    return ""
 
 
 def _advice_on_random_inputs(candidate: Artifact) -> str:

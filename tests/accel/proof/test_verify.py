@@ -80,7 +80,8 @@ def make():
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if --input or --weights doesn't reach a factory that is the reference or the candidate, or if a net with
-    other weights than the file passes."""
+    other weights than the file passes. Also fails if the error doesn't name the weights that the file was made with,
+    or names weights although neither model was opened without them."""
     import torch
     from safetensors.torch import save_file
 
@@ -93,7 +94,14 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
     for pair in ((factory, tmp_path / "net.onnx"), (tmp_path / "net.onnx", factory)):
         ran = cli("verify", *pair, *said, "-q")
         assert ran.code == 0, ran.stderr
-        assert cli("verify", *pair, *said[:2], "-q").code == 1
+        ran = cli("verify", *pair, *said[:2], "--json", "-q")
+        assert ran.code == 1
+        advice = f"was made with weights; pass --weights {tmp_path / 'w.safetensors'}"
+        assert json.loads(ran.stdout)["problems"][-1].endswith(advice)
+    bare = tmp_path / "bare.onnx"
+    bare.write_bytes((tmp_path / "net.onnx").read_bytes())
+    for pair in ((factory, bare), (bare, tmp_path / "net.onnx")):
+        assert "pass --weights" not in cli("verify", *pair, *said[:2], "--json", "-q").stdout
     ran = cli("verify", tmp_path / "net.onnx", tmp_path / "net.onnx", *said[2:], "-q")
     assert ran.code == 2
     assert "leave out --weights" in ran.stderr
