@@ -97,7 +97,7 @@ def bench(
     samples = Path(data) if data else None
     declared = Source.of(candidates[0] if against is None else against, dims=dims).dims
     first = widened(ready[0].artifact, samples, dict(declared or {}))
-    _check_declared(ready[0].artifact, sizes or {})
+    _check_declared(ready, sizes or {})
     feeds = _feeds(first, sizes or {}, samples, seed)
     try:
         return measure(
@@ -161,7 +161,7 @@ def sweep(
     reports = []
     shapes = _shapes(first.signature, batches, lengths, sizes or {})
     for shape in shapes:
-        _check_declared(ready[0].artifact, shape)
+        _check_declared(ready, shape)
     for shape in shapes:
         report(f"bench: {', '.join(f'{dim} {size}' for dim, size in shape.items())}")
         if samples is None:
@@ -196,24 +196,33 @@ def _shapes(
     return found
 
 
-def _check_declared(artifact: Artifact, sizes: Mapping[str, int]) -> None:
+def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> None:
     """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range an
-    engine was built for. A default range that accel assumed doesn't limit the sizes."""
+    engine was built for. A default range that accel assumed doesn't limit the sizes.
+
+    A source may have its range from an artifact among the candidates. The error then names the artifact, because the
+    artifact would still lack the size if the user widened the range of the source.
+    """
+    sources = [kind.name for kind in KINDS.values() if kind.framework]
     for dim, size in sizes.items():
+        artifact = ready[0].artifact
         known = artifact.signature.dims.get(dim)
         if known is None or known.min <= size <= known.max:  # later code refuses an unknown dim
             continue
         if known == DimRange.default(dim) and artifact.kind != "engine":
             continue
-        sources = [kind.name for kind in KINDS.values() if kind.framework]
+        made = [one.artifact for one in ready if one.artifact.kind not in sources]
+        artifact = next((one for one in made if one.signature.dims.get(dim) == known), artifact)
+        name = artifact.path.name if artifact is ready[0].artifact else str(artifact.path)
         wider = option("dims", {dim: str(known.to_hold(size))})
         how = {
             "engine": f"build the engine again with {option('profiles')} that has it",
             **dict.fromkeys(sources, f"pass {wider}"),
         }
+        again = f"export or optimize the model again with {wider}"
         raise BadInputSpec(
-            f"{dim} {size} is outside {known.min}..{known.max}, which is the range of {dim} in {artifact.path.name}; "
-            f"give a size within the range, or {how.get(artifact.kind, f'export the model again with {wider}')}"
+            f"{dim} {size} is outside {known.min}..{known.max}, which is the range of {dim} in {name}; "
+            f"give a size within the range, or {how.get(artifact.kind, again)}"
         )
 
 

@@ -16,7 +16,9 @@ from accel.proof.compare import Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, DimRange, Feeds, Signature
 from accel.sources.source import Model, Source, SourceOptions, shared
+from accel.spelling import option
 from accel.tables.limits import VERIFY_LIMITS
+from accel.tables.precision import PRECISIONS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +74,7 @@ def verify(
     Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
     with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
     ||candidate - reference||₂ / ||reference||₂ of an output and of its median sample; the default depends on the
-    candidate's precision.
+    candidate's precision. If a quantized candidate fails on random inputs, the last problem asks for ``data``.
 
     The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for the models that are
     sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``
@@ -134,6 +136,7 @@ def verify(
                 errors.setdefault(name, []).append(sample_errors(wanted[name], got[name]))
     outputs = worst(found)
     middle = {name: float(np.median(np.concatenate(each))) for name, each in errors.items()}
+    advice = _advice_on_weights(first, second) or (_advice_on_random_inputs(second) if data is None else "")
     for name, difference in outputs.items():
         if difference.problem:
             problems.append(f"output {name!r}: {difference.problem}")
@@ -144,6 +147,8 @@ def verify(
                 f"output {name!r}: half of the samples have a relative error of {middle[name]:.3g} or more, over the "
                 f"limit {limit:g}"
             )
+    if advice and problems and not any(difference.problem for difference in outputs.values()):
+        problems[-1] += f"; {advice}"
     return Verification(
         passed=not problems,
         limit=limit,
@@ -152,6 +157,29 @@ def verify(
         cases=tuple(cases),
         problems=tuple(problems),
     )
+
+
+def _advice_on_weights(first: Artifact, second: Artifact) -> str:
+    """Returns advice if one of the models is a PyTorch source without weights, and the other model was made from a
+    source with weights. Returns "" for other models."""
+    for bare, other in ((first, second), (second, first)):
+        weights = other.source.get("weights")
+        if weights and bare.kind == "torch" and bare.manifest is None and not bare.source.get("weights"):
+            return (
+                f"{bare.source.get('spec')} was opened without weights, and {other.path} was made with weights; "
+                f"pass {option('weights', weights)}"
+            )
+    return ""
+
+
+def _advice_on_random_inputs(candidate: Artifact) -> str:
+    """Returns advice for a quantized ``candidate`` that differs on random inputs, or "" for a float candidate.
+
+    Random inputs may lie outside the ranges that the quantized model was calibrated on.
+    """
+    row = PRECISIONS.get(effective_precision(candidate))
+    quantized = row is not None and row.quantized
+    return f"these were random inputs; pass {option('data')} with real samples" if quantized else ""
 
 
 def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:

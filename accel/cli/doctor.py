@@ -11,6 +11,9 @@ from . import output_options
 if TYPE_CHECKING:
     from . import Output
 
+# The table shows a command that is longer than this only once.
+_LONG = 80
+
 
 @click.command("doctor")
 @output_options
@@ -27,11 +30,16 @@ def command(say: Output) -> None:
         parts = Table(title="parts", title_justify="left")
         for column in ("part", "version", "brings", "install"):
             parts.add_column(column)
+        told: dict[str, str] = {}  # the first part of each install command
         for part in found["parts"]:
             version = part["version"] or "[red]missing[/red]"
             if part["version"] and not part["installed"]:
                 version += " [red]broken[/red]"
-            parts.add_row(part["name"], version, part["brings"], (part["install"] or "").replace("[", "\\["))
+            install = part["install"] or ""
+            first = told.setdefault(install, part["name"])
+            if len(install) > _LONG and first != part["name"]:
+                install = f"the command of {first}"
+            parts.add_row(part["name"], version, part["brings"], install.replace("[", "\\["))
         targets = Table(title="targets", title_justify="left")
         for column in ("target", "builds", "runs here", "brings", "why not"):
             targets.add_column(column)

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 @click.command("verify")
 @click.argument("reference")
 @click.argument("candidate")
-@click.option("--data", type=click.Path(path_type=Path), help=".npz with one array an input, or a folder of them.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help=".npz with one array an input, or a folder of them. Default: random inputs.",
+)
 @click.option("--limit", type=float, help="Largest relative error of any output. Default: by precision.")
 @click.option("--samples", type=click.IntRange(min=1), default=64, show_default=True, help="Samples to compare on.")
 @source_options
@@ -50,7 +54,8 @@ def command(
         from rich.table import Table
 
         verdict = "same within the limit" if found.passed else "; ".join(found.problems)
-        table = Table(title=f"{candidate} against {reference}: {verdict}", title_justify="left")
+        inputs = "" if data else " on random inputs"
+        table = Table(title=f"{candidate} against {reference}{inputs}: {verdict}", title_justify="left")
         for column in ("output", "max abs", "rel l2", "middle sample", "limit", "cosine (worst sample)"):
             table.add_column(column, justify="left" if column == "output" else "right")
         for name, d in found.outputs.items():

@@ -78,7 +78,8 @@ class CandidateResult:
         return {
             **measured,
             "name": self.name,
-            "ci95": None if measured.get("verdict") == "baseline" else measured.get("ci95"),
+            "speedup": None if measured.get("verdict") == "too noisy" else measured.get("speedup"),
+            "ci95": None if measured.get("verdict") in ("baseline", "too noisy") else measured.get("ci95"),
             "drop": judged.drop if judged else None,
             "metric": judged.metric if judged else None,
             "megabytes": self.megabytes,

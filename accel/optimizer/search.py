@@ -14,7 +14,7 @@ from typing import Any
 from accel.cache import StageCache
 from accel.errors import AccelError
 from accel.machine import available_memory
-from accel.timing.statistics import MIN_FLOOR, MIN_ROUNDS, Ratio, judge, speedup
+from accel.timing.statistics import MIN_FLOOR, MIN_ROUNDS, TOO_NOISY_FLOOR, Ratio, judge, speedup
 
 from .attempt import judged
 from .budget import SECONDS_A_CANDIDATE, SOURCES, Budget
@@ -209,7 +209,8 @@ def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> Non
     ratio = _compared(row, base)
     if ratio is not None and ratio.value > 1 + MIN_FLOOR:
         row.hidden_by_noise = True
-        row.reason += f" (it seems {ratio.value:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}, noise floor {floor:.1%})"
+        seems = f"it seems {ratio.value:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}"
+        row.reason += f" ({seems if floor <= TOO_NOISY_FLOOR else 'too noisy'}, noise floor {floor:.1%})"
 
 
 def _compared(row: CandidateResult, base: CandidateResult) -> Ratio | None:

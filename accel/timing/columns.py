@@ -74,11 +74,15 @@ def _formatted(name: str, form: str) -> Callable[[BenchRow], str]:
 
 
 def _interval(row: BenchRow) -> str:
+    if row.get("verdict") == "too noisy":
+        return "-"
     ends = row.get("ci95")
     return f"{ends[0]:.2f} to {ends[1]:.2f}" if ends and row.get("verdict") != "baseline" else ""
 
 
 def _speedup(row: BenchRow) -> str:
+    if row.get("verdict") == "too noisy":
+        return "-"
     return "" if row.get("speedup") is None else f"{row['speedup']:.2f}x"
 
 

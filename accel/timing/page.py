@@ -119,9 +119,9 @@ WIDTH = 520  # the length of the axis in SVG units
 
 def bars(point: Body) -> list[dict[str, Any]]:
     """Returns the positions of each candidate's speedup and interval on a logarithmic axis from 0 to ``WIDTH``. ``one``
-    is the position of the baseline.
+    is the position of the baseline. Leaves out the rows with the verdict ``too noisy``.
     """
-    timed = [row for row in point["results"] if row["ci95"]]
+    timed = [row for row in point["results"] if row["ci95"] and row["verdict"] != "too noisy"]
     ends = [math.log(value) for row in timed for value in (1.0, *row["ci95"]) if value > 0]
     low, high = min(ends, default=0.0), max(ends, default=0.0)
     low, high = low - 0.05, high + 0.05

@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_COLORS = {"faster": "green", "slower": "red", "no measurable difference": "yellow"}
+_COLORS = {"faster": "green", "slower": "red", "no measurable difference": "yellow", "too noisy": "yellow"}
 
 
 def table(report: BenchReport, width: int | None = None) -> Table:

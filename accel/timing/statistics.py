@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-Verdict = Literal["faster", "slower", "no measurable difference", "baseline"]
+Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "baseline"]
 
 # With fewer rounds, even the whole range of the medians is no 95% interval.
 MIN_ROUNDS = 5
@@ -21,6 +21,8 @@ MIN_ROUNDS = 5
 MIN_FLOOR = 0.02
 # Above this noise floor, relevant effects (a quantized model that is 10% faster) may not be detected.
 NOISY_FLOOR = 0.05
+# Above this noise floor, a speedup that isn't significant is no information, so tables don't show the speedup.
+TOO_NOISY_FLOOR = 1.0
 _RESAMPLES = 10_000
 
 
@@ -149,12 +151,13 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
 
 
 def judge(ratio: Ratio, floor: float) -> Verdict:
-    """Returns ``faster`` or ``slower`` only if the interval excludes 1 and the effect is above the noise floor."""
+    """Returns ``faster`` or ``slower`` only if the interval excludes 1 and the effect is above the noise floor. Any
+    other effect is ``too noisy`` above ``TOO_NOISY_FLOOR``."""
     if ratio.low > 1 and ratio.value > 1 + floor:
         return "faster"
     if ratio.high < 1 and ratio.value < 1 / (1 + floor):
         return "slower"
-    return "no measurable difference"
+    return "too noisy" if floor > TOO_NOISY_FLOOR else "no measurable difference"
 
 
 def is_narrow(ratio: Ratio, target: float) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from accel.errors import BadData, UsageError, one_line
 from accel.progress import report
+from accel.spelling import is_command_line, option
 
 from ..protocol import messages as proto
 from ..protocol.inference import Code, ServeError
@@ -140,6 +141,8 @@ class InferenceClient:
             text, code = str(error.details()), error.code()
             if code is grpc.StatusCode.UNAVAILABLE and (found := self._who_answers()):
                 text = found
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                text = f"{text.partition('; send the header')[0]}; {_token_advice()}"
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
@@ -230,11 +233,13 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        report(f"{metadata.name}: 0 of {total} {what}", 0.0)
+        # The text stays the same, because a log prints each text only once and a count would seem to stop at 0.
+        sending = f"{metadata.name}: sending {total} {what}"
+        report(sending, 0.0)
         for feeds, count in batches:
             found.append(self._infer(metadata, feeds, version, classes))
             done += count
-            report(f"{metadata.name}: {min(done, total)} of {total} {what}", min(1.0, done / total))
+            report(sending, min(1.0, done / total))
         first = found[0]
         try:
             joined = {
@@ -281,6 +286,11 @@ class InferenceClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _token_advice() -> str:
+    """Returns the advice for a client whose token is missing or unknown."""
+    return f"pass {option('token')}" + (" or set ACCEL_TOKEN" if is_command_line() else "")
 
 
 def _same_shape(arrays: Iterable[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.artifact import Artifact, finite_json, text_sha256
-from accel.errors import BadData, RunFailed, UsageError
+from accel.errors import BadData, BadSource, RunFailed, UsageError
 from accel.progress import report
 from accel.proof.compare import compare
 from accel.proof.concordance import discordance
@@ -20,7 +20,7 @@ from accel.proof.runs import check_samples, nan_samples, nan_words
 from accel.proof.stream import SampleStream
 from accel.runtimes.base import SessionOptions, detached, open_session
 from accel.sources.python_object import load_object, raised
-from accel.spelling import options
+from accel.spelling import option, options
 from accel.stage import path_sha256
 
 from .label_metric import LabelMetric
@@ -172,12 +172,18 @@ class Judge:
         assert self.metric is not None
         assert self.data is not None
         joined = {name: np.concatenate([o[name] for o in outputs]) for name in outputs[0]}
+        arrays = self._arrays()
         try:
-            found: Any = self.metric(joined, self._arrays())
+            found: Any = self.metric(joined, arrays)
         except UsageError:  # the metric raised this error with its own advice
             raise
         except (Exception, SystemExit) as error:
-            raise raised(f"the metric {self.metric_name}", error) from error
+            told = raised(f"the metric {self.metric_name}", error)
+            name = error.args[0] if isinstance(error, KeyError) and error.args else None
+            if isinstance(name, str) and name not in {*arrays, *joined}:
+                has = f"{self.data} has {', '.join(arrays) or 'no arrays'}; the outputs are {', '.join(joined)}"
+                told = BadSource(f"{told}, or pass {option('eval_data')} with the array {name!r} ({has})")
+            raise told from error
         try:
             value = float(found)
         except (TypeError, ValueError) as error:  # the metric returned several numbers, or none

@@ -10,16 +10,16 @@ from accel.timing.statistics import MIN_FLOOR, Verdict
 
 from ..candidate import CandidateResult
 
-NO_VERDICT: Verdict = "no measurable difference"
+_UNDECIDED: tuple[Verdict, ...] = ("no measurable difference", "too noisy")
 
 
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    A candidate that may be faster has the verdict ``no measurable difference``, but a measured speedup above the
-    smallest noise floor.
+    A candidate that may be faster is neither ``faster`` nor ``slower``, but has a measured speedup above the smallest
+    noise floor.
     """
-    return bool(measured.get("verdict") == NO_VERDICT and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
+    return bool(measured.get("verdict") in _UNDECIDED and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
 
 
 def outcome_is_open(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -34,11 +34,11 @@ def why_not_faster(measured: Mapping[str, Any]) -> str:
     speedup."""
     if not seems_faster(measured):
         return str(measured["verdict"])
-    interval = measured.get("ci95")
-    said = f"{NO_VERDICT}: it seems {measured['speedup']:.2f}x"
-    if interval:
-        said += f", 95% interval {interval[0]:.2f} to {interval[1]:.2f}"
-    floor = measured.get("noise_floor")
+    floor, interval, said = measured.get("noise_floor"), measured.get("ci95"), str(measured["verdict"])
+    if said != "too noisy":
+        said += f": it seems {measured['speedup']:.2f}x"
+        if interval:
+            said += f", 95% interval {interval[0]:.2f} to {interval[1]:.2f}"
     return said if floor is None else f"{said}, noise floor {floor:.1%}"
 
 

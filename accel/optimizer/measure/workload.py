@@ -35,12 +35,11 @@ class Workload:
     """The requests of one timed pass.
 
     ``mix`` holds the inputs of each distinct request, one set per length. ``repeats`` is the number of times a pass
-    runs the mix. ``batch`` is the number of samples per request. ``note`` describes the workload.
+    runs the mix. ``note`` describes the workload.
     """
 
     objective: Objective
     mix: tuple[Feeds, ...]
-    batch: int
     repeats: int
     note: str
 
@@ -142,14 +141,15 @@ def workload(
     for feeds in mix if batch is not None or lengths is not None else ():
         _within(signature, signature.check_feeds(feeds))
     repeats = -(-_REQUESTS_A_CORE * cores // len(mix)) if objective == "throughput" else 1
-    shape = shapes_of(mix[0])
-    note = f"measured at {shape}" if len(mix) == 1 else f"measured at {dim} {', '.join(map(str, _few(found)))} in turn"
+    note = f"measured at {shapes_of(mix[0])}"
+    if len(mix) > 1:
+        others = ", ".join(f"{name} {size}" for name, size in signature.check_feeds(mix[0]).items() if name != dim)
+        note = f"measured at {others + ', ' if others else ''}{dim} {', '.join(map(str, _few(found)))} in turn"
     if len(found) > len(mix):
-        note += f" (quantiles of {len(found)})"
+        note += f" (quantiles of {len(found)} lengths)"
     if repeats > 1:
         note += f", throughput over {repeats * len(mix)} requests"
-    samples = next((len(v) for v in mix[0].values() if v.ndim), 1)
-    return Workload(objective=_known(objective), mix=mix, batch=samples, repeats=repeats, note=note)
+    return Workload(objective=_known(objective), mix=mix, repeats=repeats, note=note)
 
 
 def _known(objective: str) -> Objective:

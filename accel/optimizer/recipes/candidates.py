@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from accel.artifact import Artifact
 from accel.converters.quantize.stage import FORMS, FP8_CALIBRATIONS
@@ -73,10 +75,12 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
             reason = reason or _impossible(src, target, precision, request)
             if reason and precision == "fp8" and alone and (is_fp8 or request.precisions == ("fp8",)):
                 raise UnsupportedHere(reason)
-            if reason:
+            found = [] if reason else _made(src, target, precision, request)
+            uncalibrated = _uncalibrated(src, target, precision, request, found)
+            if reason and not uncalibrated:
                 left_out.append(NotTried(target=target.name, precision=precision, reason=reason))
-            else:
-                made += _made(src, target, precision, request)
+            left_out += uncalibrated
+            made += found
     if request.kernels and not made:
         raise UnsupportedHere("; ".join(f"{item.name}: {item.reason}" for item in left_out))
     for stage, options in (("quantize", request.quantize), ("cast", request.cast)):
@@ -114,6 +118,27 @@ def _made(src: Artifact, target: Target, precision: str, request: RecipeRequest)
     return [recipe for recipe in found if recipe is not None]
 
 
+def _uncalibrated(
+    src: Artifact, target: Target, precision: str, request: RecipeRequest, made: Sequence[Recipe]
+) -> list[NotTried]:
+    """Returns the int8 candidates for ``target`` that are not in ``made`` only because there are no samples to
+    calibrate on."""
+    if precision != "int8" or request.data is not None:
+        return []
+    calibrated = replace(request, data=Path("samples.npz"))  # the recipes are only named; nothing reads this file
+    if _lacking(target, precision) or _impossible(src, target, precision, calibrated):
+        return []
+    return [
+        NotTried(target=target.name, precision=precision, variant=recipe.variant, reason=_needs_data(precision))
+        for recipe in _made(src, target, precision, calibrated)
+        if recipe.name not in {one.name for one in made}
+    ]
+
+
+def _needs_data(precision: str) -> str:
+    return f"{precision} needs data to calibrate on; pass {option('data')}"
+
+
 def _lacking(target: Target, precision: str) -> str | None:
     """Returns a message if ``target`` lacks ``precision``, else None."""
     if precision == "int4":
@@ -149,7 +174,7 @@ def _calibration_impossible(own: str, target: Target, precision: str, request: R
         return None
     dynamic = precision == "int8" and target.name == "ort-cpu"  # dynamic quantization needs no samples
     if request.data is None and precision != "mixed" and own != precision and not dynamic:
-        return f"{precision} needs data to calibrate on; pass {option('data')}"
+        return _needs_data(precision)
     known = FP8_CALIBRATIONS if precision == "fp8" else FORMS[target.qdq].calibrations
     calibration = request.quantize.get("calibration", known[0])
     if own == "fp32" and calibration not in known:

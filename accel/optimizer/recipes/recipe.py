@@ -82,16 +82,17 @@ STATIC = " static"
 
 @dataclass(frozen=True, kw_only=True)
 class NotTried:
-    """A precision that was left out for a target, and why."""
+    """A precision that was left out for a target, and why. ``variant`` distinguishes recipes, as in ``Recipe``."""
 
     target: str
     precision: str
     reason: str
+    variant: str = ""
 
     @property
     def name(self) -> str:
         """Returns the name that the candidate would have."""
-        return f"{self.target} {self.precision}"
+        return f"{self.target} {self.precision}{self.variant}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -90,6 +91,30 @@ def test_the_command(cli: Any) -> None:
     assert body["python"] in shown.stdout
     for row in (*body["parts"], *body["targets"]):
         assert f" {row['name']} " in shown.stdout
+
+
+def test_a_long_command_is_shown_once(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the table repeats the command that installs all parts of onnx2tf, or if a missing part has no
+    command, in the table or in the JSON."""
+    parts = {"onnx2tf": "onnx2tf", "sng4onnx": "sng4onnx", "tf-keras": "tf_keras", "ray": "ray", "aiohttp": "aiohttp"}
+    version, find = importlib.metadata.version, importlib.util.find_spec
+
+    def missing(name: str) -> str:
+        if name in parts:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name in parts.values() else find(name, *a)
+    )
+    commands = {row["name"]: row["install"] for row in doctor()["parts"]}
+    assert commands["onnx2tf"] == commands["tf-keras"] == commands["sng4onnx"] == ONNX2TF
+    shown = cli("doctor").stdout
+    assert shown.count("onnx-graphsurgeon==") == 1
+    assert shown.count("the command of onnx2tf") >= 2
+    for extra in ("ray", "serve"):
+        assert f"accel-toolchain[{extra}]" in shown
 
 
 def test_the_line_of_onnx2tf_is_its_file() -> None:

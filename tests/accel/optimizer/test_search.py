@@ -24,8 +24,8 @@ from accel.optimizer.measure.workload import Workload
 from accel.optimizer.recipes.session_variants import variants
 from accel.optimizer.search import Search, faster_than
 
-WORK = Workload(objective="latency", mix=({},), batch=1, repeats=1, note="")
-LOAD = Workload(objective="throughput", mix=({},), batch=1, repeats=8, note="")
+WORK = Workload(objective="latency", mix=({},), repeats=1, note="")
+LOAD = Workload(objective="throughput", mix=({},), repeats=8, note="")
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +173,20 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
     """Fails if calibration doesn't read the requested number of samples although the judge has other data, or if
     calibration leaves the judge no sample."""
     assert samples_to_calibrate(count, asked, apart=apart) == read
+
+
+@pytest.mark.parametrize("precisions", [None, ("int8",)])
+def test_without_data_every_calibrated_candidate_is_listed(
+    src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a candidate that needs calibration is neither made nor listed with the reason, if the reason doesn't
+    name the option, or if a candidate is listed although there is data."""
+    monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
+    targets = (Target.get("ort-cpu"), Target.get("openvino"))
+    request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)
+    made, left_out = recipes(src, request)
+    assert [item.name for item in left_out] == ["ort-cpu int8 static", "openvino int8", "openvino int8+bf16"]
+    assert {item.reason for item in left_out} == {"int8 needs data to calibrate on; pass data="}
+    every, none = recipes(src, replace(request, data=data))
+    assert none == []
+    assert {recipe.name for recipe in every} == {recipe.name for recipe in made} | {item.name for item in left_out}

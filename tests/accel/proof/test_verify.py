@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from accel.artifact import Artifact
+import accel
+from accel.artifact import Artifact, Manifest, manifest_path
 from accel.errors import BadData
 from accel.proof.compare import compare, difference
 from accel.proof.data import Dataset
 from accel.signature import Signature, TensorSpec
+from tests.support import onnx_builder as build
 
 floats = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=1, max_dims=3, max_side=5), elements=st.floats(-100, 100, width=32)
@@ -77,7 +80,8 @@ def make():
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if --input or --weights doesn't reach a factory that is the reference or the candidate, or if a net with
-    other weights than the file passes."""
+    other weights than the file passes. Also fails if the error doesn't name the weights that the file was made with,
+    or names weights although neither model was opened without them."""
     import torch
     from safetensors.torch import save_file
 
@@ -90,7 +94,14 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
     for pair in ((factory, tmp_path / "net.onnx"), (tmp_path / "net.onnx", factory)):
         ran = cli("verify", *pair, *said, "-q")
         assert ran.code == 0, ran.stderr
-        assert cli("verify", *pair, *said[:2], "-q").code == 1
+        ran = cli("verify", *pair, *said[:2], "--json", "-q")
+        assert ran.code == 1
+        advice = f"was made with weights; pass --weights {tmp_path / 'w.safetensors'}"
+        assert json.loads(ran.stdout)["problems"][-1].endswith(advice)
+    bare = tmp_path / "bare.onnx"
+    bare.write_bytes((tmp_path / "net.onnx").read_bytes())
+    for pair in ((factory, bare), (bare, tmp_path / "net.onnx")):
+        assert "pass --weights" not in cli("verify", *pair, *said[:2], "--json", "-q").stdout
     ran = cli("verify", tmp_path / "net.onnx", tmp_path / "net.onnx", *said[2:], "-q")
     assert ran.code == 2
     assert "leave out --weights" in ran.stderr
@@ -138,6 +149,32 @@ def test_a_different_model_fails(cli: Any, digits: Artifact, tmp_path: Path) -> 
     body = json.loads(ran.stdout)
     assert body["passed"] is False
     assert "output 'logits': rel_l2" in body["problems"][0]
+
+
+def scaled(path: Path, factor: float) -> Artifact:
+    shape = (build.FLOAT, ["batch", 2])
+    return build.artifact(path, [build.node("Mul", "x k", "y")], {"x": shape}, {"y": shape}, {"k": np.float32(factor)})
+
+
+def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
+    """Fails if a quantized model that differs on random inputs gets no advice to pass data, if a float model or a
+    comparison on data gets this advice, or if the command's help or table doesn't say which inputs were used."""
+    one, other = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "other.onnx", 2.0)
+    in_int8 = replace(other, properties={**other.properties, "precision": "int8"})
+    data = build.save_data(tmp_path / "d.npz", x=np.ones((3, 2), np.float32))
+    advice = "; these were random inputs; pass data= with real samples"
+    assert accel.verify(one, in_int8).problems[-1].endswith(advice)
+    for found in (accel.verify(one, other), accel.verify(one, in_int8, data=data)):
+        assert not found.passed
+        assert "random" not in found.problems[-1]
+    Manifest(kind="onnx", signature=other.signature, files=other.hashes(), properties=in_int8.properties).write(
+        manifest_path(other.path)
+    )
+    shown = " ".join(cli("verify", one.path, other.path).stdout.split())
+    assert "on random inputs: output 'y'" in shown
+    assert "pass --data with real samples" in shown
+    assert "random inputs" not in cli("verify", one.path, other.path, "--data", data).stdout
+    assert "Default: random inputs" in " ".join(cli("verify", "--help").stdout.split())
 
 
 def test_two_different_signatures(cli: Any, digits: Artifact, minilm: Artifact) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from accel.artifact import Artifact, Manifest, manifest_path
 from accel.errors import UsageError
+from accel.optimizer.candidate import CandidateResult
 from accel.signature import DimRange, Signature, TensorSpec
 from accel.sources.source import Source
 from accel.timing import page
@@ -99,6 +100,33 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
         assert "--dim length=8:16:33" in ran.stderr
     assert "it would be timed" in cli("bench", model, "--sizes", "batch=64,length=32", *QUICK).stderr
     assert len(timed) == 1
+
+
+def test_a_range_that_a_source_has_from_an_artifact(
+    cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the error names a source that declares no range, or if its advice doesn't help the artifact that has
+    the range. Also fails if the error names an artifact for a range that is the source's own."""
+
+    def declare(most: int) -> None:
+        made = Source(model).open()
+        signature = made.signature.with_dims({"length": DimRange(8, 16, most)})
+        Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties).write(
+            manifest_path(model)
+        )
+
+    monkeypatch.setattr("accel.api.bench.measure", lambda *_, **__: (_ for _ in ()).throw(UsageError("timed now")))
+    (tmp_path / "net.py").write_text("import torch\n\ndef make():\n    return torch.nn.ReLU()\n")
+    words = ("bench", model, "--against", f"{tmp_path / 'net.py'}:make", "--length", "33", *QUICK)
+    declare(32)
+    said = cli(*words).stderr
+    assert f"length 33 is outside 8..32, which is the range of length in {model}; " in said
+    assert said.endswith("or export or optimize the model again with --dim length=8:16:33\n")
+    declare(33)
+    assert "timed now" in cli(*words).stderr
+    said = cli(*words, "--dim", "length=8:16:30").stderr
+    assert "length 33 is outside 8..30, which is the range of length in net.py; " in said
+    assert said.endswith("or pass --dim length=8:16:33\n")
 
 
 @pytest.mark.parametrize(
@@ -255,6 +283,20 @@ def test_columns_without_values_are_left_out() -> None:
     rows = page.cells(body(name="other", joules_per_run=0.75, phases_ms=phases, verdict="faster"))
     assert dict(zip(rows[0], rows[2], strict=True))["J a run"] == "0.750"
     assert dict(zip(rows[0], rows[2], strict=True))["to device / compute / to host ms"] == "0.500 / 2.00 / 0.250"
+
+
+def test_a_ratio_below_the_noise_is_not_shown() -> None:
+    """Fails if the table or the plot shows a speedup or an interval that is too noisy, or if the JSON form loses
+    them."""
+    point = body(name="other", median_ms=1.0, speedup=189.8, ci95=(10.2, 3655.8), verdict="too noisy")
+    titles, _, other = page.cells(point)
+    shown = dict(zip(titles, other, strict=True))
+    assert [shown[title] for title in ("speedup", "95% interval", "verdict")] == ["-", "-", "too noisy"]
+    assert [bar["name"] for bar in page.bars(point)] == ["base"]
+    measured = {name: value for name, value in point["results"][1].items() if value is not None}
+    row = CandidateResult(name="other", status="passed", measured=measured)
+    assert (row.bench_row()["speedup"], row.bench_row()["ci95"]) == (None, None)
+    assert row.to_json()["measured"]["speedup"] == 189.8
 
 
 @browser

@@ -126,6 +126,16 @@ def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
     assert judge(Ratio(value=0.97, low=0.96, high=0.98), 0.05) == "no measurable difference"
 
 
+def test_above_a_noise_floor_of_100_percent_it_is_too_noisy() -> None:
+    """Fails if an effect below such a noise floor is called anything but too noisy, or if an effect beyond the noise
+    floor, by which ``accel optimize`` chooses, loses its verdict."""
+    assert judge(Ratio(value=189.8, low=10.2, high=3655.8), 401.923) == "too noisy"
+    assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.01) == "too noisy"
+    assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.0) == "no measurable difference"
+    assert judge(Ratio(value=4.0, low=3.0, high=5.0), 1.5) == "faster"
+    assert judge(Ratio(value=0.2, low=0.1, high=0.3), 1.5) == "slower"
+
+
 def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> None:
     """Fails if the bootstrap isn't seeded, or if the interval doesn't contain the measured ratio."""
     for seed in range(10):

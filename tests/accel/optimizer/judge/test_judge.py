@@ -12,7 +12,7 @@ import pytest
 
 import accel
 from accel.artifact import Artifact
-from accel.errors import UsageError
+from accel.errors import BadSource, UsageError
 from accel.optimizer.candidate import CandidateResult
 from accel.optimizer.judge.comparison import Judge, Judgement
 from accel.optimizer.notes import seen_note
@@ -104,6 +104,28 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
     assert found.drop == math.inf
     with pytest.raises(UsageError, match="returned nan"):
         Judge(other, data, metric).check()
+
+
+def test_a_metric_without_its_array(tmp_path: Path) -> None:
+    """Fails if the error of a metric that reads a missing array doesn't name the arrays of the data and the option for
+    other data, or if another error names them."""
+    source, data = twice(tmp_path), samples(tmp_path, 4)
+
+    def labels(outputs: Any, data: Any) -> float:
+        return float(data["label"].mean())
+
+    def lengths(outputs: Any, data: Any) -> float:
+        return {4: 1.0}[len(outputs["y"]) + 1]
+
+    def no_key(outputs: Any, data: Any) -> float:
+        raise KeyError
+
+    with pytest.raises(BadSource, match=r"raised KeyError: .* correct that line, or pass eval_data= with") as caught:
+        Judge(source, data, labels).check()
+    assert str(caught.value).endswith(f"with the array 'label' ({data} has x; the outputs are y)")
+    for metric in (lengths, no_key):
+        with pytest.raises(BadSource, match=r"correct that line$"):
+            Judge(source, data, metric).check()
 
 
 @pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])

@@ -61,6 +61,22 @@ def test_a_row_that_noise_decided_says_so() -> None:
     assert noise_notes([same, slower], source, {"noise_floor": 0.31}) == []
 
 
+def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
+    """Fails if the reason gives a speedup that is too noisy, or if a row isn't measured again because its verdict is
+    called too noisy."""
+    source = row("source", 10.0, verdict="baseline")
+    measured_row = {"verdict": "too noisy", "speedup": 189.8, "ci95": [10.2, 3655.8], "noise_floor": 401.923}
+    noisy = row("int8", 0.05, **measured_row)
+    assert fastest(source, [noisy]) is source
+    assert noisy.reason == "not measurably faster than the source (too noisy, noise floor 40192.3%)"
+    assert noisy.hidden_by_noise
+    assert outcome_is_open([measured_row])
+    base = CandidateResult(name="base", measured={"round_medians_ms": [10.0] * 9})
+    variant = CandidateResult(name="variant", measured={"round_medians_ms": [5.0] * 9})
+    not_faster(variant, base, 401.923)
+    assert variant.reason == "not measurably faster than base (too noisy, noise floor 40192.3%)"
+
+
 def test_noise_below_the_choice_is_no_news() -> None:
     """Fails if a note advises the user to measure again for a candidate that is slower than the chosen one anyway."""
     source, best = row("source", 10.0, verdict="baseline"), row("a", 3.0, verdict="faster", speedup=3.3)

@@ -1,0 +1,66 @@
+"""``accel infer`` shows its user the options of its own command line, and how far it is."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from accel.cli import PlainLines
+from accel.progress import watched_by
+from accel.serve.client.grpc import Inference, InferenceClient
+from accel.serve.protocol import messages as proto
+from accel.serve.protocol.inference import ServeError
+from accel.serve.security.access import Access, Permission
+
+
+def refuse(_: Any, context: grpc.ServicerContext) -> None:
+    """Answers as the server answers a call without a token."""
+    try:
+        Access((Permission("web", "0" * 64),)).check(None)
+    except ServeError as error:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+
+
+def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path: Path) -> None:
+    """Fails if the error names a header, which the user of ``accel infer`` can't send, in place of ``--token`` and
+    ACCEL_TOKEN, or names the command line's option to a Python caller."""
+    np.savez(tmp_path / "x.npz", x=np.zeros((1, 2), np.float32))
+    server = grpc.server(ThreadPoolExecutor(1))
+    methods = {"ModelMetadata": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(proto.SERVICE, methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        ran = cli("infer", "m", "--input", tmp_path / "x.npz", "--url", address, "-q")
+        with InferenceClient(address) as client, pytest.raises(ServeError, match=r"known token; pass token=$"):
+            client.call("ModelMetadata", name="m")
+    finally:
+        server.stop(None)
+    assert ran.code == 1
+    assert ran.stderr == "accel: error: this server wants a known token; pass --token or set ACCEL_TOKEN\n"
+
+
+def test_the_progress_of_a_log_seems_finished(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Fails if the log of several requests ends with a count that isn't the whole, such as "0 of 5 samples", if the
+    log doesn't tell how much is sent, or if the bar doesn't end at 100%."""
+    seen: list[float | None] = []
+    log = PlainLines()
+
+    def sink(message: str, fraction: float | None) -> None:
+        seen.append(fraction)
+        log(message, fraction)
+
+    answer = Inference(model="m", version="1", outputs={"y": np.zeros((2, 1))}, datatypes={"y": "FP64"}, requests=1)
+    monkeypatch.setattr(InferenceClient, "_infer", lambda *_: answer)
+    described = SimpleNamespace(name="m", inputs=[SimpleNamespace(name="x", datatype="FP32")])
+    monkeypatch.setattr(InferenceClient, "_describe", lambda *_: (described, SimpleNamespace(max_batch_size=2)))
+    with InferenceClient("127.0.0.1:1") as client, watched_by(sink):
+        assert client.infer_many("m", {"x": np.zeros((5, 1), np.float32)}).requests == 3
+    assert capsys.readouterr().err == "accel: m: sending 5 samples\n"
+    assert seen == [0.0, 0.4, 0.8, 1.0]
