@@ -142,7 +142,7 @@ class InferenceClient:
             if code is grpc.StatusCode.UNAVAILABLE and (found := self._who_answers()):
                 text = found
             if code is grpc.StatusCode.UNAUTHENTICATED:
-                text = f"{text.partition('; send the header')[0]}; {_token_advice()}"
+                text = f"the server needs a valid token; {_token_advice()}"
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:

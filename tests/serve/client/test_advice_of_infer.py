@@ -38,12 +38,12 @@ def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path:
     server.start()
     try:
         ran = cli("infer", "m", "--input", tmp_path / "x.npz", "--url", address, "-q")
-        with InferenceClient(address) as client, pytest.raises(ServeError, match=r"known token; pass token=$"):
+        with InferenceClient(address) as client, pytest.raises(ServeError, match=r"valid token; pass token=$"):
             client.call("ModelMetadata", name="m")
     finally:
         server.stop(None)
     assert ran.code == 1
-    assert ran.stderr == "accel: error: this server wants a known token; pass --token or set ACCEL_TOKEN\n"
+    assert ran.stderr == "accel: error: the server needs a valid token; pass --token or set ACCEL_TOKEN\n"
 
 
 def test_the_progress_of_a_log_seems_finished(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
