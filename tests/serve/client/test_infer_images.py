@@ -71,7 +71,7 @@ def test_classes_of_many(url: str, pictures: Path, cli: Any) -> None:
     assert [(one["index"], one["label"]) for one in best] == [(0, "red"), (1, "green"), (2, "blue")]
     assert all(one["score"] == pytest.approx(1, abs=0.02) for one in best)  # jpeg is not exact
     assert [len(row) for row in body["classes"]["scores"]] == [2, 2, 2]
-    assert "of 3 images" in ran.stderr
+    assert "sending 3 images" in ran.stderr
     table = cli("infer", "colours", "--url", url, "--input", pictures / "b-green.jpg", "-q").stdout
     lines = [line for line in table.splitlines() if "scores" in line]
     assert len(lines) == 3  # by default
