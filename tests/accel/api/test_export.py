@@ -82,7 +82,7 @@ def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
     assert body["signature"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 6]}]
     assert all(gate["passed"] for gate in body["gates"])
     with accel.load(tmp_path / "net.onnx") as session, torch.inference_mode():
-        for scale in (1, -4):  # the scripted module runs both branches of its if
+        for scale in (1, -4):  # the two inputs take the two branches of the module's if
             (found,) = session.run({"x": x.numpy() * scale}).values()
             np.testing.assert_allclose(found, net(x * scale).numpy(), atol=1e-6)
 
@@ -201,8 +201,8 @@ def window():
 def test_a_dim_that_goes_farther_than_the_model(
     factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
 ) -> None:
-    """Fails if the error for a dim beyond the position embeddings, or below a convolution's window, says to fix the
-    size instead of naming the largest range that works."""
+    """A dim exceeds the position embeddings, or is smaller than a convolution's window. Fails if the error says to fix
+    the size instead of naming the largest range that works."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")  # the older exporter suffices here and is faster
