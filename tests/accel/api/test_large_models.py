@@ -369,8 +369,8 @@ def exported(path: Path, folder: Path) -> Artifact:
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. Except for
-    the stages in ``HOLD_MORE``, a process that only runs the stage, together with its children, has to stay below 2.5
-    times the model's size."""
+    the stages in ``HOLD_MORE``, a stage's process and its children have to take less memory than 2.5 times the model's
+    size."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4

@@ -197,7 +197,7 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Fails if accel does its work before it finds that it can't write to a folder, prints more than one line with
+    """Fails if accel does its work before it finds that it can't write to a folder, prints anything but one line with
     the fix, or leaves a file anywhere."""
     locked = corpus / "locked"
     locked.mkdir()

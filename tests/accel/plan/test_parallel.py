@@ -103,8 +103,8 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
     """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the closed form by more than padding and the
-    scales of short last blocks, or if they ignore the precision in the config. The bytes are counted per collective,
-    with the codes and scales of every parameter."""
+    scales of short last blocks, or if they aren't in the precision that the config sets. The bytes are counted per
+    collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)

@@ -237,8 +237,7 @@ def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_pat
 
 
 def test_a_mask_is_a_mask_in_half_precision(encoder: Artifact, samples: Path) -> None:
-    """Fails if a mask's -1e9 that became float16's lowest number counts as a difference. Every cast transformer has
-    it."""
+    """A cast turns a mask's -1e9 into float16's lowest number. Fails if bisect counts this as a difference."""
     from accel.converters.cast.stage import CastConfig
 
     made = run_stage("cast", encoder, CastConfig(precision="fp16", data=samples))

@@ -1,5 +1,4 @@
-"""accel refuses checkpoints that are damaged, hostile, mixed or of another model with a one-line error, and runs no
-code from them."""
+"""Checkpoints that are damaged, hostile, mixed or of another model give a one-line error, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -235,7 +234,7 @@ def _unknown(folder: Path) -> None:
 def test_what_is_missing_or_mixed_is_named(
     recorded: Path, checkpoint: str, place: str, damage: Callable[[Path], Any], words: str
 ) -> None:
-    """Fails if accel reads a checkpoint as complete that lacks a shard, or that contains a shard from another save."""
+    """Fails if accel accepts a checkpoint that lacks a shard, or that contains a shard from another save."""
     damage(recorded / place)
     with pytest.raises(UsageError, match=words) as caught:
         load_weights(net(), recorded / checkpoint)
