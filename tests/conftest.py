@@ -55,8 +55,8 @@ def one_worker(shared: Path) -> OneWorker:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Shortens the blocks of ``accel optimize``, and the extra rounds, which take up to 30 s to narrow the
-    intervals. No test needs precise figures, and the tests of the search set their own limits."""
+    """Shortens the blocks of ``accel optimize``. Also shortens the extra rounds, which narrow the intervals for up to
+    30 s. No test needs precise figures, and the tests of the search set their own limits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.05)
         patch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 2.0)

@@ -115,7 +115,7 @@ def test_what_has_ended_is_not_interrupted() -> None:
 
 
 def test_the_outer_check_holds_inside_the_inner_one() -> None:
-    """Fails if an inner check replaces the outer one, or remains after its block."""
+    """Fails if an inner check replaces the outer one, or remains after its ``with`` block."""
     with cancelled_by(soon(-1)), pytest.raises(GivenUp), cancelled_by(soon(60)):
         check_cancelled()
     with pytest.raises(GivenUp), cancelled_by(soon(-1)):

@@ -73,7 +73,7 @@ def test_time_limit_kills() -> None:
 
 
 def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if temporary files of a library remain after the child ends, dies or is killed, or if torch's
+    """Fails if temporary files of a library remain after the child ends, crashes or is killed, or if torch's
     compilation cache is deleted with the child's temporary folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

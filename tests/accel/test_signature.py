@@ -101,7 +101,7 @@ def test_a_range_in_place_of_another() -> None:
 
 
 def test_samples_that_come_in_multiples(tmp_path: Path) -> None:
-    """Fails if a batch of data isn't a multiple of the group that a model stacks, here eight frames per clip."""
+    """Fails if a batch of data isn't a multiple of the batch's step, here eight frames per clip."""
     spec = TensorSpec.parse("x:float32[batch,2]")
     signature = Signature((spec,), (), {"batch": DimRange(8, 8, 32, 8)})
     np.savez(tmp_path / "frames.npz", x=np.arange(84, dtype=np.float32).reshape(42, 2))

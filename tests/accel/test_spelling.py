@@ -30,7 +30,7 @@ CASES = [
 @pytest.mark.parametrize(("words", "in_python", "on_the_line"), CASES)
 def test_each_option_has_two_spellings(words: tuple[Any, ...], in_python: str, on_the_line: str) -> None:
     """Fails if a message doesn't name an option as its caller writes it, or if the command line's spelling remains
-    afterwards."""
+    after the command."""
     assert option(*words) == in_python
     with on_command_line():
         assert option(*words) == on_the_line
@@ -59,8 +59,8 @@ def test_threads_and_child_processes_follow() -> None:
 
 
 def test_an_error_names_the_callers_option(cli: Any, tmp_path: Path) -> None:
-    """Fails if a Python caller reads an option of the command line, or a user of the command line an argument of
-    Python."""
+    """Fails if an error names an option of the command line to a Python caller, or a Python argument to a user of the
+    command line."""
     with pytest.raises(UnsupportedHere, match=r"pass opset=13 to 23$"):
         accel.export("net.py:make", opset=99, out=tmp_path / "net.onnx")
     ran = cli("export", "net.py:make", "--opset", "99", "-o", tmp_path / "net.onnx")

@@ -55,7 +55,7 @@ def test_the_claims(script: ModuleType) -> None:
 
 
 def test_the_delay(script: ModuleType) -> None:
-    """Fails if the delayed session doesn't run the model, or takes less than a tenth longer."""
+    """Fails if the delayed session doesn't run the model, or isn't slower by at least a tenth."""
     session = SimpleNamespace(signature="s", run=lambda feeds: (time.sleep(0.05), feeds)[1])
     delayed = script.Delayed(session)
     assert delayed.signature == "s"

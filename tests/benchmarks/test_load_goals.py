@@ -30,7 +30,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_goals(script: ModuleType) -> None:
     """Fails if a ratio is inverted or not computed per round, or if a goal is met on the wrong side of its bound.
-    Also fails if a ratio uses the slower setup of a peer, or another concurrency."""
+    Also fails if a ratio uses the slower setup of a peer, or compares rates of different concurrencies."""
     rates = {
         # The machine is twice as slow in the second round, for both servers.
         ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],

@@ -104,7 +104,7 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
 
 
 def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step gets more time than the previous steps have left."""
+    """Fails if a step gets more time than the previous steps left over."""
     steps = [script.Step(name=str(at), limit=600, commands=shell("sleep 600")) for at in range(2)]
     started = time.monotonic()
     rows = script.run_steps(steps, 6, tmp_path)

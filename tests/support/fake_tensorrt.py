@@ -159,8 +159,8 @@ class Scalars(list[Any]):
 
 
 def quick_plugins(registry: Registry | None = None) -> ModuleType:
-    """Makes a stand-in for the module ``tensorrt.plugin``. ``tensorrt.plugin.kept`` holds the registered functions,
-    as ``<id> shapes`` and ``<id> kernel``."""
+    """Makes a stand-in for the module ``tensorrt.plugin``. ``tensorrt.plugin.kept`` holds the registered functions
+    under the keys ``<id> shapes`` and ``<id> kernel``."""
     plugin = ModuleType("tensorrt.plugin")
     kept: dict[str, Callable[..., Any]] = {}
 

@@ -14,7 +14,7 @@ from accel.sources.onnx import weights as onnx_weights
 
 
 def dynamic_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_dynamic`` as for a large model."""
+    """Runs ``run_dynamic``, and makes it treat every model as large."""
     quantize_ort._is_large = lambda _: True
     return quantize_ort.run_dynamic(task)
 

@@ -33,8 +33,8 @@ def parts() -> dict[str, dict[str, Any]]:
 
 
 def test_every_dependency_of_every_extra_has_its_row() -> None:
-    """Fails if `accel doctor` omits an extra of pyproject.toml, a dependency that applies to this machine, onnx2tf
-    or a dependency of onnx2tf, or lists a dependency under the wrong extra."""
+    """Fails if `accel doctor` lists a dependency under the wrong extra, or omits an extra of pyproject.toml, a
+    dependency that applies to this machine, or a package named in ``ONNX2TF``."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     rows = parts()
     named = {}

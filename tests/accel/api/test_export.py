@@ -63,8 +63,8 @@ class Net(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["traced", "scripted", "exported"])
 def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
-    """Fails if `accel export FILE` can't export a whole TorchScript file or a program of torch.export.save, fixes the
-    batch, or changes the outputs."""
+    """Fails if `accel export FILE` fixes the batch, changes the outputs, or refuses a TorchScript file or a program of
+    torch.export.save."""
     net, x = Net().eval(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     path, words = tmp_path / "net.pt", ["--input", "x:float32[batch,6]"]
     net.branches = kind == "scripted"
@@ -82,7 +82,7 @@ def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
     assert body["signature"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 6]}]
     assert all(gate["passed"] for gate in body["gates"])
     with accel.load(tmp_path / "net.onnx") as session, torch.inference_mode():
-        for scale in (1, -4):  # the scripted module runs both branches of its if
+        for scale in (1, -4):  # each input takes another branch of the scripted module
             (found,) = session.run({"x": x.numpy() * scale}).values()
             np.testing.assert_allclose(found, net(x * scale).numpy(), atol=1e-6)
 
@@ -122,7 +122,7 @@ def test_the_opset_asked_for_is_the_opset_given(my_model: Path, tmp_path: Path, 
 
 
 def test_opsets_that_nothing_can_export(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if an impossible opset isn't refused with the range that works."""
+    """Fails if the error for an impossible opset doesn't name the range that works."""
     ran = cli("export", f"{my_model}:make", "--input", SPEC, "--opset", "7", "-o", tmp_path / "my.onnx")
     assert ran.code == 2
     assert "--opset 13 to" in ran.stderr
@@ -201,8 +201,8 @@ def window():
 def test_a_dim_that_goes_farther_than_the_model(
     factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
 ) -> None:
-    """Fails if the error for a dim beyond the position embeddings, or below a convolution's window, says to fix the
-    size instead of naming the largest range that works."""
+    """A dim exceeds the position embeddings, or is smaller than a convolution's window. Fails if the error says to fix
+    the size instead of naming the largest range that works."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("not this one")  # the older exporter suffices here and is faster

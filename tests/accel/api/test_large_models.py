@@ -347,7 +347,7 @@ def peak_of(pid: int) -> Iterator[Callable[[], int]]:
 
 
 LIMIT = 2.5
-# NNCF copies the weights to find their ranges, and fp8 is rounded in float32 (docs/how-to/optimize.md).
+# These stages may take more: NNCF copies weights to find their ranges, and fp8 is rounded in float32 (optimize.md).
 HOLD_MORE = {"nncf": 4.2, "tensorrt fp8": 3.0}
 DISK_BYTES = 30 << 30
 
@@ -368,9 +368,9 @@ def exported(path: Path, folder: Path) -> Artifact:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. The peak
-    memory of a process that only runs the stage, and of its children, has to stay below 2.5 times the model's size,
-    except for the stages in ``HOLD_MORE``."""
+    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. Except for
+    the stages in ``HOLD_MORE``, a stage's process and its children have to take less memory than 2.5 times the model's
+    size."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4

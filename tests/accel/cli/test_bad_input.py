@@ -164,7 +164,7 @@ def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, me
     assert message in ran.stderr
     assert "should not have happened" not in ran.stderr
     if ran.stderr.startswith("Usage: "):
-        # For arguments that are no command, the fix is click's pointer to --help.
+        # For a mistyped command line, the fix is click's hint to use --help.
         assert words[0] in MISTYPED, ran.stderr
         assert re.search(r"^Try 'accel.* --help' for help\.$", ran.stderr, re.MULTILINE), ran.stderr
     else:
@@ -175,7 +175,7 @@ def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, me
 
 
 def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a target whose toolkit isn't installed prints other text than the command that installs the toolkit."""
+    """Fails if the error for a missing toolkit is anything but one line with the command that installs the toolkit."""
     import importlib.util
 
     real = importlib.util.find_spec
@@ -197,7 +197,7 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Fails if accel does its work before it finds that it can't write to a folder, prints more than one line with
+    """Fails if accel does its work before it finds that it can't write to a folder, prints anything but one line with
     the fix, or leaves a file anywhere."""
     locked = corpus / "locked"
     locked.mkdir()

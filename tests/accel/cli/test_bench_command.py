@@ -133,9 +133,8 @@ def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
-    """Fails if, for a folder of accel optimize, bench doesn't time the chosen model, or if, for any other folder,
-    bench doesn't time every artifact. Also fails if bench times a file without a manifest, such as a rejected
-    candidate."""
+    """Fails if bench doesn't time the chosen model in a folder of accel optimize, or every artifact in any other
+    folder. Also fails if bench times a file without a manifest, such as a rejected candidate."""
     chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
     for name in ("fp32", "other"):
         record(save(tmp_path / "several" / f"{name}.onnx"))
@@ -172,8 +171,8 @@ def test_exit_code_is_1_where_nothing_could_be_compared(
 
 
 def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if bench runs random inputs instead of the data, which lies between 100 and 101, or if a short last
-    batch changes the shape."""
+    """Fails if bench runs random inputs instead of the data (numbers from 100 to 101), or if a short last batch changes
+    the shape."""
     data = tmp_path / "data.npz"
     np.savez(data, x=np.random.default_rng(0).uniform(100, 101, (10, 4)).astype(np.float32))
     far = save(tmp_path / "far.onnx", offset=1000.0)

@@ -85,7 +85,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert folder == tmp_path
         lines.append(words)
 
-    monkeypatch.setattr(demo, "prepare", Path.exists)  # skips the data of two models, which this test doesn't need
+    monkeypatch.setattr(demo, "prepare", Path.exists)  # this test doesn't need the demo's data
     monkeypatch.setattr(demo, "accel", listed)
     demo.main(tmp_path)
     for name, *words in lines:

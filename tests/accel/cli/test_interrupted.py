@@ -68,7 +68,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 def full_disk() -> Iterator[None]:
     """Limits the size of every file, here and in child processes, as a full disk does."""
     processes = [os.getpid()]
-    if tensorflow_process._process is not None:  # already running: won't inherit the limit
+    if tensorflow_process._process is not None:  # a running process doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end

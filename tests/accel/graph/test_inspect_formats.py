@@ -72,8 +72,8 @@ def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
     ],
 )
 def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
-    """Fails if inspect of the same net in another file format reports other weights, FLOPs or operators than the net
-    was built with, or doesn't report int8."""
+    """Fails if inspect, for any file format of one net, reports other weights, FLOPs or operators than the net has, or
+    a wrong share of int8."""
     body = looked_at(cli, tensorflow_models / name)
     all_said(body)
     graph = body["graph"]

@@ -44,7 +44,7 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Fails if a candidate lacks its metric or its figures without a reason, or if a runtime is missing."""
+    """Fails if a candidate lacks its metric or its times and gives no reason, or if a runtime is missing."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
     for row in rows.values():
@@ -162,7 +162,7 @@ def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -
 
 
 def test_no_candidate_within_the_budget(digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if an engine is published, or if there is no error, although no candidate is within the accuracy budget."""
+    """No candidate is within the accuracy budget. Fails if an engine is published, or if there is no error."""
 
     with accel.load(digits.path) as session:
         images = np.load(digits_data[1])["image"]
@@ -210,7 +210,7 @@ def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path]) -> None:
-    """Without a metric, fails if the judge doesn't rate a model with other outputs as worse, or a model with equal
+    """Fails if the judge, without a metric, doesn't rate a model with other outputs as worse, or a model with equal
     outputs as equal."""
     judge = Judge(Source(digits.path).open(), digits_data[0], None)
     same = judge.judge(digits, {})
@@ -293,8 +293,8 @@ def _optimize_scores(factory: str, scale: float, folder: Path, precision: str = 
 
 @pytest.mark.proof
 def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if candidates are made from an ONNX export that passed its gate but differs from the source on the
-    user's data. torch exports a cumulative logsumexp whose terms become 0 for large numbers."""
+    """Fails if candidates are made from an ONNX export that passed its gate but differs from the source on the user's
+    data. In torch's export of a cumulative logsumexp, the terms of large numbers become 0."""
     with pytest.raises(GateFailed, match=r"on samples 0 to 7 of .*data.npz the ONNX form of .*net.py:scores"):
         _optimize_scores("scores", 300, tmp_path)
     assert not (tmp_path / "out").exists()

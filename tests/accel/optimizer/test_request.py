@@ -71,7 +71,7 @@ def test_checked_when_it_is_built(wrong: dict[str, Any], error: type[UsageError]
 
 
 def test_options_in_python_are_the_words_of_the_command_line() -> None:
-    """Fails if an option means something else as a field than on the command line, or if a value out of range is
+    """Fails if an option means something else in Python than on the command line, or if a value out of range is
     accepted."""
     assert parse_quantize_options(QUANTIZE.words()) == QUANTIZE.to_fields()
     assert QUANTIZE.to_fields() == {

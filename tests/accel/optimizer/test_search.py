@@ -39,7 +39,7 @@ class Clock:
 
 
 class Timed:
-    """Replaces ``measured``: gives each candidate its time from ``ms`` with a jitter of ``noise``, and records the
+    """Replaces ``measured``. Gives each candidate its time from ``ms`` with a jitter of ``noise``, and records the
     names and the effort of each call."""
 
     def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
@@ -66,7 +66,8 @@ class Timed:
 
 
 class Judging:
-    """Replaces the judge: gives options that match a key of ``drops`` its accuracy drop, and all others no drop."""
+    """Replaces the judge. Options that contain a key of ``drops`` get the key's accuracy drop, and all others get
+    none."""
 
     def __init__(self, drops: Mapping[str, float] | None = None) -> None:
         self.drops = drops or {}
@@ -280,7 +281,7 @@ def test_faster_than_needs_the_same_rounds() -> None:
     assert not faster_than(other, one, 0.02)
 
 
-BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may still run after the budget
+BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may run after the budget's end
 
 
 def test_a_real_search_ends_with_its_budget(

@@ -49,8 +49,8 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
 def test_the_documented_line_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the documented command line doesn't print a table with one line per layout, fastest first and the chosen
-    one marked, with the same figures as --json and the assumptions behind them."""
+    """Fails if the documented command line doesn't print a table with one line per layout, the fastest first, with the
+    chosen layout marked. Also fails if the figures differ from --json's, or if their assumptions are missing."""
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     line = "plan config.toml --world 64 --hbm 80G"
@@ -109,7 +109,7 @@ def test_the_search_keeps_to_what_is_asked_for(
 
 
 def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the plan or the written config ignores the config's replicas and ZeRO++."""
+    """Fails if the plan or the written config ignores the replicas or the ZeRO++ that the given config sets."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     parallel = "[parallel]\nzero = 3\nreplicate = 2\nhpz = 4\nqwz = true\n"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n{parallel}[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
@@ -199,8 +199,8 @@ def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str], kv_heads: int) -> None:
     """Fails if the plan gives grouped keys and values as many parameters as the queries. The planned count has to equal
-    Starcoder2's, whose layers are those of the formula, without the last norm. The planned count may differ from
-    Llama's, which has no biases, by at most half a percent."""
+    Starcoder2's without the last norm, because the formula is for Starcoder2's layers. The planned count may differ by
+    at most half a percent from that of Llama, which has no biases."""
     from transformers import LlamaConfig, LlamaModel, Starcoder2Config, Starcoder2Model
 
     shape = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}

@@ -208,9 +208,9 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if ranks that share sequences hold other states than data-parallel ranks, or other activations than 1 /
-    c of a sequence's. Also fails if each rank doesn't send (c - 1) / c of Ulysses's 4 s b h / c per layer and pass
-    (Jacobs et al. 2023, section 3.2)."""
+    """Fails if c ranks that share sequences hold other states than data-parallel ranks, or if each doesn't hold 1 / c
+    of a sequence's activations. Also fails if a rank's traffic per layer and pass isn't (c - 1) / c of 4 s b h / c,
+    Ulysses's traffic (Jacobs et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
@@ -256,7 +256,8 @@ def test_pipeline_stage_is_the_fullest() -> None:
     model, spec = GPT(SHAPE), _spec()
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     first = 2 * layer + model.embed.tokens.weight.numel()
-    # The spec knows only one table for embedding and head, so the formula spreads the other table over the layers.
+    # The spec has one table for embedding and head. The model has two, and the formula spreads the second over the
+    # layers.
     assert stage_params(spec, Layout(world=3, pp=3)) == pytest.approx(first, rel=0.1)
 
 
@@ -278,7 +279,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     ("text", "value"), [("80G", 80e9), ("80GiB", 80 * 2**30), ("7.5e9", 7.5e9), ("7.5B", 7.5e9), ("400T", 4e14)]
 )
 def test_quantities(text: str, value: float) -> None:
-    """Fails if a unit is read as another unit, or a decimal unit as a binary one or the reverse."""
+    """Fails if a unit is read as another unit, for example a decimal unit as a binary one."""
     assert quantity(text) == value
 
 

@@ -90,8 +90,8 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The first shards add 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all parameters as
-    # sharded, but ranks hold the parameters outside the blocks whole, so the difference is added.
+    # The plan also counts the first shards: 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all
+    # parameters as sharded, but ranks hold the parameters outside the blocks whole, so the difference is added.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -103,7 +103,7 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
     """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the closed form by more than padding and the
-    scales of short last blocks, or have another precision than the config sets. The bytes are counted per
+    scales of short last blocks, or if they aren't in the precision that the config sets. The bytes are counted per
     collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
@@ -175,9 +175,9 @@ def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.M
 
 
 def test_what_autocast_keeps() -> None:
-    """Fails if the planned activations under autocast differ by more than half a percent from what autograd keeps: a
-    float32 residual stream, and a copy of their input for each of query, key and value. The 16-bit copies of weights
-    don't count as activations, because the plan counts the copies as temporary."""
+    """Fails if the planned activations under autocast differ by more than half a percent from what autograd keeps.
+    Autograd keeps a float32 residual stream, and a copy of the layer's input for each of query, key and value. The
+    16-bit copies of weights don't count as activations, because the plan counts the copies as temporary."""
     model = GPT(_shape(3))
     copied = sum(2 * part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
     ids = torch.zeros(2, 128, dtype=torch.long)

@@ -237,8 +237,7 @@ def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_pat
 
 
 def test_a_mask_is_a_mask_in_half_precision(encoder: Artifact, samples: Path) -> None:
-    """Fails if -1e9 that became float16's lowest number counts as a difference, as it would in every cast
-    transformer."""
+    """A cast turns a mask's -1e9 into float16's lowest number. Fails if bisect counts this as a difference."""
     from accel.converters.cast.stage import CastConfig
 
     made = run_stage("cast", encoder, CastConfig(precision="fp16", data=samples))
@@ -339,8 +338,8 @@ def test_nodes_of_the_older_exporter() -> None:
 
 
 def test_it_says_how_much_was_looked_at(cli: Any, tmp_path: Path) -> None:
-    """Fails if bisect says that inner tensors agree although bisect compared only the outputs. The scan finds an inner
-    tensor that differs."""
+    """Fails if bisect says that inner tensors agree although bisect compared only the outputs. With --scan, bisect
+    finds the inner tensor that differs."""
 
     def build(path: Path, factor: float) -> Path:
         return artifact(

@@ -64,7 +64,7 @@ def test_one_number_a_sample() -> None:
 
 @given(hnp.arrays(np.float64, 20, elements=st.floats(-10, 10)), st.integers(0, 9))
 def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
-    """Fails if the concordance of all samples together isn't Lin's formula, with the paper's 1/n."""
+    """Fails if the concordance of all samples together isn't what Lin's formula gives with the paper's 1/n."""
     noise = np.random.default_rng(seed).normal(0, 1e-3 * (1 + np.abs(value).max()), 20)
     if value.std() < 0.1:
         return

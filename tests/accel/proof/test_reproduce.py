@@ -82,7 +82,8 @@ def stub(folder: Path, factor: float) -> Path:
 
 
 def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
-    """Fails if reproduce doesn't notice that the source changed, and compares another model with the recorded one."""
+    """Fails if reproduce doesn't notice that the source changed, and compares the changed model with the recorded
+    one."""
     source = stub(tmp_path, 2.0)
     made = accel.export(f"{source}:make", out=tmp_path / "m.onnx")
     assert reproduce(made).identical

@@ -294,9 +294,9 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
-    """Fails if the session adds more than four times the duration of its input checks to the runtime's own run. The
-    input checks take most of the time that the session adds. The test compares the shortest of many alternating runs,
-    because other load can only lengthen a run."""
+    """Fails if a run of the session takes longer than the runtime's own run plus four times the input checks. These
+    checks take most of the time that the session adds. The test compares the shortest of many alternating runs, because
+    other load can only lengthen a run."""
     feeds = {"x": np.ones((1, 3), np.float32)}
     with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
         names, raw = session.outputs, session.session

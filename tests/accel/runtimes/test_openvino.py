@@ -57,8 +57,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def mlp(make: Make) -> Artifact:
-    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model's product is wide
-    enough to show the precision that computed it."""
+    """Makes a model with two inputs and two outputs that aren't in alphabetical order. The model's product is so wide
+    that its error shows the precision of the computation."""
     rng = np.random.default_rng(0)
     nodes = [
         helper.make_node("MatMul", ["z", "w"], ["h"]),
@@ -305,7 +305,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # waits as a session with one thread does; see OpenVinoSession._waits
+        def own_call() -> None:  # a session with one thread also waits this way (OpenVinoSession._waits)
             slot.request.start_async()
             slot.request.wait()
 

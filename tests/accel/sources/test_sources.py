@@ -46,7 +46,7 @@ def factory(tmp_path: Path) -> str:
 
 
 def test_a_factory_in_a_file(my_model: Path) -> None:
-    """Fails if running the factory's model doesn't find its outputs, their dtypes, or their batch dims."""
+    """Fails if accel doesn't find the outputs, their dtypes and their batch dims by running the factory's model."""
     found = Source(f"{my_model}:make", inputs=IMAGE).open()
     assert found.signature.inputs == (TensorSpec.parse(IMAGE[0]),)
     assert found.signature.outputs == (TensorSpec("output", "float32", ("batch", 5)),)
@@ -288,7 +288,7 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
-    """Fails if models of one class with the same weights and other settings count as the same, so that the cache
+    """Fails if two models with the same class and weights but different settings count as one, so that the cache
     returns the first for the second."""
     path = tmp_path / "two_factories.py"
     path.write_text(

@@ -78,9 +78,8 @@ class Clock:
 
 
 class Simulated(Scripted):
-    """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock, with noise from a fixed ``seed``
-    and an occasional spike, independent of the machine. After ``slow_after`` runs, a run takes ``slow_by`` times as
-    long."""
+    """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock, with noise and rare spikes from a
+    fixed ``seed``, whatever the machine. After ``slow_after`` runs, a run takes ``slow_by`` times as long."""
 
     def __init__(self, candidate: Candidate, clock: Clock) -> None:
         super().__init__(candidate)

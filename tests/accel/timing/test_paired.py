@@ -218,7 +218,7 @@ def test_several_feeds_are_run_equally_often() -> None:
     feeds = [{"x": np.full((2, 4), value, np.float32)} for value in (4, 3, 2, 1)]
     report = quick([scripted("base", ms=0.05), scripted("off", ms=0.05, off=1)], feeds=feeds)
     assert all(row.iterations % 4 == 0 for row in report.rows)
-    # the feed with the largest difference gives ||1|| / ||2 * 1||
+    # The feed of ones has the largest difference: ||1|| / ||2 * 1||.
     assert report.row("off").max_rel_diff == pytest.approx(0.5)
 
 
@@ -258,8 +258,8 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 
 
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
-    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime, timed by the thread's
-    own time. The bound is loose because the machine may be busy. Simulated benchmarks test the statistics."""
+    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime. Runs are timed by the
+    thread's CPU time. The bound is loose because the machine may be busy. Simulated benchmarks test the statistics."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")

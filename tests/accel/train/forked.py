@@ -129,7 +129,8 @@ def _show(line: Sequence[str]) -> None:
 
 
 def _forked_server() -> socket.socket:
-    """Returns a socket to a server for this process alone, forked before this process starts a second thread."""
+    """Forks a server for this process alone, before this process starts a second thread, and returns a socket to the
+    server."""
     own, requests = socket.socketpair()
     if os.fork() == 0:
         own.close()

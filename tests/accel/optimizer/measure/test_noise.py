@@ -248,7 +248,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """A stand-in for a candidate's process: each block takes no time."""
+    """Replaces a candidate's process. A block of runs takes no time."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None

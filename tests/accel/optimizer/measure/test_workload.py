@@ -132,8 +132,8 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if, for an artifact with two streams, accel bench doesn't time two concurrent runs in one session, as in
-    accel optimize and accel serve. Also fails if accel bench uses the two recorded streams although the caller asks
+    """Fails if accel bench doesn't time an artifact with two streams by two concurrent runs in one session, as accel
+    optimize and accel serve run it. Also fails if accel bench uses the two recorded streams although the caller asks
     for one thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path

@@ -152,7 +152,7 @@ def test_the_planted_layers_stay_float_in_openvino(src: Artifact, data: Path, tm
 
 def test_the_search_is_in_the_manifest(src: Artifact, data: Path, tmp_path: Path, cli: Any) -> None:
     """Fails if the command doesn't accept `--precision mixed`, or if the manifest doesn't record how the layers were
-    chosen and in what precision the other layers compute."""
+    chosen and which precision the float layers have."""
     pytest.importorskip("tensorrt_rtx_bindings")
     done = cli(
         "optimize", src.path, "-o", tmp_path / "out", "--target", "tensorrt-rtx", "--precision", "mixed",
@@ -314,8 +314,8 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 
 def test_the_order_of_the_steps() -> None:
-    """Fails if the order of the steps ignores their costs or mishandles an infinite error, if a layer goes to
-    float32 before fp16 although fp16 helps, or if a layer tries fp16 although fp16 doesn't help."""
+    """Fails if the order of the steps ignores their costs or mishandles an infinite error, if a layer skips fp16
+    although fp16 lowers its error, or tries fp16 although fp16 doesn't."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
@@ -343,7 +343,7 @@ def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
 
 def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
     """Fails if a model that int8 breaks stays in float32 although most of its layers work in int8, or if no note says
-    that a metric can't be computed on halves."""
+    that the metric can't be computed on half of the data."""
     words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
     result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
     rows = {row.name: row for row in result.candidates}
@@ -356,8 +356,8 @@ def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tm
 
 
 def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> None:
-    """Fails if a mixed search is added although the user asked for mixed anyway, or for a candidate that isn't
-    calibrated."""
+    """Fails if a mixed search is added for a candidate that isn't calibrated, or if it is added although the user has
+    already requested one."""
     target = Target.get("ort-cpu")
     request = RecipeRequest(targets=(target,), precisions=None, data=data, samples=32, threads=1)
     made, _ = recipes(src, request)

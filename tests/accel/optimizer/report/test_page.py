@@ -268,7 +268,7 @@ def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4), st.booleans())
 def test_an_axis_of_any_numbers_has_its_ticks(values: list[float], log: bool) -> None:
-    """Fails if, for any spread of numbers, an axis has no ticks, more ticks than room, or ticks beyond its ends."""
+    """Fails if, for any spread of numbers, an axis has no ticks, more ticks than fit, or ticks beyond its ends."""
     ticks = Axis(values, 0.0, 100.0, log=log).ticks()
     assert 1 <= len(ticks) <= 7
     assert all(0 <= tick["at"] <= 100 for tick in ticks)

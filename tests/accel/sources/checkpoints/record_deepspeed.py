@@ -4,10 +4,10 @@ The suite doesn't run this script. ``make record`` makes an environment with dee
 an existing environment, run this script with ``DS_ACCELERATOR=cpu``.
 
 Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. The case also writes
-``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``, which accel's reader must equal bit for bit.
+``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``. accel's reader has to give the same bits.
 
-A second run writes the same bytes, except the padding of the last rank's shards at ZeRO 3, which DeepSpeed doesn't
-initialize (``fp32_flat_groups``, ``frozen_param_fragments``). On another kind of CPU, the last bits may differ.
+A second run writes the same bytes, except for padding that DeepSpeed doesn't initialize: in ``fp32_flat_groups`` and
+``frozen_param_fragments`` of the last rank at ZeRO 3. On another kind of CPU, the last bits may differ.
 """
 
 from __future__ import annotations

@@ -116,8 +116,7 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
     """Fails if accel joins grouped query-key-value, the halves of SwiGLU, a row- or column-parallel layer, the
-    vocabulary or the stacked layers in another way than Megatron, or doesn't find a norm under either of its two
-    names."""
+    vocabulary or the stacked layers in another way than Megatron, or misses a norm under one of its two names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -262,8 +261,8 @@ def _as_checkpoint(state: dict[str, torch.Tensor]) -> Checkpoint:
     others=st.booleans(),
 )
 def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
-    """Fails if prefixes that a wrapper adds to names, or tensors of other modules, prevent a model from loading its
-    weights."""
+    """Fails if a model can't load its weights because a wrapper put prefixes before the names, or because the file has
+    tensors of other modules."""
     module = net()
     state = module.state_dict()
     named = {front + name.replace("up.", "".join(inside) + "up."): value for name, value in state.items()}

@@ -1,5 +1,4 @@
-"""Checkpoints that are damaged, hostile, mixed or of another model: accel refuses each with a one-line error and
-runs no code from the files."""
+"""Checkpoints that are damaged, hostile, mixed or of another model give a one-line error, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -117,7 +116,7 @@ def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: 
 
 
 def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
-    """Fails if code in a tensor of a shard runs. Each tensor in a .distcp file is a separate pickle."""
+    """Fails if accel runs code in a tensor of a shard. Each tensor in a .distcp file is a separate pickle."""
     mark = tmp_path / "ran"
     buffer = io.BytesIO()
     torch.save({"a": Payload("system", mark)}, buffer)
@@ -235,7 +234,7 @@ def _unknown(folder: Path) -> None:
 def test_what_is_missing_or_mixed_is_named(
     recorded: Path, checkpoint: str, place: str, damage: Callable[[Path], Any], words: str
 ) -> None:
-    """Fails if a checkpoint that lacks a shard, or contains a shard of another save, is read as complete."""
+    """Fails if accel accepts a checkpoint that lacks a shard, or that contains a shard from another save."""
     damage(recorded / place)
     with pytest.raises(UsageError, match=words) as caught:
         load_weights(net(), recorded / checkpoint)
@@ -252,7 +251,7 @@ def read_all(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_truncated_and_empty_files(recorded: Path, file: Path) -> None:
-    """Fails if a file that is cut off anywhere gives a model, or anything but an accel error."""
+    """Fails if a file that is cut off anywhere gives anything but an accel error."""
     checkpoint = recorded / Path(*file.parts[:2])
     data = (RECORDED / file).read_bytes()
     unread = ("common.pt", "latest_checkpointed_iteration.txt", "latest")

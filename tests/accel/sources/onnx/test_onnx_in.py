@@ -199,7 +199,7 @@ def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
-    """Fails if the export declares the user's --dim although the graph can't run at its sizes."""
+    """Fails if the export declares a dynamic dim although the graph can't run at the dim's sizes."""
     shape = numpy_helper.from_array(np.array([2, 6], np.int64), "shape")
     node = helper.make_node("Reshape", ["x", "shape"], ["y"])
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", [3, 4]), ("y", [2, 6])))

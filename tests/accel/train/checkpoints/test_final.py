@@ -66,7 +66,7 @@ def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
 
 def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if export loads the weights into the model that an edited factory makes now, if it doesn't warn that the
-    factory changed, or if it uses a copy in the run folder that was edited."""
+    factory changed, or if it uses an edited copy in the run folder."""
     home, out = tmp_path / "home", tmp_path / "run"
     source = home / "own.py"
     home.mkdir()

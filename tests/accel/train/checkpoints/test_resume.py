@@ -150,8 +150,8 @@ def evaluate(module):
 def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if the log lacks the evaluations, or if the output doesn't distinguish the loss of evaluate from the
     training loss. Also fails if the output doesn't say that the best checkpoint isn't the last checkpoint. The printed
-    command has to export the best checkpoint as it is, with the inputs that the factory doesn't declare and with shell
-    quotes."""
+    command, with its shell quotes and the inputs that the factory doesn't declare, has to export the best
+    checkpoint."""
     source, out, onnx = tmp_path / "scores.py", tmp_path / "my run", tmp_path / "best.onnx"
     source.write_text(_SCORED)
     config = tmp_path / "run.toml"

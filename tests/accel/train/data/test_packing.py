@@ -148,8 +148,8 @@ def test_a_model_that_does_not_keep_documents_apart_is_refused(mixes: bool) -> N
 
 
 def test_a_packed_run_resumes_and_exports(tmp_path: Path) -> None:
-    """Fails if a run on packed documents loses its position after a resume, or if its exported model takes more than
-    tokens."""
+    """Fails if a run on packed documents loses its position after a resume, or if its exported model takes any input
+    besides tokens."""
     body = {"model": f"{SMALL}:model", "data": f"{SMALL}:documents", "pack": 16, "global_batch": 8, "micro_batch": 4}
     config = TrainConfig.from_dict({**body, "steps": 4, "drop_last": False})
     assert len(make_data(config)) < 400

@@ -41,7 +41,7 @@ NEEDS = {
 
 
 def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
-    """Returns the names to run for the tests of ``folder`` among ``items``, by launch and key. The launches are
+    """Returns the names of the checks that the collected tests in ``folder`` need, by launch and key. The launches are
     "world2", "world4", "world8", and "again": world size 2 after world size 4."""
     orders: dict[int, dict[str, list[str]]] = {world: {} for world in rows.WORLDS}
     for item in items:

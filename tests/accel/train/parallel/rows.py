@@ -45,8 +45,8 @@ SIXTEEN = {
     "bf16-only": ["precision.mode=bf16-only"],
     "fp16-only (O3)": ["precision.mode=O3", *SCALED],
 }
-# Each parallel axis, its override, and the 16-bit modes that it is combined with. The axis with the fastest steps is
-# combined with all modes.
+# Each parallel axis, its override, and the 16-bit modes tested with the axis. The axis with the fastest steps is tested
+# with all modes.
 AXES = (
     ("TP 2", "parallel.tp=2", ("bf16 with master weights", "fp16-only (O3)")),
     ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),
@@ -238,8 +238,8 @@ FAST: dict[int, tuple[str, ...]] = {
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }
-# `make test` runs these layouts of GRADIENTS and these resumes. Another layout resumes each layout of SAVED, and each
-# layout of TAKEN_UP resumes once.
+# `make test` runs these layouts of GRADIENTS and these resumes. Each layout of SAVED is resumed by another layout, and
+# each layout of TAKEN_UP resumes once.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",

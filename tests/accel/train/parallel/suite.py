@@ -228,7 +228,7 @@ def _saved(names: Sequence[str], world: int, folder: Path, others: list[Path]) -
 
 
 def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Returns the losses of the second half of a run, by "SAVED WORLD LAYOUT -> THIS WORLD LAYOUT"."""
+    """Returns the losses of the second half of each run, by a name such as "world4 hsdp -> 2 ddp"."""
     found = {}
     for name in names:
         source, _, target = name.partition(" -> ")

@@ -43,9 +43,9 @@ def _reference(name: str) -> str:
 
 
 def _bound(name: str) -> float:
-    """Returns the largest allowed difference of a loss: 2e-5 in float32, the rounding error in 16 bits. With ZeRO++,
-    a value that rounds the other way because of its last bit changes all later losses: noise in the last bit changed
-    the losses of one process by 8e-3 at most in 12 runs. ZeRO++ in bf16 also has the rounding of bf16."""
+    """Returns the largest allowed difference of a loss: 2e-5 in float32, and the rounding error in 16-bit modes. With
+    ZeRO++, a value that rounds the other way because of its last bit changes all later losses: noise in the last bit
+    changed the losses of one process by 8e-3 at most in 12 runs. ZeRO++ in bf16 also has the rounding of bf16."""
     if _reference(name).startswith("lossy"):
         return 0.03 if "bf16" in name else 0.02
     if "PowerSGD" in name:
@@ -238,8 +238,8 @@ def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str
 
 @pytest.mark.slow
 def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> None:
-    """Fails if float32 copies or moments that two ranks saved aren't bit-identical on four ranks, or if the following
-    losses with bfloat16 weights differ from a run that never stopped by more than rounding explains."""
+    """Fails if float32 copies or moments that two ranks saved aren't bit-identical on four ranks, or if the next losses
+    differ by more than bfloat16's rounding from those of a run that never stopped."""
     whole = results[2]["adamw"]["losses"]
     for rank in results[4]["ranks"]:
         assert rank["adamw"]["equal"]
@@ -310,7 +310,8 @@ def _table() -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.parametrize("rows_", ["of make test", pytest.param("of make proof", marks=pytest.mark.proof)])
 def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], alone: _Alone, rows_: str) -> None:
     """Fails if docs/parity.md lacks a row or has a row too many, or if a loss difference of this run is an order of
-    magnitude off its figure. Figures below a tenth of the bound are noise and count as a tenth of the bound."""
+    magnitude off the figure in its row. Figures below a tenth of the bound are noise and count as a tenth of the
+    bound."""
     if os.environ.get("ACCEL_WRITE_PARITY"):
         lines = [
             "# Parity",

@@ -144,7 +144,8 @@ def test_a_chain_is_the_model() -> None:
 
 
 def test_a_chain_that_is_not_the_model_is_refused() -> None:
-    """Fails if a pipeline is accepted that computes another function than the model, or leaves out parameters."""
+    """Fails if a pipeline is accepted although its outputs differ from the model's, or although it leaves out
+    parameters."""
     inputs = torch.randint(0, 61, (1, 16))
     for wrong, says in (
         (("embed", "blocks", "head"), "norm.weight is in no part of the pipeline's chain"),

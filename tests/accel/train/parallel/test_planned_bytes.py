@@ -24,9 +24,9 @@ pytestmark = pytest.mark.timeout(5400)
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
     """Fails if the bytes that four ranks hold, between steps or in one of two micro-batches, differ from the closed
     form. In bf16, the closed form is 2 + 2 + 12 bytes per parameter before sharding. The bytes may exceed the closed
-    form only by the padding of the odd vocabulary from 61 to 64. Also fails if a step sends other bytes than planned
-    for its collectives, besides the loss and the norm. The bytes held and sent include the copies that hpZ gathers
-    and keeps, and the int8 of qwZ and qgZ."""
+    form only by the padding of the odd vocabulary from 61 to 64. Also fails if the collectives of a step send other
+    bytes than planned. Those of the loss and the norm don't count. The bytes held and sent include the copies that hpZ
+    gathers and keeps, and the int8 of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
     layout = layout_of_config(suite.config(rank_bytes.HELD[name]), 4)
     assert (layout.accumulation, layout.hpz > 0, layout.qwz, layout.qgz) == (

@@ -76,8 +76,8 @@ def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.proof
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a model trained with FSDP and tensor parallel can't be exported and benchmarked from its run folder as
-    it is, or if the exported model has other outputs."""
+    """Fails if a model trained with FSDP and tensor parallel can't be exported and benchmarked from its unchanged run
+    folder, or if the exported model has other outputs."""
     out, model = tmp_path / "run", tmp_path / "gpt.onnx"
     small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --checkpoint.best= --json -q"
     assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
@@ -385,7 +385,7 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
 def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
     """Fails if the FLOPs of a model with named inputs aren't counted, or if no note tells why the FLOPs of a model that
-    reads its values can't be counted."""
+    reads the values of its tensors can't be counted."""
     source = tmp_path / "named.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
@@ -404,9 +404,9 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
-    """Fails if the MFU isn't the FLOPs per second of the model's products over the peak, or if the TensorBoard file
-    lacks a step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the remaining
-    steps take at the speed of the last steps."""
+    """Fails if the MFU isn't the FLOPs per second of the model's products divided by the peak, or if the TensorBoard
+    file lacks a step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the
+    remaining steps take at the speed of the last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
