@@ -25,7 +25,7 @@ HEADING = "\n## Files for the examples\n"
 PAGE = HEADING + (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8").partition(HEADING)[2]
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
-TO_MAKE, TO_RUN = COMMANDS[:5], COMMANDS[5:]  # the first five make the files for the examples
+TO_MAKE, TO_RUN = COMMANDS[:5], COMMANDS[5:]  # the first five commands make the files for the examples
 
 
 def section(title: str) -> str:

@@ -155,8 +155,7 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
 
 
 def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
-    """Fails if per_channel has no effect, because one scale per tensor rounds the depthwise convolution's small
-    channels to zero."""
+    """Fails if, despite per_channel, one scale per tensor rounds the depthwise convolution's small channels to zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     fine = quantize(src, QuantizeConfig(data=data, reduce_range=False), tmp_path / "a.onnx")
@@ -318,7 +317,7 @@ def test_calibration_methods(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.proof
 def test_the_least_squared_error(tmp_path: Path) -> None:
-    """Fails if the written scale isn't the scale of the mse method. On heavy-tailed inputs, the mse method has a
+    """Fails if the written scale isn't the scale of the mse method. On heavy-tailed inputs, the mse method gives a
     smaller range than minmax."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=64)

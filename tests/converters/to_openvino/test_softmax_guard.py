@@ -1,4 +1,4 @@
-"""Proves that torch's NaN guard after softmax is removed only if the guard has no effect, without changing outputs."""
+"""Proves that torch's NaN guard after softmax is removed only if the guard can't change an output."""
 
 from __future__ import annotations
 

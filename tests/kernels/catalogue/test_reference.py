@@ -194,7 +194,7 @@ def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
 
 
 def test_a_number_is_no_matrix() -> None:
-    """Fails if a kernel reads a matrix shape before checking the number of dims, which raises IndexError."""
+    """Fails if a kernel raises IndexError because it reads a matrix shape before checking the number of dims."""
     for a, b in ((torch.tensor(1.0), torch.ones(3, 5)), (torch.ones(3, 5), torch.tensor(1.0))):
         with pytest.raises(BadFeeds, match="reshape both to matrices"):
             fused_gemm(a, b)

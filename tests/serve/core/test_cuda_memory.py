@@ -125,8 +125,8 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
 
 
 def test_registering(gpu: FakeGpu) -> None:
-    """Fails if an invalid handle, or a handle to less memory than declared, is accepted or stays open. Also fails if
-    two regions share a name, or if an unregistered region is read."""
+    """Fails if the server accepts, or leaves open, an invalid handle or a handle to less memory than declared. Also
+    fails if two regions share a name, or if an unregistered region is read."""
     memory = SharedMemory()
     handle = base64.b64decode(gpu.allocate(100))
     for arguments in (

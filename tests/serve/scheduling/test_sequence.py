@@ -220,7 +220,7 @@ def test_a_failed_start_is_no_sequence() -> None:
 
 
 def test_cancelling_a_step() -> None:
-    """Fails if a canceled step runs, if the next step runs without the canceled step, or if the previous step is
+    """Fails if a canceled step runs, if a step that waits behind the canceled step runs, or if the previous step is
     affected."""
     executor, session, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (2, ""), (3, ""))]
