@@ -125,7 +125,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
 
 
 def test_every_field_is_on_the_page() -> None:
-    """Fails if the page doesn't document a field of the protocol's config or a parameter of accel's."""
+    """Fails if the page leaves out a field of the protocol's config or one of accel's own parameters."""
     said = set(re.findall(r"`([a-z_A-Z.]+)`", section("config.pbtxt")))
     fields = {field.name for field in proto.message("ModelConfig").DESCRIPTOR.fields}
     assert fields <= said, fields - said

@@ -75,7 +75,7 @@ def test_a_model_with_channels_last(
 
 @pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
 def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
-    """Fails if the transpose to channels last is removed although another node besides the transpose back reads its
+    """Fails if the transpose to channels last is removed although a node other than the transpose back reads its
     output."""
     nodes = [
         helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),

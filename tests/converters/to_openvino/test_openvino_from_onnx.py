@@ -153,7 +153,7 @@ def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None
 
 
 def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: Path) -> None:
-    """Fails if the IR depends on time, paths or order, because the hashes in the manifest then change at each
+    """Fails if the IR depends on time, paths or order. The hashes in the manifest would then change at each
     conversion."""
     again = openvino_from_onnx(source, OpenVinoFromOnnxConfig(), tmp_path / "net.xml")
     assert [file.read_bytes() for file in again.files] == [file.read_bytes() for file in ir.files]

@@ -159,7 +159,7 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
     channels = torch.randn(1, 4, 1, 1)
     # the sum broadcasts and so is outside the kernel
     torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
-    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # the kernel can't compute a float64 sum
+    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # a float64 residual is added outside
     assert inside[2:] == [False] * 3
     torch.testing.assert_close(layer(longer[:, :2], plain), 2 * plain)
     assert inside[-1]

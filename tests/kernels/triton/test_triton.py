@@ -170,7 +170,7 @@ EPILOGUES = [
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda epilogue: epilogue.key)
 def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
-    """Fails if the kernel doesn't compile with an activation, another operand or another output dtype."""
+    """Fails if the kernel doesn't compile with a bias, an activation, a residual, scales or another output dtype."""
     made = cross.compile_config(get("gemm_64x64"), "fp16", arch, epilogue=epilogue)
     assert made.problem == ""
 

@@ -46,8 +46,8 @@ def process(repository: Path, start: Start) -> Any:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: str) -> None:
-    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or outputs are also
-    sent."""
+    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or the response
+    contains the outputs as well."""
     module = triton if face == "grpc" else triton_http
     key, handle = region(1024)
     with module.InferenceServerClient(f"127.0.0.1:{process.ports[face]}") as client:
