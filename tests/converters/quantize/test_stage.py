@@ -207,7 +207,7 @@ def test_which_cpus_saturate(
 
 
 def test_dynamic_form(tmp_path: Path) -> None:
-    """Fails if a product of two activations or a residual is quantized, if dynamic quantization requires data, or if
+    """Fails if a residual or a product of two activations is quantized, if dynamic quantization requires data, or if
     the server can't see that the rows of a batch share a scale."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
