@@ -63,7 +63,7 @@ def opened() -> Iterator[Callable[..., Repository]]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Returns ``serve(repository, ...)``, which runs the command, on free ports if ``free`` is true. Ends the command
+    """Returns ``serve(repository, ...)``, which runs `accel serve`, on free ports if ``free`` is true. Ends the command
     after the test."""
     made: list[Served] = []
 
@@ -86,7 +86,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def faulty(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Starts a server with ``bad``, whose session can raise or hang, and ``good``."""
+    """Starts a server with two models: ``good``, and ``bad``, whose session can raise or hang."""
     released, running = threading.Event(), threading.Semaphore(0)
     real = loading.open_session
     sessions: list[Faulty] = []

@@ -25,7 +25,7 @@ HEADING = "\n## Files for the examples\n"
 PAGE = HEADING + (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8").partition(HEADING)[2]
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
-TO_MAKE, TO_RUN = COMMANDS[:5], COMMANDS[5:]  # the first five make the files for the examples
+TO_MAKE, TO_RUN = COMMANDS[:5], COMMANDS[5:]  # the first five commands make the files for the examples
 
 
 def section(title: str) -> str:
@@ -125,7 +125,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
 
 
 def test_every_field_is_on_the_page() -> None:
-    """Fails if the page doesn't document a field of the protocol's config or a parameter of accel's."""
+    """Fails if the page leaves out a field of the protocol's config or one of accel's own parameters."""
     said = set(re.findall(r"`([a-z_A-Z.]+)`", section("config.pbtxt")))
     fields = {field.name for field in proto.message("ModelConfig").DESCRIPTOR.fields}
     assert fields <= said, fields - said

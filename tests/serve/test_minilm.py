@@ -17,7 +17,7 @@ from tests.support.serving import Start
 
 @pytest.mark.slow
 def test_minilm(minilm: Artifact, tmp_path: Path, start: Start) -> None:
-    """Fails if the server returns other embeddings than a session of the model at several lengths and batch sizes. Also
+    """Fails if the server's embeddings differ from those of a session, at one of several lengths and batch sizes. Also
     fails if the server doesn't detect that batches may be padded along the dynamic length."""
     made = minilm.copy_to(tmp_path / "minilm" / "1" / "model.onnx")
     assert manifest_path(made.path).is_file()

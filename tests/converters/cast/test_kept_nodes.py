@@ -177,8 +177,8 @@ def test_normalisation_over_large_activations(tmp_path: Path) -> None:
 
 
 def test_positions_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if angles of thousands of radians are rounded to 11 bits. Nothing overflows then, but the sines are noise.
-    Also fails if nodes after the sine stay float32."""
+    """Fails if angles of thousands of radians are rounded to 11 bits. This rounding overflows nothing, but turns the
+    sines into noise. Also fails if nodes after the sine stay float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [

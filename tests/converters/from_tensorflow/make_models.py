@@ -176,7 +176,7 @@ def tflite_models() -> None:
 
 
 class Foldable(tf.Module):
-    """A product with a weight that nine operators compute from constants. ONNX lacks two of the nine operators."""
+    """A product whose weight is computed from constants by nine operators. ONNX lacks two of the nine operators."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
     def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -196,7 +196,7 @@ def foldable_models() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         tf.matmul(x, Foldable.weight(), name="y")
         Path("foldable.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    # TFLite's converter folds these operators itself, but the TFLite file widens 16-bit weights at each run.
+    # TFLite's converter folds these operators itself, but doesn't fold the widening of 16-bit weights.
     converter = tf.lite.TFLiteConverter.from_saved_model("sequential")
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
     converter.target_spec.supported_types = [tf.float16]

@@ -60,8 +60,8 @@ def test_a_concrete_function(cli: Any, tmp_path: Path) -> None:
     ],
 )
 def test_functions_that_do_not_say_what_they_take(cli: Any, tmp_path: Path, name: str, fix: str) -> None:
-    """Fails if the error for a wrong source takes several lines or names no fix. The sources are a tf.function without
-    input_signature, a number and a missing function."""
+    """Fails if the error for a wrong source takes several lines or names no fix. The sources are a number, a missing
+    function, and a tf.function without input_signature."""
     code = written(tmp_path, FUNCTIONS)
     ran = cli("export", f"{code}:{name}", "-o", tmp_path / "m.onnx", "-q")
     assert ran.code == 2
@@ -150,8 +150,8 @@ def make():
 
 
 def test_the_gelu_of_keras(tmp_path: Path) -> None:
-    """Fails if a net with Keras' own gelu can't be exported, or if its ONNX graph computes another function. ONNX lacks
-    the operator with which TensorFlow computes this gelu."""
+    """Fails if a net with Keras' own gelu can't be exported, or if the ONNX outputs aren't those of this gelu. ONNX
+    lacks the operator with which TensorFlow computes this gelu."""
     code = written(tmp_path, GELU)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     x = np.float32([[-6, -1, -0.1, 0], [0.1, 1, 3, 8]])

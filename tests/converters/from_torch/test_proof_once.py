@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Artifact:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
-    """Counts the runs of each kind of artifact on each set of feeds. Turns the gates' cache of outputs off."""
+    """Counts the runs of each kind of artifact on each set of feeds. Turns off the gates' cache of outputs."""
     counted: Counter[tuple[str, str]] = Counter()
     run = BaseSession.run
 

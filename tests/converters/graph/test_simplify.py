@@ -85,7 +85,7 @@ def test_smaller_and_the_same(tmp_path: Path) -> None:
 
 
 def test_linear_layers_stay_products(minilm: Artifact) -> None:
-    """Fails if onnxsim may rewrite a Linear layer into Reshape, Gemm and Reshape. The rewrite adds nodes and hides the
+    """Fails if onnxsim rewrites a Linear layer as Reshape, Gemm and Reshape. The rewrite adds nodes and hides the
     layer from every runtime."""
     ops = [node.op_type for node in read_proto(minilm.path).graph.node]
     assert ops.count("MatMul") == 6 * 8

@@ -260,13 +260,13 @@ SCRIPT = """
 
 
 def script(*arguments: object, waits_at: int = -1) -> list[str]:
-    """Returns the script's command line. The script stops forever in batch ``waits_at``."""
+    """Returns the script's command line. The script hangs in batch ``waits_at``."""
     return [sys.executable, "-c", textwrap.dedent(SCRIPT), *(str(a) for a in (*arguments, waits_at))]
 
 
 def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations accumulate in memory. Kept in memory, ten times as many images would take 70 MB
-    more."""
+    """Fails if samples or activations accumulate in memory. The second run has ten times as many images, 70 MB more if
+    kept in memory."""
     src = conv_net(tmp_path / "m.onnx", 64)
     peaks = []
     for count in (160, 1600):

@@ -88,8 +88,8 @@ def peak_of_nncf(task: Task) -> int:
 
 @pytest.mark.proof
 def test_ten_times_the_samples_take_nncf_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations accumulate in memory. Kept in memory, ten times as many images would take 83 MB
-    more."""
+    """Fails if samples or activations accumulate in memory. The second run has ten times as many images, 83 MB more if
+    kept in memory."""
     src = small_unet(tmp_path / "m.onnx", 160)
     peaks = []
     for count in (30, 300):

@@ -155,8 +155,7 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
 
 
 def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
-    """Fails if per_channel has no effect, because one scale per tensor rounds the depthwise convolution's small
-    channels to zero."""
+    """Fails if, despite per_channel, one scale per tensor rounds the depthwise convolution's small channels to zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     fine = quantize(src, QuantizeConfig(data=data, reduce_range=False), tmp_path / "a.onnx")
@@ -208,7 +207,7 @@ def test_which_cpus_saturate(
 
 
 def test_dynamic_form(tmp_path: Path) -> None:
-    """Fails if a product of two activations or a residual is quantized, if dynamic quantization requires data, or if
+    """Fails if a residual or a product of two activations is quantized, if dynamic quantization requires data, or if
     the server can't see that the rows of a batch share a scale."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
@@ -269,7 +268,7 @@ def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
 
 
 def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
-    """Fails if a cast to fp16 leaves scales in float32, because the engine then computes everything in float32."""
+    """Fails if a cast to fp16 leaves scales in float32. The engine would then compute everything in float32."""
     src = conv_net(tmp_path / "m.onnx", opset=17)
     made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
     with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*opset=19"):
@@ -318,7 +317,7 @@ def test_calibration_methods(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.proof
 def test_the_least_squared_error(tmp_path: Path) -> None:
-    """Fails if the written scale isn't the scale of the mse method. On heavy-tailed inputs, the mse method has a
+    """Fails if the written scale isn't the scale of the mse method. On heavy-tailed inputs, the mse method gives a
     smaller range than minmax."""
     src = conv_net(tmp_path / "m.onnx")
     feeds = src.signature.example_inputs(seed=9, batch=64)

@@ -113,8 +113,8 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
 
 
 def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if weight-only candidates are tried for a small model, or aren't tried for a large model, or if --precision
-    int4 can't force the attempt."""
+    """Fails if weight-only candidates are tried for a small model, aren't tried for a large model, or can't be forced
+    by --precision int4."""
     src = linear_net(tmp_path / "m.onnx", 17)
 
     def names(*precisions: str) -> list[str]:

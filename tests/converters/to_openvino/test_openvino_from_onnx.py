@@ -153,7 +153,7 @@ def test_a_damaged_record(record: str, source: Artifact, tmp_path: Path) -> None
 
 
 def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: Path) -> None:
-    """Fails if the IR depends on time, paths or order, because the hashes in the manifest then change at each
+    """Fails if the IR depends on time, paths or order. The hashes in the manifest would then change at each
     conversion."""
     again = openvino_from_onnx(source, OpenVinoFromOnnxConfig(), tmp_path / "net.xml")
     assert [file.read_bytes() for file in again.files] == [file.read_bytes() for file in ir.files]
@@ -164,7 +164,7 @@ def test_conversion_is_byte_identical(source: Artifact, ir: Artifact, tmp_path: 
     ("dtype", "precision"), [(TensorProto.FLOAT16, "fp16"), (TensorProto.BFLOAT16, "bf16")], ids=["fp16", "bf16"]
 )
 def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
-    """Fails if inputs, outputs or weights of a model cast to 16 bits change their dtype."""
+    """Fails if the inputs, outputs or weights of a 16-bit model change their dtype."""
     src = open_onnx(net(tmp_path / "half.onnx", dtype), probe=False)
     made = openvino_from_onnx(src, OpenVinoFromOnnxConfig(), tmp_path / "half.xml")
     assert {s.dtype for s in (*made.signature.inputs, *made.signature.outputs)} == {src.signature.inputs[0].dtype}

@@ -1,4 +1,4 @@
-"""Proves that torch's NaN guard after softmax is removed only if the guard has no effect, without changing outputs."""
+"""Proves that torch's NaN guard after softmax is removed only if the guard can't change an output."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def convert(src: Artifact, folder: Path) -> tuple[Artifact, int]:
 def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same(
     precision: str, tmp_path: Path
 ) -> None:
-    """Fails if a guard without effect stays, because the guard prevents fused attention. Also fails if the lowest
-    number becomes -inf in bfloat16, because the outputs are then NaN."""
+    """Fails if a guard without effect stays and so prevents fused attention. Also fails if the lowest number becomes
+    -inf in bfloat16 and so makes the outputs NaN."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     src = attention(tmp_path / "a.onnx", "lowest")

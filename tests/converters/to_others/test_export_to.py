@@ -248,7 +248,7 @@ def test_onnx2tf_is_not_there(
 
 
 def test_a_loop_that_pnnx_fails_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if pnnx's message is cut within a sentence, or if the error suggests to simplify the loop of a recurrent
+    """Fails if pnnx's message is cut within a sentence, or if the error suggests simplifying the loop of a recurrent
     net."""
     from onnx import TensorProto, helper, numpy_helper
 

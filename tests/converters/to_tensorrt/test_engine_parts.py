@@ -18,7 +18,7 @@ from accel.runtimes.tensorrt_toolkit import choose_capabilities, offered_capabil
 
 @pytest.mark.parametrize("bad", ["sm_86", "8", "8.6.1", "", "eight.six"])
 def test_unreadable_compute_capability(bad: str) -> None:
-    """Fails if a compute capability that isn't written as major.minor is accepted."""
+    """Fails if accel accepts a compute capability that isn't written as major.minor."""
     with pytest.raises(BadInputSpec, match=r"write major\.minor, e\.g\. 8\.6"):
         EngineFromOnnxConfig(compute_capabilities=(bad,))
 
@@ -29,7 +29,7 @@ def test_unreadable_compute_capability(bad: str) -> None:
     ids=str,
 )
 def test_options_out_of_range(wrong: dict[str, int]) -> None:
-    """Fails if an option value is accepted that TensorRT would silently replace with its default."""
+    """Fails if accel accepts an option value that TensorRT would silently replace with its default."""
     with pytest.raises(BadInputSpec, match="can't be"):
         EngineFromOnnxConfig(**wrong)  # type: ignore[arg-type]
 
@@ -145,8 +145,8 @@ def test_engine_options_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("options", [{"version_compatible": True}, {"hardware": "ampere-plus"}])
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
-    """Fails if TensorRT-RTX accepts version_compatible, which breaks the build, or a hardware compatibility level,
-    which TensorRT-RTX silently ignores."""
+    """Fails if, for TensorRT-RTX, accel accepts version_compatible (breaks the build) or a hardware compatibility level
+    (TensorRT-RTX ignores the level)."""
     with pytest.raises(UnsupportedHere, match="compute_capabilities= for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 

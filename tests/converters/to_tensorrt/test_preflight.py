@@ -354,7 +354,7 @@ def test_fix_asks_as_much_of_float32_as_optimize_does(cli: Any, tmp_path: Path) 
 
 
 def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
-    """Fails if the output has a plural after the number one, or shows the rewrite of float64 as True."""
+    """Fails if the output says "1 weights", or prints True instead of "float64 as float32"."""
     mild = in_float64(tmp_path / "mild.onnx", 2.0)
     said = " ".join(cli("preflight", mild.path, "--fix", "-o", tmp_path / "f.onnx").stdout.split())  # long paths wrap
     assert "refuses 3 nodes" in said

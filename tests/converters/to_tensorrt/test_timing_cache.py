@@ -21,8 +21,8 @@ from accel.stage import run_stage
 
 
 class FakeConfig:
-    """A builder's config with only the timing cache. The bytes of a timing cache begin with the name of its GPU, and
-    the config refuses another GPU's cache."""
+    """Imitates a builder's config that has only a timing cache. The bytes of a timing cache begin with the name of its
+    GPU, and the config refuses another GPU's cache."""
 
     def __init__(self, gpu: bytes = b"this gpu") -> None:
         self.gpu = gpu

@@ -1,6 +1,6 @@
 """Proves that ``engine_from_onnx`` transposes (K, N) weights so that the plugin library can compute the products.
 
-The tests fail if the library doesn't get the products of a transformer, whose rows have two dimensions. The tests also
+The tests fail if the library doesn't get a transformer's products, whose rows have two dimensions. The tests also
 fail if a weight isn't transposed, or if a weight is transposed for a node that needs the original. The tests also fail
 if the source's file or folder changes, if the library gets a product for which it has no kernel, or if a node's
 attributes contradict its operator's name.

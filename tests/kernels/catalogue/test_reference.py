@@ -60,7 +60,7 @@ def run(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[str, to
 @settings(max_examples=150, deadline=None)
 def test_numpy_and_torch_agree_and_the_cpu_is_within_the_bound(spec: GemmSpec, seed: int) -> None:
     """Fails if the two float64 references differ, or if the CPU's error exceeds the bound. The references may differ by
-    1e-12 relative, which covers K <= 40 roundings of 1e-16 and two erf calls."""
+    1e-12 relative, which covers 40 roundings (the largest K) of 1e-16 and two erf calls."""
     a, b, operands, _ = operands_of(spec, seed)
     exact = reference.gemm_torch(spec, a, b, operands)
     wide = {name: tensor.double().numpy() for name, tensor in operands.items()}
@@ -119,7 +119,7 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
     dtype: str,
 ) -> None:
     """Fails if a convolution differs from the sum over its taps. The fp32 output may differ by 1e-4 of the largest
-    element, which covers K <= 45 fp32 roundings and cancellation. The float64 output may differ by 1e-12."""
+    element, which covers 45 fp32 roundings (the largest K) and cancellation. The float64 output may differ by 1e-12."""
     fits = [s + 2 * p - d * (k - 1) >= 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)]
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
@@ -194,7 +194,7 @@ def test_a_wrong_pair_is_refused(name: str, wrong: object) -> None:
 
 
 def test_a_number_is_no_matrix() -> None:
-    """Fails if a kernel reads a matrix shape before checking the number of dims, which raises IndexError."""
+    """Fails if a kernel raises IndexError because it reads a matrix shape before checking the number of dims."""
     for a, b in ((torch.tensor(1.0), torch.ones(3, 5)), (torch.ones(3, 5), torch.tensor(1.0))):
         with pytest.raises(BadFeeds, match="reshape both to matrices"):
             fused_gemm(a, b)

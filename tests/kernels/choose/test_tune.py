@@ -167,7 +167,7 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     entry = Entry(config="a", microseconds=1.0, error=0.5)
     table.put(KEY, entry)
     second = replace(KEY, n=1)
-    other.put(second, entry)  # like another process that has read the file before the first write
+    other.put(second, entry)  # the second table read the file before the first write, as another process could
     assert set(Table(path).entries) == {KEY.text, second.text}
     before = path.read_bytes()
 
@@ -234,7 +234,7 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
 
 
 def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if, for a tuned GPU (9.0), the command ``why`` explains the choice in other words than ``choose_for``."""
+    """Fails if, for a tuned GPU (9.0), the command ``why`` doesn't give the explanation of ``choose_for``."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)

@@ -55,8 +55,9 @@ from tests.kernels.native.onnxruntime_models import (
 
 @pytest.mark.proof
 def test_every_operator_is_the_reference(onnxruntime_library: Path) -> None:
-    """Fails if one of 180 operators differs from float64 on operands rounded to the dtype. One graph without bodies
-    contains all operators. The bound is half a unit in the last place of the result, plus 1e-5 for fp32 sums."""
+    """Fails if one of 180 operators differs from the float64 reference on operands rounded to the operator's dtype. One
+    graph without bodies contains all operators. The bound is half a unit in the last place of the result, plus 1e-5 for
+    fp32 sums."""
     flags = itertools.product(PRODUCTS, ACTS, (False, True), (False, True), DTYPES)
     functions = [FusedGemm(product=p, act=act, bias=b, residual=r, dtype=d) for p, act, b, r, d in flags]
     made = model(functions, bodies=False)
@@ -157,9 +158,9 @@ def test_operands_that_do_not_fit_are_an_error(
 
 @pytest.mark.proof
 def test_every_convolution_is_the_reference(onnxruntime_library: Path) -> None:
-    """Fails if one of 240 convolutions without bodies differs from float64. The convolutions cover every epilogue and
-    dtype, with strides, padding and dilation that differ by axis. The bound is half a unit in the last place of the
-    result, plus 1e-5 for fp32 sums."""
+    """Fails if one of 240 convolutions without bodies differs from the float64 reference. The convolutions cover every
+    epilogue and dtype, with strides, padding and dilation that differ by axis. The bound is half a unit in the last
+    place of the result, plus 1e-5 for fp32 sums."""
     flags = itertools.product(range(len(GEOMETRIES)), ACTS, (False, True), (False, True), DTYPES)
     functions = [convolution(at, act=act, bias=b, residual=r, dtype=d) for at, act, b, r, d in flags]
     made = model(functions, bodies=False)

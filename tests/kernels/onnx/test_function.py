@@ -1,7 +1,7 @@
 """Proves that ``accel::FusedGemm`` and ``accel::FusedConv2d`` replace the right ONNX patterns with correct bodies.
 
 These tests fail if a function body differs from the float64 reference, if a pattern is missed, or if a pattern is fused
-although another node reads an inner value or a sum broadcasts. The tests also fail if the checker, ONNX Runtime or
+although a sum broadcasts or another node reads an inner value. The tests also fail if the checker, ONNX Runtime or
 TensorRT-RTX refuses the result, or if two matches use the same node.
 """
 
@@ -51,8 +51,8 @@ def model(
     shape: tuple[str | int, ...] = ("batch", 5, 8),
     conv: dict[str, Any] | None = None,
 ) -> onnx.ModelProto:
-    """Returns a model from lines ``out = Op(in, in)`` in ``text``. The input x and the output y have ``shape``.
-    ``conv`` contains the options of a Conv."""
+    """Returns the model that ``text`` describes in lines such as ``out = Op(in, in)``. The input x and the output y
+    have ``shape``. ``conv`` contains the options of a Conv."""
     nodes = []
     for line in text.strip().splitlines():
         out, call = (part.strip() for part in line.split("="))
@@ -158,7 +158,7 @@ def test_patterns(case: str, opset: int) -> None:
 @pytest.mark.parametrize("product", ["matmul", "gemm_nn", "gemm_nt"])
 @pytest.mark.parametrize("opset", [17, 20])
 def test_the_body_is_the_reference(act: str, product: str, opset: int) -> None:
-    """Fails if a body differs from float64 by more than 2e-6 of the largest element. The bound covers K = 8 fp32
+    """Fails if a body differs from float64 by more than 2e-6 of the largest element. The bound covers eight fp32
     roundings of 6e-8 each, and the roundings of one activation."""
     function = FusedGemm(product=product, act=act, bias=True, residual=True, dtype=TensorProto.FLOAT)
     shapes = {"a": (3, 8), "b": (6, 8) if product == "gemm_nt" else (8, 6), "bias": (6,), "residual": (3, 6)}

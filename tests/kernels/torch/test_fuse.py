@@ -1,4 +1,4 @@
-"""Proves that ``fuse`` replaces the right patterns, reports why others stay, and returns the same function.
+"""Proves that ``fuse`` replaces the right patterns, reports why other patterns stay, and keeps the outputs.
 
 These tests fail if a pattern is missed or wrongly matched (a sum that broadcasts, an output used twice, a batch norm in
 training mode). The tests also fail if batch norm is folded with a wrong formula, or if the verification accepts a wrong
@@ -159,7 +159,7 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
     channels = torch.randn(1, 4, 1, 1)
     # the sum broadcasts and so is outside the kernel
     torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
-    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # the kernel can't compute a sum that promotes
+    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # a float64 residual is added outside
     assert inside[2:] == [False] * 3
     torch.testing.assert_close(layer(longer[:, :2], plain), 2 * plain)
     assert inside[-1]
@@ -284,9 +284,9 @@ class Twice(nn.Module):
     [(Written, (3, 6)), (Inherited, (3, 6)), (Optional, (3, 6)), (OneByOne, (2, 3, 12, 12)), (Twice, (2, 3, 12, 12))],
 )
 def test_what_a_module_does_beside_its_layers_stays(kind: type[nn.Module], shape: tuple[int, ...], given: bool) -> None:
-    """Fails if statements that write to their input disappear or run at another time, or if an argument's default
-    becomes fixed. Also fails if ``fuse`` joins neighbors in a Sequential whose layers are called one by one, or layers
-    that aren't neighbors."""
+    """Fails if statements that write to their input disappear or run at another time, or if an optional argument is
+    ignored. Also fails if ``fuse`` joins neighbors in a Sequential whose layers are called one by one, or layers that
+    aren't neighbors."""
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(shape)
     wanted = model(x.clone())

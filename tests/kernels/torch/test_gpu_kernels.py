@@ -165,8 +165,8 @@ def test_quantize(source: torch.dtype, dtype: torch.dtype, columns: int, library
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_conv2d(dtype: torch.dtype, act: str) -> None:
-    """Fails if a convolution differs from the CPU's result for float32 inputs by more than four roundings of the
-    largest element to the output dtype."""
+    """Fails if a convolution differs from the CPU's float32 result by more than four roundings of the largest element
+    in the output dtype."""
     g = torch.Generator().manual_seed(0)
     for geometry in ({}, {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}):
         x, w = (torch.randn(s, generator=g).to(dtype) for s in ((3, 17, 15, 19), (35, 3, 2, 19)))

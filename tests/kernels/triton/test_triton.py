@@ -170,7 +170,7 @@ EPILOGUES = [
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda epilogue: epilogue.key)
 def test_other_epilogues_compile(epilogue: EpilogueSpec, arch: int) -> None:
-    """Fails if an activation, operand or output dtype doesn't compile."""
+    """Fails if the kernel doesn't compile with a bias, an activation, a residual, scales or another output dtype."""
     made = cross.compile_config(get("gemm_64x64"), "fp16", arch, epilogue=epilogue)
     assert made.problem == ""
 
@@ -250,8 +250,8 @@ def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) ->
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if a proof other than the GPU's fails, if the GPU's proof isn't reported as not run, or if a failed proof
-    doesn't exit with 1."""
+    """Fails if a proof other than the GPU's fails, if the GPU's proof isn't reported as not run, or if the command
+    ignores a failed proof."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     everything = interpret.run  # another test covers interpret.run
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))

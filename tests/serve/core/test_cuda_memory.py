@@ -84,8 +84,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Start, face: str) -> None:
-    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or outputs are also
-    sent. Also fails if the region isn't listed, or stays open after unregistering."""
+    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or the response
+    contains the outputs as well. Also fails if the region isn't listed, or stays open after unregistering."""
     process = start(repository, http_port=0)
     module = triton if face == "grpc" else triton_http
     handle = gpu.allocate(1024)
@@ -125,8 +125,8 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
 
 
 def test_registering(gpu: FakeGpu) -> None:
-    """Fails if an invalid handle, or a handle to less memory than declared, is accepted or stays open. Also fails if
-    two regions share a name, or if an unregistered region is read."""
+    """Fails if the server accepts, or leaves open, an invalid handle or a handle to less memory than declared. Also
+    fails if two regions share a name, or if an unregistered region is read."""
     memory = SharedMemory()
     handle = base64.b64decode(gpu.allocate(100))
     for arguments in (

@@ -46,8 +46,8 @@ def process(repository: Path, start: Start) -> Any:
 
 @pytest.mark.parametrize("face", ["grpc", "http"])
 def test_inputs_and_outputs_in_shared_memory(process: Any, region: Any, face: str) -> None:
-    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or outputs are also
-    sent."""
+    """Fails if inputs are read from the wrong address, outputs are written to the wrong address, or the response
+    contains the outputs as well."""
     module = triton if face == "grpc" else triton_http
     key, handle = region(1024)
     with module.InferenceServerClient(f"127.0.0.1:{process.ports[face]}") as client:
@@ -99,8 +99,7 @@ def test_slices_that_do_not_fit(
 
 
 def test_an_offset_beyond_64_bits(process: Any, region: Any) -> None:
-    """Fails if an offset beyond 64 bits, which JSON can express, reaches the memory, or if the error isn't a bad
-    request."""
+    """Fails if an offset beyond 64 bits, which JSON can express, isn't refused as a bad request."""
     key, _ = region(1024)
     with triton_http.InferenceServerClient(f"127.0.0.1:{process.ports['http']}") as client:
         client.register_system_shared_memory("r", key, 1024)
@@ -168,8 +167,8 @@ def test_regions_are_their_owners(repository: Path, start: Start, region: Any, t
 
 
 def test_registering(region: Any) -> None:
-    """Fails if a name can be registered twice, or if a missing object, too small an object or a file that is no shared
-    memory can be registered."""
+    """Fails if a name can be registered twice, or if the server registers a missing object, bytes outside an object, or
+    a file that is no shared memory."""
     memory = SharedMemory()
     key, _ = region(100)
 

@@ -63,7 +63,7 @@ def replica(tmp_path: Path) -> ray_app.Replica:
 
 
 def test_a_replica_answers_grpc(replica: ray_app.Replica) -> None:
-    """Fails if a service method has another name than Ray calls, or doesn't parse the request's bytes. Also fails if an
+    """Fails if a service method lacks the name that Ray calls, or doesn't parse the request's bytes. Also fails if an
     error reaches the client without its code."""
 
     def ask(name: str, body: bytes, context: Call | None = None) -> Any:

@@ -149,7 +149,7 @@ def test_a_long_chain() -> None:
 
 
 def test_real_threads() -> None:
-    """Fails if a step is lost or counted twice when its answer arrives on another thread, at any moment."""
+    """Fails if a step is lost or counted twice, at whatever moment its answer arrives on another thread."""
     parts = {name: model(name, start=True)[0] for name in ("first", "left", "right", "last")}
     executor = ensemble(**parts)
     wrong: list[Any] = []
@@ -214,7 +214,7 @@ def test_late_and_unknown_outputs(models: dict[str, QueuedExecutor]) -> None:
     ],
 )
 def test_steps_that_cannot_be_run(steps: tuple[EnsembleStep, ...], text: str) -> None:
-    """Fails if an ensemble is accepted whose steps would wait forever or mix up tensors."""
+    """Fails if accel accepts an ensemble whose steps would wait forever or mix up tensors."""
     with pytest.raises(BadConfig, match=text):
         ensemble(Ensemble(steps=steps))
 

@@ -20,7 +20,7 @@ dynamic_batching {{ max_queue_delay_microseconds: 300000 }}
 
 
 def squares(folder: Path, *dims: str) -> None:
-    """Writes a model ``y = x * x`` with the given dims besides the batch."""
+    """Writes a model that computes ``y = x * x``. ``dims`` are the dims after the batch."""
     folder.mkdir(parents=True)
     shape = ["batch", *dims]
     node = build.node("Mul", "x x", "y")

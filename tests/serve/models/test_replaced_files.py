@@ -17,7 +17,7 @@ SIZE = 1024  # 4 MiB of weights: large enough to be memory-mapped
 
 
 def weighted(folder: Path, kind: str, scale: float) -> Path:
-    """Writes ``y = scale * x`` with a square matrix, and returns the file of the matrix."""
+    """Writes a model that multiplies by ``scale`` with a square matrix, and returns the file of the matrix."""
     folder.mkdir(parents=True, exist_ok=True)
     made = build.artifact(
         folder / ("model.onnx" if kind == "onnx" else "source.onnx"),

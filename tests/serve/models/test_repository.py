@@ -23,8 +23,8 @@ from tests.support.serving import FLOAT, WEIGHTS, Start, linear, reasons, scale
 
 
 def test_a_model_without_a_config(tmp_path: Path, opened: Any) -> None:
-    """Fails if the config derived from the file differs from Triton's, which has dims without the batch and batching
-    enabled."""
+    """Fails if the config derived from the file differs from Triton's, which enables batching and leaves the batch out
+    of the dims."""
     linear(tmp_path / "linear" / "1")
     config = opened(tmp_path).get("linear").config
     assert (config.name, config.platform, config.backend) == ("linear", "onnxruntime_onnx", "onnxruntime")
@@ -91,8 +91,8 @@ def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
 
 @pytest.mark.parametrize("config", ["", "max_batch_size: 8", "max_batch_size: 8 dynamic_batching { }"])
 def test_rows_that_share_a_scale_are_batched_only_on_request(tmp_path: Path, opened: Any, config: str) -> None:
-    """Fails if requests of several callers share a batch of a dynamic int8 model whose config doesn't ask for it, or if
-    they don't although the config asks. Also fails if a caller can't send a batch."""
+    """Fails if dynamic batching is on for a dynamic int8 model whose config lacks ``dynamic_batching``, or is off for a
+    model whose config has ``dynamic_batching``. Also fails if a caller can't send a batch."""
     folder = tmp_path / "int8"
     (folder / "1").mkdir(parents=True)
     build.artifact(
@@ -263,7 +263,7 @@ def test_a_probe_during_the_first_load(tmp_path: Path, opened: Any) -> None:
     loading = threading.Thread(target=repository.load, args=("linear",))
 
     class Reasons(dict[str, str]):
-        """A dict that starts a load at each read, and waits for the load for a moment."""
+        """A dict that starts a load at its first read and waits for the load for at most a second."""
 
         def values(self) -> Any:
             if loading.ident is None:

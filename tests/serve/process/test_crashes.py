@@ -21,7 +21,7 @@ RAISES, HANGS, CRASHES, FINE = 1.0, 2.0, 3.0, 4.0
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """Makes ``bad``, whose two sessions crash or hang if their input requests a fault, and ``linear``."""
+    """Makes ``linear``, and ``bad``, whose two sessions crash or hang if their input requests a fault."""
     for name in ("bad", "linear"):
         linear(tmp_path / "models" / name / "1")
     (tmp_path / "models" / "bad" / "config.pbtxt").write_text("instance_group [{ count: 2 }]")
@@ -29,7 +29,7 @@ def models(tmp_path: Path) -> Path:
 
 
 def status_of(call: Any) -> str:
-    """Returns the status of a call, which must fail."""
+    """Returns the error status of a call that must fail."""
     with pytest.raises(InferenceServerException) as caught:
         call()
     return str(caught.value.status()).removeprefix("StatusCode.")

@@ -311,7 +311,7 @@ def test_bytes_that_are_no_request(faulty: Any, body: bytes, code: grpc.StatusCo
     ],
 )
 def test_bytes_that_are_no_request_in_a_stream(faulty: Any, body: bytes, code: grpc.StatusCode) -> None:
-    """Fails if a malformed or oversize message in a stream, first or later, gets the wrong code or doesn't end the
+    """Fails if a malformed or oversize message, at a stream's start or later, gets the wrong code or doesn't end the
     stream. Also fails if a malformed message blocks a stream slot, disturbs another caller, or prevents a clean end."""
     request = proto.message("ModelInferRequest")(model_name="good", id="7")
     request.inputs.add(name="x", datatype="FP32", shape=[1, 4])

@@ -271,8 +271,8 @@ process.stop()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
-    """Fails if a serving process maps memory for each large tensor. Before the start, malloc maps a block of 31 MiB
-    separately, and after the start, the block comes from the heap."""
+    """Fails if a serving process maps memory for each large tensor. Before the server starts, malloc maps 31 MiB
+    separately. Afterwards, malloc takes 31 MiB from the heap."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],
@@ -322,8 +322,8 @@ def test_check(repository: Path, cli: Any) -> None:
     ],
 )
 def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
-    """Fails if the error for an option of Triton's doesn't name accel's option, or if naming the models to load loads
-    all models."""
+    """Fails if the error for an option of Triton's doesn't name accel's option, or if --load-model is accepted without
+    --mode explicit."""
     ran = cli("serve", *words)
     assert ran.code == 2
     assert says in ran.stderr

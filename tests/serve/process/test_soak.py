@@ -173,7 +173,7 @@ def through_memory(made: Any, http: int, number: int) -> tuple[str, str]:
 
 
 def sequences(made: Any, http: int, number: int) -> tuple[str, str, int]:
-    """Sends a sequence of three requests. Leaves every other sequence open."""
+    """Sends a sequence of three requests. Leaves every second sequence open."""
     totals = []
     for step in (1, 2, 3):
         x = triton.InferInput("x", [1, 1], "FP32")

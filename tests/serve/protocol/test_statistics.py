@@ -1,4 +1,4 @@
-"""Statistics of several processes add up."""
+"""Proves that the statistics of several processes add up."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_cancelling_in_a_batch_that_fails() -> None:
 
 
 def test_close_answers_what_was_taken() -> None:
-    """Fails if closing drops requests although there is time, waits for the batching delay first, accepts new requests,
+    """Fails if closing drops requests although there is time, waits for the batching delay, accepts new requests,
     or leaves a session open."""
     executor, session, _ = by_hand(waiting())
     callers = [Caller(executor, request(i)) for i in range(3)]

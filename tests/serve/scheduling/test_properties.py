@@ -85,8 +85,8 @@ SCRIPTS = st.lists(st.one_of(STEPS, STEPS, st.builds(Inside, STEPS)), max_size=4
 @given(SCHEDULINGS, SCRIPTS)
 def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
     """Fails if a caller doesn't get exactly one answer with the caller's rows, or if a poisonous request makes another
-    request fail. Also fails if a request runs after it was canceled, expired or refused, if a batch has a size that
-    isn't allowed or is over the limit, or if the counters don't add up."""
+    request fail. Also fails if a request runs after it was canceled, expired or refused, if a batch has too many rows
+    or a size that isn't allowed, or if the counters don't add up."""
     session = FakeSession()
     executor, _, clock = by_hand(scheduling, session)
     callers: list[Caller] = []
@@ -101,7 +101,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
             asked = request(value, step.rows, priority=step.priority, timeout_us=step.timeout_us, deadline=deadline)
             if step.poison:
                 asked.inputs["x"][step.rows // 2, 0] = POISON
-            callers.append(caller := Caller.__new__(Caller))  # an inline run finds this caller in the list
+            callers.append(caller := Caller.__new__(Caller))  # a run inside ``__init__`` finds this caller in the list
             caller.__init__(executor, asked)  # type: ignore[misc]
         elif isinstance(step, Cancel) and callers:
             caller = callers[step.which % len(callers)]

@@ -123,7 +123,7 @@ def test_deadline_of_a_delayed_request() -> None:
 
 
 def test_instants_of_those_that_left_are_forgotten() -> None:
-    """Fails if a request that ran long before its deadline stays in memory until the deadline."""
+    """Fails if a request that has left the queue stays in memory until its deadline."""
     queue = RequestQueue(Scheduling())
     for i in range(5000):
         one = entry(i, deadline=60.0)

@@ -181,7 +181,7 @@ def test_the_queue_of_steps_is_bounded() -> None:
 
 
 def test_bytes_that_wait_are_free_again() -> None:
-    """Fails if a step that has run still counts as waiting, because the queue would then refuse every later step."""
+    """Fails if a step that has run still counts as waiting. The queue would then refuse every later step."""
     executor, _, _ = make(queue_bytes=60)
     for _ in range(10):
         callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(6)]
@@ -220,7 +220,7 @@ def test_a_failed_start_is_no_sequence() -> None:
 
 
 def test_cancelling_a_step() -> None:
-    """Fails if a canceled step runs, if the next step runs without the canceled step, or if the previous step is
+    """Fails if a canceled step runs, if a step that waits behind the canceled step runs, or if the previous step is
     affected."""
     executor, session, _ = make()
     callers = [Caller(executor, step(1, x, f)) for x, f in ((1, "s"), (2, ""), (3, ""))]

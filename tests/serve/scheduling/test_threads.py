@@ -93,8 +93,7 @@ def test_the_caller_itself_runs_an_idle_instance() -> None:
 
 
 def test_waiting_requests_are_taken_when_an_instance_is_free() -> None:
-    """Fails if no thread wakes when a caller releases its instance, because the other requests would then wait
-    forever."""
+    """Fails if no thread wakes when a caller releases its instance. The other requests would then wait forever."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True), [gate])
     with ThreadPoolExecutor(4) as pool:
