@@ -104,7 +104,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     """
     import torch
 
-    own = len  # this module's ``len`` may be replaced too
+    own = len  # the ``len`` of this file may be replaced too
 
     def length(value: Any) -> Any:
         return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else own(value)
@@ -132,7 +132,8 @@ def _apart(out: Path) -> Iterator[Path]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations that replace torch's own, for ``stable_operators`` and for accel's operators.
+    """Returns the translations that torch's exporter lacks or does wrongly: those of ``stable_operators`` and accel's
+    own.
 
     A model can hold accel's operators only if their module is imported, because the import registers them.
     """
@@ -217,7 +218,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with one more output for each RNN that returns a packed sequence: the padded sequence.
+    """Yields ``module`` with the padded sequence of each RNN that returns a packed sequence, as added outputs.
 
     The exporter fails if nothing reads the lengths, for example if the model uses only the last hidden state.
     ``_finish_graph`` removes the added outputs from the graph.

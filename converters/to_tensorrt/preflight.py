@@ -37,8 +37,8 @@ _QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A node that TensorRT refuses. ``node`` is its name, or its first output. ``safe`` means that ``fit_tensorrt``
-    rewrites the node."""
+    """A node that TensorRT refuses. ``node`` is the node's name, or its first output if it has no name. ``safe`` means
+    that ``fit_tensorrt`` rewrites the node."""
 
     node: str
     operator: str
@@ -157,7 +157,7 @@ def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
     if len(node.input) > 2 and node.input[2]:
         return types.get(node.input[2], 0)
     if node.op_type == "QuantizeLinear":
-        # By the standard no zero point means uint8, unless an attribute says otherwise (opset 21 and later).
+        # By the standard, a missing zero point means uint8, unless an attribute says otherwise (opset 21 and later).
         return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), int(TensorProto.UINT8))
     return types.get(node.input[0], 0)
 

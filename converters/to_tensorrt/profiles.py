@@ -75,8 +75,8 @@ class OptimizationProfile:
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
     """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
 
-    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, a wrong rank,
-    another size of a fixed dim, min > opt or opt > max, and different ranges for the same dim.
+    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, a wrong rank, a
+    changed fixed dim, min > opt or opt > max, and different ranges for one dim.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:

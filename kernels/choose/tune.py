@@ -44,7 +44,7 @@ ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
 LAUNCH_MICROSECONDS = 500.0  # Python's overhead may dominate a shorter call.
-MOST_SETS = 256  # Enough sets of operands even if a set has 1 MiB, as in BERT-base's smallest layer.
+MOST_SETS = 256  # Even sets of 1 MiB, as in BERT-base's smallest layer, fill ROTATED_BYTES.
 RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, and takes milliseconds or more.
 BLOCKS = 5
 
@@ -66,7 +66,7 @@ class Tuned:
     """The result of tuning a problem.
 
     ``entry`` is the winner, or None if no candidate was right. ``timed`` has the microseconds of each candidate.
-    ``refused`` has the reason for each candidate that failed, or that was wrong although faster than the winner.
+    ``refused`` has the reason for each candidate that failed, or that was faster than the winner but wrong.
     """
 
     key: Key
@@ -151,7 +151,7 @@ def conv_specs(
 def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | None = None) -> EpilogueSpec:
     """Returns a layer's epilogue: the activation and the term ``added`` (of ``ADDED``).
 
-    int8 and fp8 get scales, and fp16 output by default.
+    For int8 and fp8, the epilogue has scales, and fp16 output by default.
     """
     scaled = dtype in SCALED
     return EpilogueSpec(
@@ -217,7 +217,7 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
 
 
 def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tensor) -> float:
-    """Returns the largest ratio of an error of ``got`` to the error's bound. The float64 reference has no error.
+    """Returns the largest ratio of an error of ``got`` to the error's bound. The float64 reference counts as exact.
 
     Returns infinity for a NaN or a wrong shape. Checks at most 256 rows (output pixels of a convolution), spread over
     all rows, because a GPU needs seconds for a large product in float64.
@@ -284,7 +284,8 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
 
 
 def microseconds(run: Run) -> float:
-    """Returns the median microseconds of a call on the current GPU, over several blocks of calls between two events.
+    """Returns the microseconds of a call on the current GPU: the median of several blocks of calls, each between two
+    events.
 
     Replays a CUDA graph of the calls, because Python's overhead for a launch often takes longer than the kernel. Calls
     ``run`` directly if it can't be recorded.

@@ -53,7 +53,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """Returns the readable key in the file, equal for equal keys."""
+        """Returns this key as readable text for the file; equal keys have equal texts."""
         d = self.device
         where = [d.gpu, f"sm_{d.capability[0]}{d.capability[1]}", d.driver, d.library]
         what = [self.op, self.dtype, self.epilogue, f"n{self.n}", f"k{self.k}", f"m{self.m_bucket}"]

@@ -109,8 +109,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # ``workspace`` holds the memory until the call is in the stream. torch's allocator then reuses the memory only
-    # after the call has run.
+    # ``workspace`` holds the memory until the call is in the stream. After that, torch's allocator reuses the memory
+    # only when the call has run.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)

@@ -108,7 +108,7 @@ class Library:
         k: int,
         stream: int = 0,
     ) -> None:
-        """Computes ``a`` (m, k) times ``b`` (n, k) transposed with the epilogue, m <= 16.
+        """Multiplies ``a`` (m, k) by the transpose of ``b`` (n, k) and applies the epilogue; m is at most 16.
 
         All operands are addresses.
         """

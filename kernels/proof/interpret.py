@@ -108,7 +108,7 @@ def gemm(
 
 
 def nans(kernels: Any, act: str) -> float:
-    """Checks that a NaN in a row of ``a`` appears in that row of the output only, so that no activation hides it."""
+    """Checks that a NaN in a row of ``a`` passes the activation ``act`` and reaches only that row of the output."""
     a = torch.ones(4, 5)
     a[1, 2] = float("nan")
     spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))

@@ -1,4 +1,4 @@
-"""Packing: puts several documents of any length into one sequence and trains each document as if alone.
+"""Packing: puts several documents of any length into one sequence, and trains as if each document were alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n varies) into
 sequences of 128 positions. Documents are placed longest first, each into the fullest sequence with enough room (best
@@ -85,7 +85,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # The sequences by free room.
+    spare: dict[int, list[int]] = {}  # Maps the number of free positions to the sequences.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
@@ -154,7 +154,7 @@ class OwnDocument(AroundAttention):
 
 
 def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: torch.dtype) -> None:
-    """Makes ``module``, in place, take ``(tokens, positions, documents)`` and keep documents apart.
+    """Changes ``module`` in place to take ``(tokens, positions, documents)`` and to keep documents apart.
 
     Raises ``BadConfig`` if the output for a document in a sequence differs from the output for the document alone.
     """
