@@ -67,8 +67,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make(spec: str, seed: int) -> Any:
-    """Returns what the factory ``package.module:name`` or ``file.py:name`` makes. Its import and its call are
-    ``seeded``."""
+    """Returns what the factory ``package.module:name`` or ``file.py:name`` makes, with import and call ``seeded``."""
     from accel.sources.python_object import load_object
     from accel.sources.torch.factory import call_factory
 

@@ -152,8 +152,8 @@ class Trainer:
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
-        # DDP and FSDP average over the ranks. The loss is first divided by the previous step's count, which keeps
-        # float16 sums small. If both steps have the same count, as usual, the gradients need no second division.
+        # DDP and FSDP average gradients over the ranks. The loss is first divided by the previous step's count, which
+        # keeps float16 sums small. If both steps have the same count, as usual, the gradients need no second division.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)

@@ -58,7 +58,7 @@ def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
 class MasterOptimizer:
     """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensor shards. Each rank holds copies of only the rank's shards.
+    Works on plain parameters and on DTensor shards. Each rank holds copies of its own shards only.
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str) -> None:
@@ -129,7 +129,7 @@ class MasterOptimizer:
     def forget_all_but(self, saved: Collection[str]) -> None:
         """Drops the moments of each parameter that has no moments in ``saved`` (names as in ``state_dict``).
 
-        Such a parameter got no gradient before the checkpoint, or every step was skipped. Its bias correction has to
+        Such a parameter got no gradient before the checkpoint, or every step was skipped. The bias correction has to
         start with the parameter's first gradient.
         """
         stepped = self.master or self.parameters

@@ -169,8 +169,8 @@ def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str
 def _lossy(
     source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
 ) -> list[tuple[int, str]]:
-    """Returns the next nodes to keep in float32, for the surest reason only. This may help the nodes with less sure
-    reasons."""
+    """Returns the next nodes to keep in float32, for the surest reason only. Nodes with less sure reasons may no longer
+    need float32."""
     found = _new(source, kept, _out_of_range(source, seen, masked))
     found = found or _new(source, kept, _lost_values(source, retyped, seen))
     lost = [name for name in source.outputs if name in seen and seen[name].lost]

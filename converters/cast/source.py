@@ -22,8 +22,8 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Operators whose output dtype is set by an attribute. The cast keeps their nodes in float32. In 16 bits, random
-# operators would also generate different numbers.
+# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. In 16 bits,
+# random operators would also generate different numbers.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",

@@ -150,9 +150,9 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
     """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
-    Outputs are exported under unique names, because an output's own name may also be the name of an inner value. Here
-    the outputs get their own names back. Input dims lose the exporter's symbols. An output dim that never changed in
-    PyTorch is declared fixed. The gate later runs the file at every shape.
+    Outputs are exported under unique names, because an output's own name may also be the name of an inner value. This
+    function gives the outputs their own names back. Input dims lose the exporter's symbols. An output dim that never
+    changed in PyTorch is declared fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended

@@ -133,7 +133,7 @@ def _remove(out: Path) -> None:
 
 
 def _advice(src: Artifact) -> str:
-    """Returns the advice to export one size, as a clause, or "" if no dim is dynamic.
+    """Returns a clause that advises to export one size, or "" if no dim is dynamic.
 
     Code that computes with sizes as numbers can be traced for one size only.
     """
@@ -146,7 +146,7 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns a dim whose declared range exceeds the model's (e.g. the table of positions), and the real bound.
+    """Returns a dim whose declared range the model can't take (e.g. too many positions), and the real bound.
 
     Returns an empty string if PyTorch runs the model at both ends of each dim.
     """

@@ -220,7 +220,7 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
 
-    Removes only attributes with their default value (e.g. ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
+    Removes only attributes with their default value (as ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
     The checker refuses all other newer attributes.
     """
     import onnx

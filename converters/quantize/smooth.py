@@ -31,7 +31,7 @@ def smooth(
     alpha: float,
     unfinished: Path | None = None,
 ) -> int:
-    """Smooths ``model`` in place; returns the number of smoothed activations. ``collect`` explains ``batches`` and
+    """Smooths ``model`` in place; returns the number of smoothed activations. See ``collect`` for ``batches`` and
     ``unfinished``.
 
     All products that read the same activation share smoothing factors. The factors are folded into the layer

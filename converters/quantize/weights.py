@@ -20,7 +20,8 @@ from .stage import Task
 
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 
-# MatMulNBits may round activations to this level, block by block. Level 4 is int8, for which CPUs have instructions.
+# The accuracy level to which MatMulNBits may round activations, block by block. Level 4 is int8, for which CPUs have
+# instructions.
 _ACCURACY_LEVEL = 4
 
 

@@ -62,7 +62,7 @@ def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifac
     An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. For uint8 with zero point 128,
     this is exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
     float32, as they silently would in an engine. Float64 inputs and outputs stay. The notes count the changed
-    ``biases``, ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises
+    ``biases``, ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64 were changed. Raises
     ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)

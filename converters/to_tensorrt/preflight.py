@@ -91,8 +91,8 @@ def refused(found: Sequence[Refusal], model: str) -> str:
 
 
 def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
-    """Returns whether the toolkit's parser knows each operator of the model. Call in a child process: the parser can
-    crash.
+    """Returns whether the toolkit's parser knows each operator of the model. Has to run in a child process, because the
+    parser can crash.
 
     Raises ``UnsupportedHere`` if the toolkit can't build for one of ``capabilities``.
     """
@@ -242,7 +242,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns the dtype of an input or output of ``node`` that TensorRT lacks, or "" if TensorRT has all dtypes.
+    """Returns an input's or output's dtype that TensorRT lacks, or "" if TensorRT has all dtypes of ``node``.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """

@@ -75,7 +75,8 @@ def candidates(
     found: list[AnyConfig] = []
     if triton_installed:
         found += [c for c in CONFIGS if c.op == op and c.supports(spec.in_dtype, arch)]
-    # The compiled kernels read a residual in the output's dtype. Rounding another residual would lose precision.
+    # The compiled kernels read a residual in the output's dtype. Rounding a residual of another dtype would lose
+    # precision.
     own_residual = residual_dtype in (None, spec.epilogue.out_dtype) or not spec.epilogue.residual
     if isinstance(spec, ConvSpec):
         if "im2col" in native and of_patches(spec, capability, tma_layout, native, residual_dtype).config is not None:

@@ -79,7 +79,7 @@ def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable
     """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct one into
     ``table``.
 
-    ``timer`` returns the microseconds of a call. A candidate that raises, or whose error is over the bound, is refused.
+    ``timer`` returns the microseconds of a call. A candidate that fails, or whose error is over the bound, is refused.
     """
     timed: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -167,7 +167,8 @@ def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | Non
 def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0) -> Operands:
     """Returns random operands by name: ``a`` (M, K), ``b`` (N, K) transposed, and the operands of the epilogue.
 
-    For a convolution, returns the image, the weights, and the operands of the epilogue. The sums stay within fp16.
+    For a convolution, returns the image, the weights, and the operands of the epilogue. The sums stay in the range of
+    fp16.
     """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec

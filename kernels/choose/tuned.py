@@ -72,7 +72,7 @@ def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The winner, its median time, and its largest verified error over the bound (at most 1)."""
+    """The winner, its median time, and its largest verified ratio of error to bound (at most 1)."""
 
     config: str
     microseconds: float

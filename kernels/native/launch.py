@@ -21,7 +21,8 @@ from .library import ACTS, DTYPES, Library, Problem
 
 @lru_cache(maxsize=4)
 def installed(capability: tuple[int, int] | None = None) -> Library | None:
-    """Returns the library of ``accel kernels build`` for this compute capability (None for any), loaded once.
+    """Returns the library that ``accel kernels build`` made for this compute capability (None for any). Loads it only
+    once.
 
     Returns None if no library was built from the present sources. Raises ``BadConfig`` if ``$ACCEL_KERNEL_LIBRARY``
     names a file that is not a library.

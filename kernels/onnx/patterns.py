@@ -262,7 +262,7 @@ def _take_act(match: _Match, graph: _Graph) -> None:
 
 
 def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
-    """Finds an activation of ``x`` written out in arithmetic. Returns its name and its nodes, the result last.
+    """Finds an activation of ``x`` that consists of arithmetic nodes. Returns its name and its nodes, the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
     until a single value remains, and compares that value with the activation that uses the same function, such as Erf.

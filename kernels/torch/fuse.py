@@ -137,7 +137,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             taken, act = [*taken, after], name
         if (after := _only_user(taken[-1])) is not None and (other := _residual_of(after, taken[-1])) is not None:
             taken, residual = [*taken, after], other
-        if writes_between(taken, modules):  # the fused layer would read after these writes
+        if writes_between(taken, modules):  # the fused layer would read its inputs after these writes
             taken, following, act, residual = [node], None, "none", None
         last = taken[-1]
         name = f"fused_{len(matches)}"

@@ -20,8 +20,8 @@ from .launch import GROUP, PARTS_TILE, flags, tile
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
 MOST_IMPRECISE = 128  # How much of K a sum with few bits may cover, as in csrc/cutlass/sm90.cu.
-# Dispatch gives a large tile only arguments that are multiples of 16, except for one stride of 1. ``DIVISIBLE`` adds
-# the kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
+# Dispatch gives a large tile only arguments that are multiples of 16, except for one stride of 1. ``DIVISIBLE`` also
+# has the pointers to the kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}

@@ -2,7 +2,7 @@
 
 ``pack = 128`` in the config packs the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n varies) into
 sequences of 128 positions. Documents are placed longest first, each into the fullest sequence with enough room (best
-fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
+fit, Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
 In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
@@ -178,7 +178,7 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a mask bool[positions] for each document of the single sequence."""
+    """Returns a mask bool[positions] for each document; the batch has one sequence."""
     return [numbers[0] == number for number in range(int(numbers.max()) + 1)]
 
 

@@ -88,7 +88,7 @@ class PowerSGD:
         return found
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """Returns zeros in the shapes of ``state_dict``, for a checkpoint to be read into."""
+        """Returns zeros in the shapes of ``state_dict``, into which a checkpoint can be read."""
         found = {f"{name}.error": torch.zeros_like(p).detach() for name, p in self.parameters.items()}
         for name, (columns, rank) in self._thin(self.parameters):
             found[f"{name}.q"] = self.parameters[name].detach().new_zeros(columns, rank)

@@ -86,7 +86,7 @@ class _Place(PipelineStage):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Stage ``index`` of ``count``, on this rank. FSDP2 gathers the parameters of each of ``blocks`` together."""
+    """Stage ``index`` of ``count``, on this rank. FSDP2 gathers the parameters of each block in ``blocks`` together."""
 
     module: Stage
     index: int

@@ -145,8 +145,8 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def attempt(module: nn.Module, inputs: Any, running: list[str]) -> Tried:
-    """Runs ``module`` in ``eval()`` mode. After an exception, the last entry of ``running`` is the module that
-    raised."""
+    """Runs ``module`` in ``eval()`` mode. After an exception, the last entry of ``running`` is the module that raised
+    the exception."""
     watched = _Watched(running)
     training = [part for part in module.modules() if part.training]
     handles = []

@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 10.0
 
 
 def clear(out: Path) -> None:
-    """Removes the files of an earlier run. Called before the ranks start."""
+    """Removes the files of an earlier run. Has to be called before the ranks start."""
     shutil.rmtree(out / STACKS, ignore_errors=True)
     (out / STACKS).mkdir()
     (out / ALIVE).unlink(missing_ok=True)
