@@ -26,9 +26,9 @@ class AroundAttention(TorchFunctionMode, ABC):
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
     ) -> torch.Tensor:
-        """Computes attention with the arguments of the model's code.
+        """Computes attention from the arguments that the model's code passes.
 
-        An implementation may call ``F.scaled_dot_product_attention``.
+        Within this method, ``F.scaled_dot_product_attention`` is torch's own.
         """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +41,7 @@ class AroundAttention(TorchFunctionMode, ABC):
             self._inside = False
 
     def wrap(self, module: nn.Module) -> None:
-        """Wraps ``module``, in place, so that it always runs in this context.
+        """Wraps ``module`` in place, so that it always runs in this context.
 
         The blocks of ``module`` get the context too, because recomputation runs each block alone.
         """

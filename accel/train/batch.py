@@ -1,4 +1,4 @@
-"""The inputs and targets of a batch: passes inputs to a model, moves tensors to a device, and names the inputs."""
+"""Passes the inputs of a batch to a model, moves inputs and targets to a device, and names the inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from accel.errors import BadConfig
 
-# Inputs and targets: each is a tensor, or a tuple or dict of tensors. A rank without a sample has the targets None.
+# The inputs and the targets: each a tensor, or a tuple or dict of tensors. Without a sample, the targets are None.
 Batch = tuple[Any, Any]
 
 

@@ -67,8 +67,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make(spec: str, seed: int) -> Any:
-    """Imports and calls the factory ``package.module:name`` or ``file.py:name``, both ``seeded``, and returns the
-    result."""
+    """Returns what the factory ``package.module:name`` or ``file.py:name`` makes, with import and call ``seeded``."""
     from accel.sources.python_object import load_object
     from accel.sources.torch.factory import call_factory
 
@@ -84,7 +83,7 @@ def make_data(config: TrainConfig) -> Any:
     Raises ``BadData`` if the factory doesn't make a map-style dataset of ``(inputs, targets)``.
     """
     data = make(config.data, config.seed)
-    # torch's IterableDataset has a __getitem__ that only raises.
+    # torch's IterableDataset has a __getitem__ that only raises an error.
     iterated = isinstance(data, Mapping | torch.utils.data.IterableDataset)
     if iterated or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise BadData(
@@ -114,7 +113,7 @@ def make_data(config: TrainConfig) -> Any:
 def make_model(spec: str, seed: int) -> nn.Module:
     """Returns the model of a factory, the same on every rank.
 
-    Raises ``BadConfig`` if the factory makes anything else.
+    Raises ``BadConfig`` if the factory doesn't make an ``nn.Module``.
     """
     made = make(spec, seed)
     made = made[0] if isinstance(made, tuple) else made
@@ -168,6 +167,6 @@ def build(config: TrainConfig, ranks: Ranks, loss: losses.Loss, data: Sequence[A
 
 
 def _flops(module: nn.Module, data: Sequence[Any]) -> float:
-    """Returns the FLOPs of a sample, without recomputation: three times the forward pass."""
+    """Returns the FLOPs of a sample, without recomputation: three times those of the forward pass."""
     inputs = data[0][0]
     return 3 * trial(module, sample_of(inputs[0] if isinstance(data, Packed) else inputs))[1]

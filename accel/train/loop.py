@@ -66,17 +66,17 @@ class Trainer:
         self.accumulation = config.accumulation(ranks.world)
         self.step = 0
         self.skipped = 0
-        self.expected = 0.0  # The number of targets in the loss of the last step.
-        self.checked = ranks.tp is None  # True once the parameters outside the tensor-parallel plan were compared.
+        self.expected = 0.0  # The number of targets in the previous step.
+        self.checked = ranks.tp is None  # Whether the parameters outside the tensor-parallel plan were compared.
         self.metrics: dict[str, float] = {}
-        self.reordered: list[str] = []  # Changed config keys that reorder the samples.
+        self.reordered: list[str] = []  # The config keys whose change reordered the samples.
         self.log: StepLog | None = None  # Set only on rank 0, during run().
         self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
 
     def run(self) -> dict[str, Any]:
         """Trains until ``config.steps``.
 
-        Returns steps, the last loss, metrics, and ``best`` if an earlier step was better.
+        Returns the number of steps, the last loss, the metrics, and ``best`` if an earlier step was better.
         """
         self.resume()
         batches = self.batches()
@@ -147,14 +147,13 @@ class Trainer:
     def one_step(self, batches: Iterator[Batch]) -> dict[str, float]:
         """Runs one optimizer step and returns the step's figures.
 
-        Loss and gradient are means over every counted target of the global batch. The gradients of sums are divided
-        once by the count over all ranks and micro-batches.
+        Loss and gradient are means over every counted target of the global batch. The gradients of summed losses are
+        divided once, by the count over all ranks and micro-batches.
         """
         config, ranks = self.config, self.ranks
         torch.manual_seed(self._seed())
-        # DDP and FSDP average over the ranks. The loss is divided by the count of the last step beforehand, which keeps
-        # float16 sums small. If this step has the same count as the last step, which is usual, the gradients need no
-        # second pass.
+        # DDP and FSDP average gradients over the ranks. The loss is first divided by the previous step's count, which
+        # keeps float16 sums small. If both steps have the same count, as usual, the gradients need no second division.
         expected = self.expected or config.global_batch
         forth = ranks.averaged * self.scale.scale / expected
         seen = self.built.passes.run(take(batches, self.accumulation), forth)
@@ -217,7 +216,7 @@ class Trainer:
         return (self.config.seed << 32) + stream + (stage << 48)
 
     def _first_bad(self, *, gradients: bool = False) -> str:
-        """Returns a message about the first weight (or gradient) that isn't finite, on the lowest rank that has such a
+        """Returns a message that names the first weight (or gradient) that isn't finite, of the lowest rank with such a
         tensor.
 
         Returns "" if all are finite. Every rank has to call this method, because a rank sees only its own shards.
@@ -229,7 +228,7 @@ class Trainer:
             found = [""] * self.ranks.world
             dist.all_gather_object(found, own)
         rank, name = next(((rank, name) for rank, name in enumerate(found) if name), (0, ""))
-        # Gradients are reduced over all ranks, so the rank doesn't tell where a bad gradient came from.
+        # Gradients are reduced over all ranks, so any rank may have caused a bad gradient.
         what = f"the gradient of {name}" if gradients else name + (f" on rank {rank}" if len(found) > 1 else "")
         return f"; the first that isn't finite is {what}" if name else ""
 
@@ -337,14 +336,14 @@ class Trainer:
         return found | {f"optimizer.{name}": value for name, value in self.optimizer.state_dict().items()}
 
     def _wanted(self, run: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """Returns the tensors to read from a checkpoint: ``run`` is the checkpoint's ``run.json``, ``names`` are the
-        checkpoint's tensors."""
+        """Returns the tensors to read from a checkpoint. ``run`` is the checkpoint's ``run.json``, and ``names`` are
+        the names of its tensors."""
         memory, saved = self.built.memory, run.get("powersgd") or {}
         self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # With the same optimizer, a moment that the checkpoint lacks was never updated. Another optimizer
-            # may lack the moment entirely.
+            # A moment that the checkpoint lacks was never updated if the optimizer is the same. Another optimizer may
+            # not have that moment at all.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:

@@ -27,7 +27,7 @@ def seen_by(loss: Loss, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def summed(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum and the count of ``loss`` on ``outputs``.
+    """Returns the sum and the count that ``loss`` computes from ``outputs`` and ``targets``.
 
     Raises ``BadConfig`` if ``loss`` returns anything else.
     """

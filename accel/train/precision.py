@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .config.schema import APEX, OptimizerConfig
 
-# Advice on the precision modes behind apex's names.
+# Advice for each of apex's names of a precision mode.
 ADVICE = {
     "O1": "O1 is autocast-fp16: if the device has bfloat16, use autocast-bf16, which needs no loss scale",
     "O2": "O2 is fp16: batch norm statistics are float16 too; don't use it for models that depend on them",
@@ -58,7 +58,7 @@ def autocast(mode: str, device: str) -> AbstractContextManager[Any]:
 class MasterOptimizer:
     """The optimizer that ``config`` names, with float32 copies of the parameters if the mode keeps master weights.
 
-    Works on plain parameters and on DTensor shards. Each rank holds copies of only the rank's shards.
+    Works on plain parameters and on DTensor shards. Each rank holds copies of its own shards only.
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, mode: str) -> None:
@@ -93,7 +93,7 @@ class MasterOptimizer:
             group["lr"] = lr
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the optimizer state on this rank: master weights and moments, shards as plain tensors.
+        """Yields the optimizer state on this rank: master weights and moments, with shards as plain tensors.
 
         Leaves out single numbers.
         """
@@ -129,7 +129,7 @@ class MasterOptimizer:
     def forget_all_but(self, saved: Collection[str]) -> None:
         """Drops the moments of each parameter that has no moments in ``saved`` (names as in ``state_dict``).
 
-        Such a parameter got no gradient before the checkpoint, or every step was skipped. Its bias correction has to
+        Such a parameter got no gradient before the checkpoint, or every step was skipped. The bias correction has to
         start with the parameter's first gradient.
         """
         stepped = self.master or self.parameters
@@ -198,9 +198,9 @@ class LossScale:
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns the 2-norm of all gradients together, a float32 scalar, the same on every rank.
 
-    The norm is not finite if any gradient is not finite. The squares of shards are summed over the ranks that hold the
-    shards, once for each layout: plain tensors and DTensors of different meshes can't be in one norm (pytorch#180346).
-    ``stages`` is the group of the ranks that hold the other pipeline stages.
+    The norm is not finite if any gradient is not finite. The squares are summed separately for each layout, over the
+    ranks that hold its shards, because plain tensors and DTensors of different meshes can't be in one norm
+    (pytorch#180346). ``stages`` is the group of the ranks that hold the other pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), device=gradients[0].device if gradients else None)

@@ -68,12 +68,11 @@ def simulate(
     """Runs one step of ``factory``'s model on fake ranks and returns the bytes that rank 0 holds and sends.
 
     ``inputs`` makes one micro-batch ``(inputs, targets)``. ``styles`` is the tensor-parallel plan. Pipeline parallel,
-    context parallel and CPU offload are not simulated. Autograd doesn't see the tensors that ``selective``
-    recomputation keeps.
+    context parallel and CPU offload are not simulated. ``activations`` leaves out the tensors that ``selective``
+    recomputation keeps, because autograd doesn't see them.
 
-    No process group may exist. The bytes of a gradient are counted while the step keeps the gradient. At ZeRO
-    stage 0 the model is not wrapped and DDP's traffic not simulated, because fake tensors can't enter DDP's native
-    reducer.
+    No process group may exist. The bytes of a gradient are counted while the step keeps the gradient. At ZeRO stage 0,
+    DDP and its traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()
@@ -117,7 +116,7 @@ def simulate_pipeline(
     accumulation: int,
     again: str = "none",
 ) -> list[int]:
-    """Returns the peak of the bytes that autograd has saved on each rank of a pipeline.
+    """Returns, for each rank of a pipeline, the peak of the bytes that autograd has saved.
 
     Cuts ``factory``'s model into stages. The micro-batches of ``inputs`` run through the stages in the order of torch's
     schedule, in float32. If a backward pass has two halves, the second half frees the saved bytes. No process group may
@@ -222,8 +221,8 @@ def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 class Sent(TorchDispatchMode):
     """Sums the bytes that a ring would send for each collective, and the bytes that pipeline stages send.
 
-    DDP and FSDP2 call the collectives of c10d, DTensor calls functional collectives. An all-to-all sends as many bytes
-    from a rank as a ring.
+    DDP and FSDP2 call the collectives of c10d, DTensor calls functional collectives. In an all-to-all, a rank sends as
+    many bytes as in a ring.
     """
 
     def __init__(self, found: Simulated) -> None:

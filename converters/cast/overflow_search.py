@@ -41,9 +41,9 @@ Feeds = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Seen:
-    """A comparison of a retyped tensor with float32. ``largest`` is the largest absolute value in float32. ``lost``
-    counts the values that are finite in float32 only. ``error`` is the relative l2 error, or for integers the share of
-    wrong values.
+    """A comparison of a retyped tensor with the float32 tensor. ``largest`` is the largest absolute value in float32.
+    ``lost`` counts the values that are finite in float32 only. ``error`` is the relative l2 error, or for integers the
+    share of wrong values.
     """
 
     largest: float
@@ -169,8 +169,8 @@ def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str
 def _lossy(
     source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
 ) -> list[tuple[int, str]]:
-    """Returns the next nodes to keep in float32, for the surest reason only. Nodes with other reasons may then be
-    fine."""
+    """Returns the next nodes to keep in float32, for the surest reason only. Nodes with less sure reasons may no longer
+    need float32."""
     found = _new(source, kept, _out_of_range(source, seen, masked))
     found = found or _new(source, kept, _lost_values(source, retyped, seen))
     lost = [name for name in source.outputs if name in seen and seen[name].lost]
@@ -187,8 +187,8 @@ def _far_off(source: Source, seen: Mapping[str, Seen]) -> list[str]:
 
 
 def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) -> Iterator[tuple[int, str]]:
-    """Yields the producers and consumers of tensors that exceed the format's range. Also yields nodes whose squared or
-    exponentiated input exceeds the range."""
+    """Yields the producers and consumers of tensors that exceed the format's range. Also yields nodes whose input,
+    squared or exponentiated, exceeds the range."""
     top = largest(source.low)
     for name, tensor in seen.items():
         if source.is_float(name) and name not in masked and tensor.largest > top:
@@ -236,7 +236,7 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that an inaccurate output depends on, and whose own output error far exceeds their input
+    """Of the nodes that an inaccurate output depends on, yields those whose output error far exceeds their input
     errors."""
     limit = _TOLERANCE[source.low]
     for index in sorted(_above(source, _far_off(source, seen))):

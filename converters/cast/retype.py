@@ -186,8 +186,8 @@ class _Writer:
             node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(to_low(number, low))))
 
     def _get(self, name: str, kind: int) -> str:
-        """Returns the tensor's name in the dtype ``kind``. Inserts a Cast if the tensor doesn't exist in that dtype
-        yet."""
+        """Returns the name of the tensor in the dtype ``kind``. Inserts a Cast if the tensor doesn't exist in that
+        dtype yet."""
         if (name, kind) in self.have:
             return self.have[name, kind]
         new = name if name in self.final and kind == self.outer else self._fresh(name, kind)

@@ -22,7 +22,7 @@ MASKING = frozenset(
     }
 )  # fmt: skip
 
-# Nodes that a mask can pass through before it is applied.
+# Nodes that a mask can pass through before the mask is applied.
 MASK_FLOW = MASKING | frozenset(
     {"Cast", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Slice", "Split", "Squeeze", "Transpose"}
 )

@@ -22,8 +22,8 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Operators whose output dtype is set by an attribute. The cast keeps their nodes in float32. In 16 bits, random
-# operators would also generate different numbers.
+# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. In 16 bits,
+# random operators would also generate different numbers.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -136,7 +136,8 @@ class Source:
         return Typing(inputs, outputs, *self._refusal(node.op_type, floats_in))
 
     def _refusal(self, op_type: str, floats_in: list[int]) -> tuple[str, int | None]:
-        """Returns the reason why the model's opset allows no 16-bit inputs, and the first opset that does, or None."""
+        """Returns why an operator takes no 16-bit inputs at the model's opset, and the first opset with such inputs, if
+        any."""
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")

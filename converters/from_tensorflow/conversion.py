@@ -28,7 +28,7 @@ from .layout import LAYOUTS
 if TYPE_CHECKING:
     import onnx
 
-# The newest opset that tf2onnx writes. onnx's version converter raises the opset further.
+# The newest opset that tf2onnx writes. For a newer opset, onnx's version converter converts the file.
 TF2ONNX_OPSET = 18
 
 # The model, notes on its layout, the names of the inputs, and the names of the outputs. A dict of names maps each
@@ -150,7 +150,8 @@ def _operators_noted(file: Path) -> Iterator[None]:
 
 
 class _Heard(logging.Handler):
-    """Collects the log lines of tf2onnx. tf2onnx only logs an operator that it can't convert, and continues."""
+    """Collects the log lines of tf2onnx, which continues after an operator that it can't convert, and only logs the
+    operator."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -176,8 +177,8 @@ def _is_foreign(node: onnx.NodeProto) -> bool:
 
 
 def _as_specified(model: onnx.ModelProto) -> None:
-    """Replaces the mode ``tf_half_pixel_for_nn`` of Resize nodes. tf2onnx writes this mode, although opset 13 removed
-    it.
+    """Replaces the mode ``tf_half_pixel_for_nn``, which tf2onnx writes in Resize nodes although opset 13 removed the
+    mode.
 
     The replacement is ``half_pixel`` with ``round_prefer_ceil``, because ``floor(v)`` equals ``v - 0.5`` rounded with
     halves up.

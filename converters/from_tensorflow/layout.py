@@ -1,9 +1,9 @@
 """The layout of images in models from TensorFlow, and the transposes that this layout costs.
 
 TensorFlow's images have their channels last, and ONNX's convolutions take channels first. If each operator is
-translated by itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph
-until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at the ends of the
-graph.
+translated by itself, each convolution stands between two Transposes. But tf2onnx can move the Transposes through the
+graph until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at the ends of
+the graph.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
     counted: list[int] = []
 
     class Count:
-        """An optimizer that tf2onnx runs first. Counts the transposes and changes nothing."""
+        """The optimizer that tf2onnx runs first, which counts the transposes and changes nothing."""
 
         graph_been_opt = False
 

@@ -28,7 +28,7 @@ def onnx_from_tensorflow(src: Artifact, config: OnnxFromTensorFlowConfig, out: P
 
 
 def from_graph(spec: TensorFlowSpec, opset: int, layout: str) -> Converted:
-    """Freezes the model, folds its constants, converts it with tf2onnx. Runs in the TensorFlow process."""
+    """Freezes the model, folds its constants, and converts the result with tf2onnx. Runs in the TensorFlow process."""
     import tensorflow as tf
     from tf2onnx import tf_loader
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
-    """Returns a clause, after a semicolon, that tells why no exporter can do better, and the fix. Returns "" if
-    unknown.
+    """Returns ``; `` and a clause that tells why no exporter can do better, with the fix. Returns "" if unknown.
 
     ``module`` is the module of ``src``. ``off`` has each exporter's comparisons over the limit.
     """
@@ -70,7 +69,7 @@ def _from_float64(
         with torch.no_grad():
             tensors = [wide(to_tensor(feeds[spec.name])) for spec in src.signature.inputs]
             wanted = {name: to_array(value) for name, value in flatten(tuple(double(*tensors))).items()}
-    except Exception:  # e.g. the model's code names float32
+    except Exception:  # e.g. code that asks for float32
         return 0.0
     names = list(found)
     if len(wanted) != len(names):

@@ -11,10 +11,11 @@ from unittest import mock
 
 @contextlib.contextmanager
 def every_expert() -> Iterator[None]:
-    """Makes each expert compute every token within the ``with`` block. A token uses the results of its chosen experts.
+    """Within the ``with`` block, makes each expert compute every token. Each token uses only the results of its chosen
+    experts.
 
-    The library transformers sorts the tokens by expert. ONNX can't express this sort. Gathering the weights of each
-    token's experts instead would copy the weights for each token.
+    The library transformers sorts the tokens by expert. ONNX can't express this sort. To gather the weights of each
+    token's experts would copy weights for every token.
     """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)

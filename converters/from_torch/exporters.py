@@ -104,7 +104,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     """
     import torch
 
-    own = len  # this module's ``len`` may be replaced too
+    own = len  # the ``len`` of this file may be replaced too
 
     def length(value: Any) -> Any:
         return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else own(value)
@@ -132,7 +132,8 @@ def _apart(out: Path) -> Iterator[Path]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations that replace torch's own, for ``stable_operators`` and for accel's operators.
+    """Returns the translations that torch's exporter lacks or does wrongly: those of ``stable_operators`` and accel's
+    own.
 
     A model can hold accel's operators only if their module is imported, because the import registers them.
     """
@@ -149,9 +150,9 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[str]) -> None:
     """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
-    Outputs are exported under unique names, because an output's own name may also be the name of an inner value. Here
-    the outputs get their own names back. Input dims lose the exporter's symbols. An output dim that never changed in
-    PyTorch is declared fixed. The gate later runs the file at every shape.
+    Outputs are exported under unique names, because an output's own name may also be the name of an inner value. This
+    function gives the outputs their own names back. Input dims lose the exporter's symbols. An output dim that never
+    changed in PyTorch is declared fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
@@ -217,7 +218,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with one more output for each RNN that returns a packed sequence: the padded sequence.
+    """Yields ``module`` with the padded sequence of each RNN that returns a packed sequence, as added outputs.
 
     The exporter fails if nothing reads the lengths, for example if the model uses only the last hidden state.
     ``_finish_graph`` removes the added outputs from the graph.

@@ -27,8 +27,8 @@ from accel.tables.stage_table import get_stage
 from .advice import own_fault
 from .exporters import dynamo, example, legacy, named
 
-# Number of inputs on which a file is compared. A tracing exporter records the branch that the example took, so its file
-# has to be right on many more inputs.
+# The number of inputs on which each exporter's file is compared with PyTorch. A tracing exporter records the branch
+# that the example took, so its file has to be right on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
 
 # The exporters' messages about an operator without an ONNX translation, and the color codes in the messages.
@@ -62,7 +62,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     """Exports ``src`` (kind ``torch``) to ``out``.
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
-    the signature. ``proof`` checks contract and agreement with the gates of the run. If ``proof`` is None or has no
+    the signature. ``proof`` checks contract and agreement by the gates of the run. If ``proof`` is None or has no
     gate for outputs, the limit of the error is the default for the source's precision. The notes name the chosen
     exporter, and why each earlier exporter was refused.
 
@@ -133,7 +133,7 @@ def _remove(out: Path) -> None:
 
 
 def _advice(src: Artifact) -> str:
-    """Returns the advice to export one size, as a clause, or "" if no dim is dynamic.
+    """Returns a clause that advises to export one size, or "" if no dim is dynamic.
 
     Code that computes with sizes as numbers can be traced for one size only.
     """
@@ -146,7 +146,7 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns a dim whose declared range the model can't take (e.g. beyond its table of positions), and the real bound.
+    """Returns a dim whose declared range the model can't take (e.g. too many positions), and the real bound.
 
     Returns an empty string if PyTorch runs the model at both ends of each dim.
     """
@@ -200,7 +200,7 @@ def _packs(src: Artifact) -> bool:
     try:
         with _quiet(), torch.no_grad(), Watch():
             named(src)(*example(src))
-    except Exception:  # the reason of a failure is known already
+    except Exception:  # an exporter has already reported this failure
         pass
     return any("_pack_padded_sequence" in name for name in seen)
 

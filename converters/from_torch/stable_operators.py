@@ -1,4 +1,4 @@
-"""Translations of operators whose translations by torch's exporter overflow, unlike PyTorch."""
+"""Translates the operators that overflow when torch's exporter translates them, but not in PyTorch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """ONNX to ONNX with fused products: ``act(A @ W + bias) + residual`` becomes one ``accel::FusedGemm``.
 
-A convolution with the same bias, activation and residual becomes one ``accel::FusedConv2d``. Both operators have a
+A convolution with bias, activation and residual becomes one ``accel::FusedConv2d``. Both operators have a
 function body that any runtime can run.
 """
 
@@ -29,7 +29,7 @@ class FusedGraphInvalid(StageFailed):
 
 
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
-    """Writes ``src`` with fused products to ``out``. The notes count the products by the function that replaced them.
+    """Writes ``src`` with fused products to ``out``. The notes tell how many products each function replaced.
 
     A model without fusable products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is too old for
     functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.

@@ -1,4 +1,4 @@
-"""Adapts ONNX from any exporter to the other stages: opset, shapes, weights as initializers."""
+"""Changes opset, shapes and weights of ONNX from any exporter to what the other stages take."""
 
 from __future__ import annotations
 
@@ -220,8 +220,8 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
 
-    Removes only attributes with their default value, such as ``noop_with_empty_axes``, and ``allowzero`` if no size is
-    0. The checker refuses all other newer attributes.
+    Removes only attributes with their default value (as ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
+    The checker refuses all other newer attributes.
     """
     import onnx
 

@@ -230,7 +230,7 @@ def _spared(graph: onnx.GraphProto, name: str, perm: list[int]) -> bool:
 
 
 def _affine(config: PreprocessConfig, channels: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ``scale`` and ``shift`` with ``(x / top - mean) / std == x * scale + shift``, both float32[channels]."""
+    """Returns ``scale`` and ``shift``, both float32[channels], with ``(x / top - mean) / std == x * scale + shift``."""
     import numpy as np
 
     for name, numbers in (("mean", config.mean), ("std", config.std)):

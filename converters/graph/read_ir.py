@@ -88,8 +88,7 @@ def _bounds(size: Any) -> range:
 
 def _precision(model: Any) -> str:
     """Returns the precision of ``model``. A model with a FakeQuantize is ``int8``. Otherwise, the precision is the
-    dtype of the quantized weights (``int4`` or ``int8``), or without quantized weights the dtype of most float
-    weights."""
+    dtype of the quantized weights (``int4`` or ``int8``), or by default of most weights."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()

@@ -174,7 +174,7 @@ def is_unknown_operator(error: Exception) -> bool:
 
 
 def check_file(path: Path) -> str | None:
-    """Returns the fault that ``onnx.checker`` finds in the file, types and shapes included, in one line, or None."""
+    """Returns in one line the fault that ``onnx.checker`` finds in the file, types and shapes included, or None."""
     import onnx
 
     try:

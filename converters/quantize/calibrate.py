@@ -81,12 +81,12 @@ def _resume(collector: Collector, path: Path | None) -> int:
 
 
 class Histograms:
-    """A histogram of each named tensor of ``model``: inputs and outputs of nodes."""
+    """A histogram of each named tensor, which is an input or output of a node of ``model``."""
 
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
         self._model = model
         self._plain = RoundedModel(model)
-        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # the names by chunk, for each set of feed shapes
+        self._chunks: dict[tuple[Any, ...], list[list[str]]] = {}  # maps each set of feed shapes to chunks of names
         made = set(self._plain.tensors)
         self._inner = [name for name in names if name in made]
         self.found = {name: Histogram() for name in names}

@@ -92,7 +92,7 @@ class _Written:
         return f"{name}/dequantized"
 
     def weight(self, tensor: onnx.TensorProto, axis: int | None, nodes: list[onnx.NodeProto]) -> str:
-        """Adds ``tensor`` in fp8, with a scale for each entry of ``axis``; returns the name of the dequantized
+        """Adds ``tensor`` in fp8, with a scale for each index of ``axis``; returns the name of the dequantized
         tensor."""
         value = weight_array(tensor)
         others = tuple(i for i in range(value.ndim) if i != axis) if axis is not None else None

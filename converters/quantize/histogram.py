@@ -19,7 +19,7 @@ _HALF = BINS // 2
 # At most this many values are counted at a time, because counting makes copies of the values.
 _PIECE = 1 << 18
 
-_INT8_STEPS = 255  # between the lowest and the highest 8-bit value
+_INT8_STEPS = 255  # from the lowest to the highest 8-bit value
 _ENTROPY_LEVELS = 128
 
 
@@ -134,7 +134,7 @@ def _quantile(counts: np.ndarray, edges: np.ndarray, share: float) -> float:
 
 
 def _absolute(found: Histogram) -> np.ndarray:
-    """Returns the counts of the absolute values, over the upper half of the edges."""
+    """Returns the counts of the absolute values in the upper half of the bins."""
     return np.asarray(found.counts[_HALF:] + found.counts[:_HALF][::-1])
 
 

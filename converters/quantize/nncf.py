@@ -55,9 +55,9 @@ _POOLS = ("MaxPool", "AveragePool")
 def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     """Turns int8 activations of ``model`` into uint8 with a zero point higher by 128, which gives the same numbers.
 
-    Changes tensors only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4) then
-    computes both nodes wrongly. NNCF quantizes a U-Net's skip tensor to int8 if a Concat node concatenates the skip
-    tensor with a tensor that may be negative. Returns the number of tensors that were changed.
+    Changes only int8 tensors that a pooling node and another node read, because OpenVINO (2026.4) computes both nodes
+    wrongly. NNCF quantizes a U-Net's skip tensor to int8 if a Concat node concatenates the skip tensor with a tensor
+    that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []

@@ -29,8 +29,8 @@ from .stage import QuantizeFailed, Task, calibration_feeds
 _BATCH = 4
 
 # Operators that may stand between two convolutions. The operators in this list are quantized, too, so that values stay
-# int8 from one convolution to the next. Softmax, normalizations and Where are left out: the masks of a Where would take
-# the whole range.
+# int8 from one convolution to the next. Softmax, normalizations and Where are left out: a mask in a Where would take up
+# the whole int8 range.
 _BETWEEN = (
     "Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Pad",
     "Relu", "Reshape", "Resize", "Sigmoid", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",

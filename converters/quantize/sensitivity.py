@@ -50,9 +50,9 @@ class Sensitivity:
 def sensitivities(src: Artifact, config: QuantizeConfig, base: str = "fp32") -> list[Sensitivity]:
     """Returns the sensitivity of every product that ``config`` would quantize, the most sensitive first.
 
-    Ranges, and smoothing for transformers, follow ``config``. ``config.keep`` accepts the names in the result. ``base``
-    is the precision of the layers that aren't int8. Raises the errors of ``quantize`` for the source, the data and
-    ``config``.
+    ``config`` also sets the ranges, and for transformers the smoothing. ``config.keep`` accepts the names in the
+    result. ``base`` is the precision of the layers that aren't int8. Raises the errors of ``quantize`` for the source,
+    the data and ``config``.
     """
     from accel.sources.onnx.weights import read_detached
 

@@ -31,7 +31,7 @@ def smooth(
     alpha: float,
     unfinished: Path | None = None,
 ) -> int:
-    """Smooths ``model`` in place; returns the number of smoothed activations. ``collect`` explains ``batches`` and
+    """Smooths ``model`` in place; returns the number of smoothed activations. See ``collect`` for ``batches`` and
     ``unfinished``.
 
     All products that read the same activation share smoothing factors. The factors are folded into the layer
@@ -132,9 +132,9 @@ def _scale_rows(
 def _fold(
     model: onnx.ModelProto, norm: NodeProto, weights: Mapping[str, onnx.TensorProto], factors: np.ndarray
 ) -> bool:
-    """Divides scale and bias of a layer normalization by ``factors``. Returns False if the division is impossible.
+    """Divides scale and bias of a layer normalization by ``factors``; returns whether this was possible.
 
-    Does nothing if another node reads the scale or bias, or if the normalization is not along the last axis.
+    The division is impossible if another node reads scale or bias, or if the normalization is not along the last axis.
     """
     own = [name for name in norm.input[1:] if name]
     axis = next((a.i for a in norm.attribute if a.name == "axis"), -1)

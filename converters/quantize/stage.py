@@ -51,12 +51,12 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each kind of target. As measured, the quantization for another kind is up to four times slower.
-# For ort-cpu, activations are uint8 with a zero point and weights are int8. QDQ is around everything between two
-#     convolutions. Mode dynamic quantizes activations at run time, without calibration.
+# The quantization for each kind of target. Quantized for another kind, a model was up to four times slower.
+# For ort-cpu, activations are uint8 with a zero point and weights are int8. Everything between two
+#     convolutions is quantized, too. Mode dynamic quantizes activations at run time, without calibration.
 # For openvino, NNCF decides where to quantize, by rules made for OpenVINO's kernels.
 # For tensorrt, only the inputs of products with weights are int8, without zero points. The products of attention are
-#     fused only if they stay float. TensorRT refuses or never fuses a bias or output in int32 or int8. Cast to fp16
+#     fused only if they stay float. TensorRT refuses an int32 or int8 bias or output, or never fuses it. Cast to fp16
 #     after this stage, not before, because the cast gives the scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
@@ -94,8 +94,8 @@ class QuantizeConfig(StageConfig):
 
     ``form`` is the kind of target: ort-cpu, openvino or tensorrt. ``mode`` is static, dynamic (ort-cpu only), fp8
     (tensorrt only), int8-weights or int4-weights. Mode fp8 means E4M3, calibrated by minmax or percentile. Modes
-    int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Every
-    ``block_size`` weights have one scale, except that 8-bit weights for openvino have one scale for each channel.
+    int8-weights and int4-weights quantize only the weights of products with at least ``smallest`` weights. Each block
+    of ``block_size`` weights has a scale, except that 8-bit weights for openvino have a scale for each channel.
 
     ``data`` is the calibration data, of which at most ``samples`` samples are used. ``calibration`` is minmax,
     percentile, entropy or mse (see ``histogram.value_range``), for openvino only minmax or percentile. ``smooth`` is
@@ -111,7 +111,7 @@ class QuantizeConfig(StageConfig):
     calibration: str = "minmax"
     percentile: float = 99.999
     per_channel: bool = True
-    smooth: float = 0.85  # MiniLM's error for tensorrt is 0.18 at 0, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
+    smooth: float = 0.85  # MiniLM's error (tensorrt): 0.18 without smoothing, 0.37 at 0.5, 0.10 at 0.7, 0.07 at 0.85
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     block_size: int = 32

@@ -20,7 +20,8 @@ from .stage import Task
 
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 
-# MatMulNBits may round activations to this level, block by block. Level 4 is int8, for which CPUs have instructions.
+# The accuracy level to which MatMulNBits may round activations, block by block. Level 4 is int8, for which CPUs have
+# instructions.
 _ACCURACY_LEVEL = 4
 
 
@@ -57,7 +58,7 @@ def run_nbits(task: Task) -> dict[str, Any]:
 def run_compressed(task: Task) -> dict[str, Any]:
     """Quantizes weights for OpenVINO with NNCF's compress_weights; returns the notes.
 
-    8-bit weights have a scale for each channel, and 4-bit weights have a scale for each block.
+    Weights of 8 bits have a scale for each channel, and weights of 4 bits for each block.
     """
     import nncf
 

@@ -1,5 +1,4 @@
-"""Rewrites reductions that drop dims before quantized activations, because OpenVINO computes such reductions
-wrongly."""
+"""Rewrites reductions that drop dims in quantized models, because OpenVINO may compute such reductions wrongly."""
 
 from __future__ import annotations
 

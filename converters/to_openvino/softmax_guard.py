@@ -53,7 +53,8 @@ def _guarded(op: Any) -> Any | None:
 
 
 def _finite(output: Any, masks: list[Any]) -> bool:
-    """Tells whether the tensor is finite for finite activations. Adds constants beyond bfloat16 to ``masks``."""
+    """Tells whether the tensor is finite for finite activations. Adds constants beyond the range of bfloat16 to
+    ``masks``."""
     import numpy as np
 
     seen: set[str] = set()

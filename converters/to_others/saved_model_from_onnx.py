@@ -21,7 +21,7 @@ from accel.tables.limits import AXES_LIMIT
 from .keras2_process import NotTensorFlow, run_with_keras2
 
 # onnx2tf can't be an extra: the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) conflict with every
-# other part of accel. onnx2tf runs with newer versions, too, so onnx2tf is installed without its dependencies.
+# other part of accel. But onnx2tf runs with newer versions, too, so it is installed without its dependencies.
 ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
@@ -158,7 +158,8 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
 def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
     """Returns the arguments of onnx2tf for the layout option ``rung``.
 
-    The option to keep channels first takes only inputs of rank 3 to 5. onnx2tf doesn't move channels of other inputs.
+    The option to keep channels first takes only inputs of rank 3 to 5. The channels of other inputs stay in place
+    anyway.
     """
     names = [s.name for s in signature.inputs if rung != "channels last inside" or len(s.shape) in (3, 4, 5)]
     return {_RUNGS[rung]: names} if names else {}
@@ -176,7 +177,8 @@ def _operator_of(error: BaseException) -> str:
 
 
 def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
-    """Returns the file's name for each wanted name. onnx2tf replaces characters that Python identifiers can't have."""
+    """Returns the file's name for each wanted name. The names differ where onnx2tf replaces characters that Python
+    identifiers can't have."""
 
     def plain(name: str) -> str:
         return "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()
@@ -198,10 +200,8 @@ def _turned(
     function: Any, starts: dict[str, str], order: dict[str, str], signature: Signature, path: Path, np: Any
 ) -> dict[str, list[int]]:
     """Returns how to transpose each output into the layout of the ONNX file. Outputs in the right layout get an empty
-    list.
-
-    onnx2tf prefers channels last. Both models are run, because shapes can't tell a square from its transpose. Raises
-    ``NotTensorFlow`` if no transposition gives the right values.
+    list. Layouts may differ, because onnx2tf prefers channels last. Both models are run, because shapes can't tell a
+    square from its transpose. Raises ``NotTensorFlow`` if no transposition gives the right values.
     """
     import itertools
 

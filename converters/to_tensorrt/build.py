@@ -37,7 +37,7 @@ from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 # take memory. The smaller sizes are for machines that limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
-# Texts in the errors of TensorRT's parser, each with the fix. The first text that occurs in the error decides.
+# Texts in the errors of TensorRT's parser, each with the fix. The first text that occurs in an error gives the fix.
 FIXES = (
     ("zero point", "quantize it symmetrically to int8 (accel optimize does for this target)"),
     ("input has type Int32", "quantize it without quantizing biases (accel optimize does for this target)"),

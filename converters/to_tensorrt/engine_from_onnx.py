@@ -34,10 +34,10 @@ class EngineFromOnnxConfig(StageConfig):
     toolkit's default). ``workspace_bytes`` limits the device memory that a kernel may use as scratch (None: no limit).
     ``builder_level`` is 0 (quick to build) to 5 (quick to run), or None for the toolkit's default.
     ``version_compatible`` lets later versions of TensorRT run the engine. ``hardware`` (``ampere-plus`` or
-    ``same-capability``) lets other GPUs run the engine. ``kernels`` builds accel's operators as plugins if ``tensorrt``
-    has a plugin, else from their function bodies. ``plugin_library`` is the sha256 of this machine's plugin library,
-    empty without such a library. ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps engines of
-    different libraries apart.
+    ``same-capability``) lets other GPUs run the engine. ``kernels`` builds an operator of accel as a plugin if
+    ``tensorrt`` has one, else from its function body. ``plugin_library`` is the sha256 of this machine's plugin
+    library, empty without such a library. ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps
+    engines of different libraries apart.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -92,9 +92,8 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
 
     The artifact has the signature of the built network. The network's dims have the names of the dims of ``src``, and
     the ranges of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. If
-    an operator uses the plugin library and another implementation, ``plugins`` names the library, because the engine
-    needs the library. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function
-    body.
+    an operator uses both the plugin library and another implementation, ``plugins`` names the library, which the engine
+    needs. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
 
     Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, ``UnsupportedHere`` for an
     unsupported compute capability, ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for other failures.

@@ -38,7 +38,7 @@ class FitTensorRtConfig(StageConfig):
 
 @dataclass
 class _Scale:
-    """A scale and zero point. ``symmetric`` returns the int8 scale, with zero point 0, that covers the larger half of
+    """A scale and zero point. ``symmetric`` returns the int8 scale that, with zero point 0, covers the larger half of
     the old range."""
 
     scale: np.ndarray
@@ -59,10 +59,10 @@ class _Scale:
 def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
 
-    An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. uint8 with zero point 128
-    stays exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
+    An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. For uint8 with zero point 128,
+    this is exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
     float32, as they silently would in an engine. Float64 inputs and outputs stay. The notes count the changed
-    ``biases``, ``weights`` and ``activations``, and have ``float64`` if nodes in float64 were changed. Raises
+    ``biases``, ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64 were changed. Raises
     ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)

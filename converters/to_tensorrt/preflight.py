@@ -37,8 +37,8 @@ _QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A node that TensorRT refuses. ``node`` is its name, or its first output. ``safe`` means that ``fit_tensorrt``
-    rewrites the node."""
+    """A node that TensorRT refuses. ``node`` is the node's name, or its first output if it has no name. ``safe`` means
+    that ``fit_tensorrt`` rewrites the node."""
 
     node: str
     operator: str
@@ -91,8 +91,8 @@ def refused(found: Sequence[Refusal], model: str) -> str:
 
 
 def ask_parser(path: Path, toolkit: str, capabilities: Sequence[str] = ()) -> dict[str, bool]:
-    """Returns whether the toolkit's parser knows each operator of the model. Call in a child process: the parser can
-    crash.
+    """Returns whether the toolkit's parser knows each operator of the model. Has to run in a child process, because the
+    parser can crash.
 
     Raises ``UnsupportedHere`` if the toolkit can't build for one of ``capabilities``.
     """
@@ -157,7 +157,7 @@ def quantized_type(node: onnx.NodeProto, types: Mapping[str, int]) -> int:
     if len(node.input) > 2 and node.input[2]:
         return types.get(node.input[2], 0)
     if node.op_type == "QuantizeLinear":
-        # By the standard no zero point means uint8, unless an attribute says otherwise (opset 21 and later).
+        # By the standard, a missing zero point means uint8, unless an attribute says otherwise (opset 21 and later).
         return next((a.i for a in node.attribute if a.name == "output_dtype" and a.i), int(TensorProto.UINT8))
     return types.get(node.input[0], 0)
 
@@ -242,7 +242,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns the dtype of an input or output of ``node`` that TensorRT lacks, or "" if TensorRT has all dtypes.
+    """Returns an input's or output's dtype that TensorRT lacks, or "" if TensorRT has all dtypes of ``node``.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """

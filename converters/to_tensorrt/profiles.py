@@ -75,8 +75,8 @@ class OptimizationProfile:
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
     """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
 
-    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, a wrong rank,
-    another size of a fixed dim, min > opt or opt > max, and different ranges for the same dim.
+    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, a wrong rank, a
+    changed fixed dim, min > opt or opt > max, and different ranges for one dim.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -141,8 +141,7 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
     """Raises ``BadInputSpec`` if a dynamic input isn't ``given``, and names the shapes to add.
 
-    In these shapes, a dim has the range that the shapes of other inputs give it (``dims``), or by default the
-    signature's.
+    In these shapes, a dim has its range in ``dims`` (from the shapes of other inputs), or by default in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

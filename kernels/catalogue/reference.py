@@ -112,7 +112,8 @@ def epilogue_torch(spec: EpilogueSpec, x: torch.Tensor, operands: Operands) -> t
 
 
 def accumulate_torch(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Returns ``a @ b`` summed in ``compute``. int8 is summed exactly in float64 and rounded once to ``compute``."""
+    """Returns ``a @ b`` summed in ``compute``. Products of int8 are summed exactly, in float64, and rounded once to
+    ``compute``."""
     if a.dtype == torch.int8:
         return (a.double() @ b.double()).to(compute)
     return a.to(compute) @ b.to(compute)
@@ -164,8 +165,8 @@ def gemm_bound(
 
     The sum of K products in any order is within K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1). Here u is
     2**-23, because tensor cores truncate while the CPU rounds. The scales and the bias add four roundings. The
-    activation multiplies the error by its slope and adds the error of its own exp or erf (2**-20 of its input, a GPU's
-    fast exp). The residual and the rounding to the output dtype add the last errors.
+    activation multiplies the error by its slope, and adds the error of its exp or erf: 2**-20 of the input, as for a
+    GPU's fast exp. The residual and the rounding to the output dtype add the last errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

@@ -75,7 +75,8 @@ def candidates(
     found: list[AnyConfig] = []
     if triton_installed:
         found += [c for c in CONFIGS if c.op == op and c.supports(spec.in_dtype, arch)]
-    # The compiled kernels read a residual in the output's dtype. Rounding another residual would lose precision.
+    # The compiled kernels read a residual in the output's dtype. Rounding a residual of another dtype would lose
+    # precision.
     own_residual = residual_dtype in (None, spec.epilogue.out_dtype) or not spec.epilogue.residual
     if isinstance(spec, ConvSpec):
         if "im2col" in native and of_patches(spec, capability, tma_layout, native, residual_dtype).config is not None:
@@ -134,9 +135,9 @@ def choose(
 
     ``dense`` is True if ``a`` (M, K) and the transpose (N, K) of ``b`` are dense. ``tma_layout`` is True if both
     operands, or the weights of a convolution, are dense and at addresses that are multiples of 16. ``native`` names the
-    kernels of the compiled library, from CUTLASS and ``HAND_WRITTEN``. ``residual_dtype`` is None for the dtype of the
-    output. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if each operand has one stride of
-    1, and other strides and an address that are multiples of 16 (see ``in_vectors``).
+    kernels of the compiled library, both CUTLASS's and those of ``HAND_WRITTEN``. ``residual_dtype`` is None if the
+    residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if each
+    operand has one stride of 1, and other strides and an address that are multiples of 16 (see ``in_vectors``).
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
@@ -197,7 +198,7 @@ def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
 
 
 def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """Chooses the largest tile that fills the chip, in the family for this GPU, or else the smallest tile."""
+    """In the family for this GPU, chooses the largest tile that fills the chip, or else the smallest tile."""
     newest = max(config.unit.family.least for config in compiled)
     own = [config for config in compiled if config.unit.family.least == newest]
 

@@ -78,7 +78,7 @@ def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
 def run_conv2d(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Computes ``spec`` by the chosen implementation, NHWC."""
+    """Computes ``spec`` by the chosen implementation, from NHWC to NHWC."""
     config = choose_for(spec, x, weight, operands).config
     if config is None:
         wide = reference.conv2d_torch(spec, x, weight, operands, compute=_sums(spec, x.device))

@@ -44,7 +44,7 @@ ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
 LAUNCH_MICROSECONDS = 500.0  # Python's overhead may dominate a shorter call.
-MOST_SETS = 256  # Enough sets of operands even if a set has 1 MiB, as in BERT-base's smallest layer.
+MOST_SETS = 256  # Even sets of 1 MiB, as in BERT-base's smallest layer, fill ROTATED_BYTES.
 RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, and takes milliseconds or more.
 BLOCKS = 5
 
@@ -66,7 +66,7 @@ class Tuned:
     """The result of tuning a problem.
 
     ``entry`` is the winner, or None if no candidate was right. ``timed`` has the microseconds of each candidate.
-    ``refused`` has the reason for each candidate that failed, or that was wrong although faster than the winner.
+    ``refused`` has the reason for each candidate that failed, or that was faster than the winner but wrong.
     """
 
     key: Key
@@ -79,7 +79,7 @@ def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable
     """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct one into
     ``table``.
 
-    ``timer`` returns the microseconds of a call. A candidate that raises, or whose error is over the bound, is refused.
+    ``timer`` returns the microseconds of a call. A candidate that fails, or whose error is over the bound, is refused.
     """
     timed: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -151,7 +151,7 @@ def conv_specs(
 def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | None = None) -> EpilogueSpec:
     """Returns a layer's epilogue: the activation and the term ``added`` (of ``ADDED``).
 
-    int8 and fp8 get scales, and fp16 output by default.
+    For int8 and fp8, the epilogue has scales, and fp16 output by default.
     """
     scaled = dtype in SCALED
     return EpilogueSpec(
@@ -167,7 +167,8 @@ def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | Non
 def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0) -> Operands:
     """Returns random operands by name: ``a`` (M, K), ``b`` (N, K) transposed, and the operands of the epilogue.
 
-    For a convolution, returns the image, the weights, and the operands of the epilogue. The sums stay within fp16.
+    For a convolution, returns the image, the weights, and the operands of the epilogue. The sums stay in the range of
+    fp16.
     """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec
@@ -217,7 +218,7 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
 
 
 def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tensor) -> float:
-    """Returns the largest ratio of an error of ``got`` to the error's bound. The float64 reference has no error.
+    """Returns the largest ratio of an error of ``got`` to the error's bound. The float64 reference counts as exact.
 
     Returns infinity for a NaN or a wrong shape. Checks at most 256 rows (output pixels of a convolution), spread over
     all rows, because a GPU needs seconds for a large product in float64.
@@ -284,7 +285,8 @@ def fp8_sum_error(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, given: Mappi
 
 
 def microseconds(run: Run) -> float:
-    """Returns the median microseconds of a call on the current GPU, over several blocks of calls between two events.
+    """Returns the microseconds of a call on the current GPU: the median of several blocks of calls, each between two
+    events.
 
     Replays a CUDA graph of the calls, because Python's overhead for a launch often takes longer than the kernel. Calls
     ``run`` directly if it can't be recorded.

@@ -53,7 +53,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """Returns the readable key in the file, equal for equal keys."""
+        """Returns this key as readable text for the file; equal keys have equal texts."""
         d = self.device
         where = [d.gpu, f"sm_{d.capability[0]}{d.capability[1]}", d.driver, d.library]
         what = [self.op, self.dtype, self.epilogue, f"n{self.n}", f"k{self.k}", f"m{self.m_bucket}"]
@@ -72,7 +72,7 @@ def key_of(spec: GemmSpec | ConvSpec, device: Device) -> Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The winner, its median time, and its largest verified error over the bound (at most 1)."""
+    """The winner, its median time, and its largest verified ratio of error to bound (at most 1)."""
 
     config: str
     microseconds: float

@@ -1,7 +1,7 @@
 """Runs compilers, and leaves no files and processes behind, however a build ends.
 
 A build works in a scratch folder beside its result and holds a lock on the folder. Ctrl-C ends the compilers and
-removes the folder. A killed build leaves the folder unlocked, and the next build there removes it.
+removes the folder. A killed build leaves the folder unlocked, and the next build removes the folder.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _unlock(descriptor: int | None) -> None:
 
 
 class Compilers:
-    """The compilers of one build. Leaving the ``with`` ends running compilers. Temporary files go into ``scratch``."""
+    """The compilers of one build. The end of the ``with`` block ends running compilers. Temporary files go into
+    ``scratch``."""
 
     def __init__(self, scratch: Path) -> None:
         self._environment = {**os.environ, "TMPDIR": str(scratch)}

@@ -21,7 +21,8 @@ from .library import ACTS, DTYPES, Library, Problem
 
 @lru_cache(maxsize=4)
 def installed(capability: tuple[int, int] | None = None) -> Library | None:
-    """Returns the library of ``accel kernels build`` for this compute capability (None for any), loaded once.
+    """Returns the library that ``accel kernels build`` made for this compute capability (None for any). Loads it only
+    once.
 
     Returns None if no library was built from the present sources. Raises ``BadConfig`` if ``$ACCEL_KERNEL_LIBRARY``
     names a file that is not a library.
@@ -109,8 +110,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # ``workspace`` holds the memory until the call is in the stream. torch's allocator then reuses the memory only
-    # after the call has run.
+    # ``workspace`` holds the memory until the call is in the stream. After that, torch's allocator reuses the memory
+    # only when the call has run.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)

@@ -108,7 +108,7 @@ class Library:
         k: int,
         stream: int = 0,
     ) -> None:
-        """Computes ``a`` (m, k) times ``b`` (n, k) transposed with the epilogue, m <= 16.
+        """Multiplies ``a`` (m, k) by the transpose of ``b`` (n, k) and applies the epilogue; m is at most 16.
 
         All operands are addresses.
         """
@@ -116,7 +116,7 @@ class Library:
         self.check(self._library.accel_gemv(*operands, DTYPES[dtype], ACTS[act], m, n, k, stream))
 
     def widen(self, source: int, dtype: str, to: int, count: int, stream: int = 0) -> None:
-        """Converts ``count`` numbers at ``source`` in ``dtype`` to fp32 at ``to``. Both are addresses."""
+        """Converts ``count`` numbers of ``dtype`` at address ``source`` to fp32 at address ``to``."""
         self.check(self._library.accel_widen(source, DTYPES[dtype], to, count, stream))
 
     def gemm_workspace(self, config: str, problem: Problem) -> int:

@@ -32,7 +32,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def add_functions(model: onnx.ModelProto) -> list[str]:
-    """Gives every node of the domain ``accel`` without a body a function body, in place. Returns the names of the added
+    """Adds the missing function bodies of all nodes in the domain ``accel``, in place. Returns the names of the added
     bodies.
 
     Raises ``UnknownName`` for a node that is not one of accel's operators.

@@ -28,7 +28,8 @@ OPERANDS = {**DTYPES, TensorProto.INT8: "int8", TensorProto.FLOAT8E4M3FN: "fp8_e
 
 
 class _Body:
-    """Builds a function body. Value names start with the function's name, because TensorRT inlines without renaming."""
+    """Builds a function body. Value names start with the function's name, because TensorRT inlines functions without
+    renaming values."""
 
     def __init__(self, name: str, dtype: int, opset: int) -> None:
         self.name, self.dtype, self.opset = name, dtype, opset

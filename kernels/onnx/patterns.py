@@ -21,7 +21,7 @@ from ..catalogue.reference import act_numpy
 from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-_ROUNDED = 2e-3  # The largest change of an activation at _POINTS if its constants are bf16.
+_ROUNDED = 2e-3  # The largest change at _POINTS of an activation whose constants are rounded to bf16.
 _LONGEST = 12  # The largest number of nodes of an activation. GELU by tanh has nine.
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
@@ -262,7 +262,7 @@ def _take_act(match: _Match, graph: _Graph) -> None:
 
 
 def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
-    """Finds an activation of ``x`` written out in arithmetic. Returns its name and its nodes, the result last.
+    """Finds an activation of ``x`` that consists of arithmetic nodes. Returns its name and its nodes, the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
     until a single value remains, and compares that value with the activation that uses the same function, such as Erf.

@@ -37,7 +37,8 @@ class Proof:
 
 
 def check(*, every: bool = False, progress: Progress = lambda _message, _fraction: None) -> list[Proof]:
-    """Returns the proofs. ``every`` compiles every shipped configuration (minutes) instead of two per architecture."""
+    """Returns the proofs. ``every`` compiles every shipped configuration, which takes minutes, instead of two per
+    architecture."""
     return list(_proofs(every, progress))
 
 

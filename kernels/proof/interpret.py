@@ -4,7 +4,7 @@ Uses small tiles, so that a small problem takes many tiles. Also runs each confi
 problem just larger than one tile.
 
 ``TRITON_INTERPRET=1 python -m accel.kernels.proof.interpret [source file] [case]`` prints one JSON object: the largest
-error over the proven bound (1 is the limit) by case. ``run`` runs this module in a separate process.
+ratio of error to proven bound (1 is the limit) of each case. ``run`` runs this module in a separate process.
 """
 
 from __future__ import annotations
@@ -100,15 +100,15 @@ def gemm(
         config = replace(config, block_m=min(config.block_m, 32), block_n=32, block_k_bytes=16 * BYTES[dtype])
     got = run_gemm(spec, a, b, operands, config, kernels, interpreted=True)
     exact = reference.gemm_torch(spec, a, b, operands)
-    # The interpreter truncates to bfloat16, an error of up to a whole unit. A GPU rounds, an error of up to half a
-    # unit.
+    # The interpreter truncates to bfloat16, with an error of up to a whole unit. A GPU rounds, with an error of up to
+    # half a unit.
     return reference.error_over_bound(
         got, exact, reference.gemm_bound(spec, a, b, operands) * (2 if out == "bf16" else 1)
     )
 
 
 def nans(kernels: Any, act: str) -> float:
-    """Checks that a NaN in a row of ``a`` appears in that row of the output only, so that no activation hides it."""
+    """Checks that a NaN in a row of ``a`` passes the activation ``act`` and reaches only that row of the output."""
     a = torch.ones(4, 5)
     a[1, 2] = float("nan")
     spec = GemmSpec(m=4, n=3, k=5, in_dtype="fp32", epilogue=EpilogueSpec(act=act, out_dtype="fp32"))
@@ -230,7 +230,7 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is one step and 16 bytes more. TMA can load such rows too.
+                # K is 16 bytes longer than one step. TMA can load such rows too.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

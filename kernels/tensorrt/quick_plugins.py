@@ -34,8 +34,8 @@ class PluginKernel:
     """A kernel for TensorRT. ``ptx`` is the code, whose entry is ``name``.
 
     Each program computes ``block_m`` x ``block_n`` elements. The parameters are the inputs, the sizes and the output.
-    The sizes of a product are M, N, K. The sizes of a convolution are pixels and channels of the output, then channels,
-    height and width of the image, and last height and width of the output.
+    The sizes of a product are M, N, K. The sizes of a convolution are, in this order, pixels and channels of the
+    output, channels, height and width of the image, height and width of the output.
     """
 
     name: str

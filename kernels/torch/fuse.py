@@ -137,7 +137,7 @@ def _fuse_graph(traced: fx.GraphModule, left: list[tuple[str, str]], alone: bool
             taken, act = [*taken, after], name
         if (after := _only_user(taken[-1])) is not None and (other := _residual_of(after, taken[-1])) is not None:
             taken, residual = [*taken, after], other
-        if writes_between(taken, modules):  # the fused layer would read after these writes
+        if writes_between(taken, modules):  # the fused layer would read its inputs after these writes
             taken, following, act, residual = [node], None, "none", None
         last = taken[-1]
         name = f"fused_{len(matches)}"
@@ -162,8 +162,8 @@ def _swap_children(
 ) -> nn.Module:
     """Returns ``module`` with its Linear and Conv2d children replaced.
 
-    ``joined`` fuses a layer with the modules after it in a Sequential. The result is wrong if code calls the modules
-    one by one.
+    ``joined`` fuses a layer with the modules after it in a Sequential. With ``joined``, the result is wrong if code
+    calls the modules one by one.
     """
     # named_children() would leave out the second occurrence of a module.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
@@ -251,7 +251,7 @@ def _act_of_node(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
 
 
 def _residual_of(node: fx.Node, last: fx.Node) -> fx.Node | None:
-    """Returns the other operand of ``node`` if it is a plain sum of ``last`` and a tensor of equal shape and dtype."""
+    """If ``node`` is a plain sum of ``last`` and a tensor of equal shape and dtype, returns that tensor, else None."""
     if node.op != "call_function" or node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return None
     if node.target is operator.iadd and node.args[0] is not last:

@@ -74,8 +74,9 @@ def fused_conv2d(
 def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes ``x`` (M, K) to int8 or float8_e4m3fn. Returns q and the fp32 scale of each row, (M,).
 
-    ``x`` is about ``q * scale[:, None]``, with scale = max|row| / 127 (int8) or / 448 (float8). ``fused_gemm`` takes q
-    as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` if ``x`` isn't a float matrix, or for another dtype.
+    ``x`` is about ``q * scale[:, None]``, where scale is max|row| / 127 (int8) or max|row| / 448 (float8).
+    ``fused_gemm`` takes q as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` if ``x`` isn't a float matrix,
+    or for another dtype.
     """
     return operators.quantize_rowwise(x, dtype)  # type: ignore[no-any-return]
 

@@ -124,7 +124,7 @@ def _act_gradient(act: str, grad: Tensor, before: Tensor) -> Tensor:
 
 
 def _backward(saved: Any, act: str, grad: Tensor, product: Tensor) -> tuple[Tensor, list[Maybe]]:
-    """Returns the gradient of the product (..., N) and those of bias, residual, row_scale and col_scale."""
+    """Returns the gradients of the product (..., N), bias, residual, row_scale and col_scale."""
     bias, residual, row, col = saved
     rows = None if row is None else row.float().unsqueeze(-1)
     columns = None if col is None else col.float()

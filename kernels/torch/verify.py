@@ -10,9 +10,9 @@ import torch
 from accel.errors import GateFailed
 from torch import nn
 
-# The largest allowed difference by the output's dtype, relative to the largest element of the output. The limit allows
-# a hundred roundings in fp32. The limit allows four roundings in 16 bits, because the original rounds more often than
-# the fused module.
+# The largest allowed difference for each dtype of the output, relative to the largest element of the output. The limit
+# allows a hundred roundings in fp32. The limit allows four roundings in 16 bits, because the original rounds more often
+# than the fused module.
 LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
 ACTS = {
     "none": nn.Identity(),

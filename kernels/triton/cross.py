@@ -19,9 +19,9 @@ from .launch import GROUP, PARTS_TILE, flags, tile
 
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
-MOST_IMPRECISE = 128  # As in csrc/cutlass/sm90.cu.
-# Dispatch gives a large tile only arguments that are multiples of 16, except for one stride of 1. ``DIVISIBLE`` adds
-# the kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
+MOST_IMPRECISE = 128  # How much of K a sum with few bits may cover, as in csrc/cutlass/sm90.cu.
+# Dispatch gives a large tile only arguments that are multiples of 16, except for one stride of 1. ``DIVISIBLE`` also
+# has the pointers to the kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -140,8 +140,7 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
 
 
 def _imprecise(ttgir: str) -> int:
-    """Returns how much of K a warpgroup's fp8 product sums up before fp32 takes over, from Triton's intermediate
-    code."""
+    """Reads from Triton's intermediate code how much of K the fp8 tensor cores sum up before fp32 takes over."""
     products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
     return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 
@@ -154,7 +153,7 @@ def _instruction(ptx: str) -> str:
     for name, rest in re.findall(r"^\s*(?:@\S+ )?(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.(\S+)", ptx, re.MULTILINE):
         if name == "tcgen05.mma":
             operands = re.findall(r"kind::\w+", rest)
-        else:  # after the tile and the orders come the types of the sum, a and b
+        else:  # the types of sum, a and b follow the tile and the orders
             types = re.findall(r"(?<![a-z0-9_])(?:[usb]\d+|b?f\d+|tf32|e\dm\d)(?![a-z0-9_])", rest)
             operands = sorted(set(types[1:3]))
         found.add(" ".join([name.removesuffix(".mma_async"), *operands]))

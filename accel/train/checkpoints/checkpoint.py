@@ -39,7 +39,7 @@ BEST = "best.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. Every rank has an instance, and only rank 0 renames and deletes."""
+    """The checkpoints of one run folder. Every rank has an instance, but only rank 0 renames and deletes folders."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:
         self.folder = folder / "checkpoints"

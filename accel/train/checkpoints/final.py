@@ -82,7 +82,7 @@ def write_run(
     metrics: Mapping[str, float],
     code: Mapping[str, bytes],
 ) -> None:
-    """Writes ``final/`` of a run into ``folder`` (rank 0): the weights, the factory and its declaration, some inputs.
+    """Writes ``final/`` of a run into ``folder`` (rank 0): weights, factory, declared signature, some inputs.
 
     ``names`` are the names of ``forward``'s inputs. ``code`` holds the model's ``sources`` at the start of the run.
     """

@@ -24,7 +24,7 @@ def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def runnable(config: TrainConfig) -> None:
-    """Raises ``BadConfig`` if ``config`` lacks keys that a run needs and ``accel plan`` doesn't."""
+    """Raises ``BadConfig`` if ``config`` lacks keys that a run needs, although ``accel plan`` doesn't."""
     if not config.model or not config.data:
         raise BadConfig(
             "the config needs model and data; write model = 'package.module:factory', and data the same way "

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import toml
 
-# Precision modes, and the precision mode for each of apex's names. See ``accel.train.precision``.
+# The precision modes, and the mode that each of apex's names (O0 to O3) stands for. See ``accel.train.precision``.
 MODES = ("fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16", "bf16-only", "fp16-only")
 APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -40,7 +40,7 @@ class PrecisionConfig:
 
     @property
     def resolved(self) -> str:
-        """Returns the mode. Resolves a name of apex to the precision mode."""
+        """Returns the mode. Replaces apex's names (O0 to O3)."""
         return APEX.get(self.mode, self.mode)
 
 
@@ -60,8 +60,8 @@ class ParallelConfig:
     samples. The module ``cp_split`` is the last module before the sequences are cut. ``recompute`` sets activation
     checkpointing.
 
-    ZeRO++ (stage 3): ``hpz`` ranks together hold a second copy of the parameters in shards, so that the backward gather
-    stays among these ranks. ``qwz`` gathers parameters in int8 blocks, ``qgz`` reduces gradients in int8 blocks.
+    ZeRO++ (stage 3): Each group of ``hpz`` ranks holds a second copy of the parameters in shards, so that the backward
+    pass gathers within the group. ``qwz`` gathers parameters in int8 blocks, ``qgz`` reduces gradients in int8 blocks.
 
     ``compression`` selects the format in which DDP sends gradients: bf16, fp16, or PowerSGD of rank
     ``compression_rank`` after ``compression_start`` exact steps.
@@ -148,7 +148,7 @@ class TrainConfig:
 
     ``model`` names a factory of an ``nn.Module``. ``data`` names a factory of a map-style dataset of training samples
     ``(inputs, targets)``. ``loss`` names a function ``(outputs, targets) -> (sum of losses, count)``. The default loss
-    is the cross entropy summed over tokens, without targets of -100. accel also has the loss
+    is the cross entropy summed over tokens, without targets of -100. Another loss of accel is
     ``accel.train.loss:squared_error``. ``evaluate`` names a function ``module -> {metric: value}``. Rank 0 calls
     ``evaluate`` every ``evaluate_every`` steps and at the end.
 

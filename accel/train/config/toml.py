@@ -42,7 +42,8 @@ def dump(body: Mapping[str, Any]) -> str:
 
 
 def override(body: dict[str, Any], text: str) -> None:
-    """Sets ``table.key=value`` in nested ``body``. A value that isn't valid TOML is a string."""
+    """Sets a value in the nested dict ``body``, as ``table.key=value`` says. A value that isn't valid TOML is a
+    string."""
     path, equals, value = text.partition("=")
     *tables, key = path.strip().replace("-", "_").split(".")
     if not equals or not key:

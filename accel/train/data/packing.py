@@ -1,8 +1,8 @@
-"""Packing: puts several documents of any length into one sequence and trains each document as if alone.
+"""Packing: puts several documents of any length into one sequence, and trains as if each document were alone.
 
 ``pack = 128`` in the config packs the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n varies) into
 sequences of 128 positions. Documents are placed longest first, each into the fullest sequence with enough room (best
-fit; Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
+fit, Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
 In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
@@ -85,7 +85,7 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     Places the longest documents first, each in the fullest sequence with enough room.
     """
     found: list[list[int]] = []
-    spare: dict[int, list[int]] = {}  # The sequences by free room.
+    spare: dict[int, list[int]] = {}  # Maps the number of free positions to the sequences.
     rooms: list[int] = []  # The keys of ``spare``, sorted.
     for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[document])
@@ -154,7 +154,7 @@ class OwnDocument(AroundAttention):
 
 
 def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: torch.dtype) -> None:
-    """Makes ``module``, in place, take ``(tokens, positions, documents)`` and keep documents apart.
+    """Changes ``module`` in place to take ``(tokens, positions, documents)`` and to keep documents apart.
 
     Raises ``BadConfig`` if the output for a document in a sequence differs from the output for the document alone.
     """
@@ -178,7 +178,7 @@ def keep_apart(module: nn.Module, data: Packed, device: torch.device, dtype: tor
 
 
 def _documents(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a mask bool[positions] for each document of the single sequence."""
+    """Returns a mask bool[positions] for each document; the batch has one sequence."""
     return [numbers[0] == number for number in range(int(numbers.max()) + 1)]
 
 

@@ -62,7 +62,7 @@ class Order(torch.utils.data.Sampler[int]):
 
 
 class MicroBatches:
-    """The steps of an ``Order``, each cut into ``count`` micro-batches of ``size``.
+    """The steps of an ``Order``, each cut into ``count`` micro-batches of ``size`` samples.
 
     If samples run out, the last micro-batches are smaller or empty. Every rank runs the same number of micro-batches,
     because the ranks wait for each other in their collectives.
@@ -79,8 +79,8 @@ class MicroBatches:
 
 
 class _Stack:
-    """Stacks samples to a micro-batch ``(inputs, targets)``. Without samples, returns the inputs of ``spare``, and None
-    as the targets."""
+    """Stacks samples into a micro-batch ``(inputs, targets)``. Without samples, returns the inputs of ``spare``, and
+    None as the targets."""
 
     def __init__(self, spare: Sample) -> None:
         self.spare = spare

@@ -36,9 +36,9 @@ def compress(module: DistributedDataParallel, config: ParallelConfig) -> PowerSG
 class PowerSGD:
     """Torch's PowerSGD with a state that can be saved and loaded.
 
-    A parameter's state is ``error``, the part of the gradient that the approximation left out, and ``q``, the matrix
-    that the next approximation starts with. Torch keeps the state by bucket, and DDP changes the buckets after the
-    first step of a process. So this class saves the state by parameter whenever the buckets change.
+    A parameter's state has ``error`` (what the approximation left out of the gradient) and ``q`` (the matrix that the
+    next approximation starts with). Torch keeps the state by bucket, and DDP changes the buckets after the first step
+    of a process. So this class saves the state by parameter whenever the buckets change.
 
     Only the mean error over the ranks matters, because the approximation is linear in the gradients. So a checkpoint
     saves one copy of the state, which any number of ranks can load.
@@ -74,7 +74,7 @@ class PowerSGD:
         return powerSGD_hook.powerSGD_hook(self.state, bucket)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns ``<parameter>.error``, the mean over the ranks, and ``<parameter>.q``. Returns {} before PowerSGD
+        """Returns ``<parameter>.error``, averaged over the ranks, and ``<parameter>.q``. Returns {} before PowerSGD
         begins.
 
         Every rank has to call this method.
@@ -88,7 +88,7 @@ class PowerSGD:
         return found
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """Returns zeros in the shapes of ``state_dict``, for a checkpoint to be read into."""
+        """Returns zeros in the shapes of ``state_dict``, into which a checkpoint can be read."""
         found = {f"{name}.error": torch.zeros_like(p).detach() for name, p in self.parameters.items()}
         for name, (columns, rank) in self._thin(self.parameters):
             found[f"{name}.q"] = self.parameters[name].detach().new_zeros(columns, rank)
@@ -140,7 +140,7 @@ class PowerSGD:
 
 
 def rounded(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:
-    """Returns a hook that averages in ``dtype``. Torch's own hook for bfloat16 works only with NCCL."""
+    """Returns a hook that averages gradients in ``dtype``. Torch's own hook for bfloat16 works only with NCCL."""
     return lambda group, bucket: _average(group, bucket, dtype)  # DDP refuses hooks with postponed annotations
 
 

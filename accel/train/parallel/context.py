@@ -1,10 +1,10 @@
 """Ulysses context parallel: ranks share the sequences of a batch, and share the heads during attention.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses". The model's code stays unchanged. One module (``parallel.cp_split``, which
-embeds tokens and positions) works on whole sequences, and its output is cut. After this module, every call of
-``F.scaled_dot_product_attention`` gets all positions of a share of the heads, through two all-to-alls. Every other
-module has to treat each position alone. A run on a sample checks the model before training. ZeRO sees each rank as a
-data-parallel rank.
+embeds tokens and positions) works on whole sequences, and its output is cut. After this module, two all-to-alls let
+every call of ``F.scaled_dot_product_attention`` see all positions for a share of the heads. Every other module has to
+treat each position alone. A run on a sample checks the model before training. ZeRO sees each rank as a data-parallel
+rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Ulysses(AroundAttention):
         return self._turn(found, _HEADS, _POSITIONS)
 
     def _turn(self, tensor: torch.Tensor, had: int, gets: int) -> torch.Tensor:
-        """Exchanges this rank's shard of a tensor along the dim ``had`` for the shard along the dim ``gets``."""
+        """Exchanges this rank's shard of a tensor, cut along dim ``had``, for the shard cut along dim ``gets``."""
         shared = DTensor.from_local(tensor, self.mesh, (Shard(had),), run_check=False)
         return shared.redistribute(placements=(Shard(gets),)).to_local()
 

@@ -21,7 +21,8 @@ _FOREVER = timedelta(days=365)
 def patience(config: TrainConfig) -> timedelta:
     """Returns the timeout of collectives: the time that the watchdog allows for the first step.
 
-    A shorter wait would fail before the watchdog names the rank that hangs, or while a rank evaluates or writes.
+    With a shorter timeout, collectives would fail before the watchdog names a hanging rank, or while a rank evaluates
+    or writes.
     """
     return timedelta(seconds=max(1800.0, FIRST_STEP_FACTOR * config.hang_seconds)) if config.hang_seconds else _FOREVER
 

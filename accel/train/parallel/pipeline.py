@@ -69,10 +69,10 @@ class Stage(nn.Module):
 
 
 class _Place(PipelineStage):
-    """Torch's pipeline stage that restores the batch norm statistics after torch has learned the shapes.
+    """A stage of torch's pipeline that keeps its batch norm statistics while torch learns the shapes.
 
-    Torch runs the module once before the first step to learn shapes, on uninitialized memory except in the first stage.
-    The buffers get their values back afterwards.
+    Before the first step, torch runs the module once to learn shapes, on uninitialized memory in all stages but the
+    first. The buffers get their values back afterwards.
     """
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class _Place(PipelineStage):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Stage ``index`` of ``count``, on this rank, and the ``blocks`` that FSDP2 gathers together."""
+    """Stage ``index`` of ``count``, on this rank. FSDP2 gathers the parameters of each block in ``blocks`` together."""
 
     module: Stage
     index: int
@@ -167,8 +167,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][n] is for k groups of the first n parts: the cost of the most expensive group, and the start of the last
-    # group
+    # best[k][n] cuts the first n parts into k groups: it has the highest cost of a group, and the start of the last
+    # group.
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k

@@ -44,7 +44,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Quantizes 1-D floats, which hold parameters of ``sizes`` end to end, to int8 codes and float32 block scales."""
+    """Quantizes joined 1-D parameters, whose lengths are ``sizes``, to int8 codes and float32 block scales."""
     parts = [quantize(part) for part in values.split(list(sizes))]
     codes = [codes.view(-1)[:size] for (codes, _), size in zip(parts, sizes, strict=True)]
     return torch.cat(codes), torch.cat([scales for _, scales in parts])

@@ -13,7 +13,7 @@ sequence, hidden]. Between the modules of the plan each rank holds its part of t
 sequence, and ``row`` reduce-scatters the sequence.
 
 The model's code sees plain tensors. Only the logits stay a DTensor, on which the cross entropy works without a gather.
-The code must not fix the number of heads, because a rank has fewer: ``view(b, s, -1, width)``.
+The code must not fix the number of heads, because a rank has fewer heads: ``view(b, s, -1, width)``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def match(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sequence(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raises ``BadConfig`` if sequence parallel would let a column gather a sequence that no module has split."""
+    """Raises ``BadConfig`` if sequence parallel would let a ``column`` gather a sequence that no module has split."""
     modules = dict(module.named_modules())
     splits = any(
         s == "split" or (s == "vocabulary" and isinstance(modules[n], nn.Embedding)) for n, s in styles.items()
@@ -88,7 +88,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], *
     """Cuts, in place, each module that ``styles`` names, over the one axis of ``mesh``. Names don't
     change.
 
-    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size other than the vocabulary's doesn't divide by
+    ``sequence`` adds sequence parallel. Raises ``BadConfig`` if a size, except the vocabulary's, isn't a multiple of
     the number of ranks.
     """
     shared = _shared(module)
@@ -201,8 +201,8 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
 
-    Raises ``TrainingFailed`` with the first parameter whose gradients differ. The parameter's module saw only a part of
-    the sequence or of the hidden states, so the ranks' weights would diverge.
+    Raises ``TrainingFailed`` with the first parameter whose gradients differ. Such a parameter's module saw only a part
+    of the sequence or of the hidden states, so the ranks' weights would diverge.
     """
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:

@@ -1,8 +1,8 @@
 """Checks on a sample before training that tensor parallel hasn't changed the model.
 
-The model's own code processes a rank's shard of a linear layer's output. That code may split a head, use a fixed
-number of heads, or take query, key and value from one product. Such code makes torch raise an error about shapes, or
-silently trains another model, whose combined weights are wrong.
+The model's own code processes a rank's shard of a linear layer's output. That code may split a head, use a fixed number
+of heads, or take query, key and value from one product. With such code, torch raises an error about shapes, or silently
+trains another model, whose weights are wrong.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def attempt(module: nn.Module, inputs: Any, running: list[str]) -> Tried:
-    """Runs ``module`` in ``eval()`` mode. After an exception, the last entry of ``running`` is the module that
-    raised."""
+    """Runs ``module`` in ``eval()`` mode. After an exception, the last entry of ``running`` is the module that raised
+    the exception."""
     watched = _Watched(running)
     training = [part for part in module.modules() if part.training]
     handles = []

@@ -1,4 +1,4 @@
-"""The ZeRO stages on PyTorch's own engine: DDP for stage 0, FSDP2 (``fully_shard``) for the others.
+"""The ZeRO stages by PyTorch's own classes: DDP for stage 0, FSDP2 (``fully_shard``) for the others.
 
     stage  what is sharded             reshard after forward   reduce gradients
     0      nothing (DDP)               -                       on the last micro-batch
@@ -42,10 +42,10 @@ def shard(
     ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). Without a ``mesh``, for a single process,
     nothing is done.
 
-    ``ddp=False`` uses FSDP2 with shards over one rank at stage 0 too, as tensor and pipeline parallel need. ``parts``
-    are the modules whose parameters are gathered together, by default the blocks. At stage 3, ``hpz`` keeps the
-    parameters in shards over this many ranks between forward and backward (ZeRO++), which costs memory and saves a
-    gather over all ranks.
+    With ``ddp=False``, which tensor and pipeline parallel need, stage 0 uses FSDP2 too, with shards over one rank.
+    ``parts`` are the modules whose parameters are gathered together, by default the blocks. At stage 3, the parameters
+    stay in shards over ``hpz`` ranks between forward and backward (ZeRO++), which costs memory and saves a gather over
+    all ranks.
     """
     if mesh is None:
         return module

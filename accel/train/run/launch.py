@@ -32,7 +32,7 @@ from .rank import ERRORS, RESULT, disk_full
 
 # Bytes of disk space that a rank needs to write the error that stopped it.
 _ROOM = 2**16
-# The likely sender of a signal.
+# The likely sender of each signal.
 _SENT_BY: dict[int, str] = {signal.SIGKILL: " (the system does this if memory runs out)"}
 
 

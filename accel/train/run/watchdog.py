@@ -1,8 +1,8 @@
 """Finds the rank that hangs. All other ranks wait in a collective without knowing which rank hangs.
 
 Every rank writes its process id at its start and touches ``OUT/alive`` at each step. If no rank touched the file for
-too long, the watchdog asks every rank for its stack with a signal. A stopped rank doesn't answer. A rank whose
-innermost frame is torch's is waiting. A rank with another innermost frame hangs.
+too long, the watchdog asks every rank for its stack with a signal. A stopped rank doesn't answer. A rank waits if its
+innermost frame is torch's, and hangs otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 10.0
 
 
 def clear(out: Path) -> None:
-    """Removes the files of an earlier run. Called before the ranks start."""
+    """Removes the files of an earlier run. Has to be called before the ranks start."""
     shutil.rmtree(out / STACKS, ignore_errors=True)
     (out / STACKS).mkdir()
     (out / ALIVE).unlink(missing_ok=True)
@@ -78,10 +78,10 @@ def who_hangs(out: Path) -> str:
 
 
 def where_it_died(out: Path, rank: int) -> str:
-    """Returns a clause that names the Python line of the thread that crashed a rank in native code.
+    """Returns a clause with the Python line at which a rank crashed in native code.
 
-    Returns "" if the rank left no stack (SIGKILL), or the thread ran no Python, like gloo's threads. The stacks of
-    other threads in the file are ignored.
+    Returns "" if the rank left no stack (SIGKILL), or the crashed thread ran no Python, like gloo's threads. Ignores
+    the stacks of other threads in the file.
     """
     try:
         said = (out / STACKS / f"rank-{rank}.txt").read_text(errors="replace")
