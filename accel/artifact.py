@@ -76,11 +76,11 @@ def manifest_path(path: Path) -> Path:
 class Manifest:
     """The record of how an artifact was made and verified, stored as ``<file>.manifest.json``.
 
-    ``files`` holds the sha256 of each file by name, the main file first. ``source`` is the spec of the source, and the
-    sha256 of every file it was read from. ``stages`` has a record for each stage, oldest first, with its name, options,
-    versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in ``Artifact``.
-    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures measured with these
-    options.
+    ``files`` holds the sha256 of each file by name, the main file first. ``source`` holds the spec of the source and
+    the sha256 of every file that the source was read from. ``stages`` has a record for each stage, oldest first, with
+    its name, options, versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in
+    ``Artifact``. ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures measured
+    with these options.
     """
 
     kind: str
@@ -155,7 +155,7 @@ class Manifest:
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """Returns the only hash in ``parts``, or else one sha256 over the list of all hashes, main file first."""
+    """Returns one sha256 over all hashes in ``parts``, the main file's first. A single hash is returned as it is."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
@@ -223,9 +223,9 @@ class Artifact:
 
     @classmethod
     def open(cls, path: Path) -> Artifact:
-        """Returns the artifact whose main file is ``path``, read from the manifest beside the file.
+        """Reads the manifest beside the main file ``path`` and returns the artifact.
 
-        Does not check the hashes. The files may have been copied under another name together with the manifest.
+        Does not check the hashes. The files and the manifest may be copies under another name.
 
         Raises ``InvalidModel`` if there is no manifest, and ``ChainBroken`` if the manifest is damaged or of another
         kind. ``accel.sources`` opens models without a manifest.
@@ -271,8 +271,8 @@ class Artifact:
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
-    """Returns the new names of an artifact's files ``names`` (the main file first) after its main file is renamed to
-    ``path``."""
+    """Returns new names for an artifact's files if the main file is renamed to ``path``. ``names`` holds the old names,
+    the main file first."""
     row = KINDS.get(kind)
     if row is not None and row.companions and names[:1] != [path.name]:
         # The runtime looks for the weights under the name of the main file.

@@ -36,7 +36,8 @@ def unfinished() -> Path | None:
 
 
 def kept_folder() -> Path | None:
-    """Returns a folder for files that make later runs of stages faster and never change a result (timing caches).
+    """Returns a folder for files, such as timing caches, that make later runs of stages faster and never change a
+    result.
 
     Returns None outside ``run_stage``.
     """

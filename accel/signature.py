@@ -28,8 +28,8 @@ _SPEC = re.compile(
 )
 
 
-# The name is cached, because numpy computes a dtype's name on every call. Computing names would dominate a server's
-# check.
+# The name is cached, because numpy computes a dtype's name on every call. Without the cache, a server's check would
+# spend most of its time on computing names.
 dtype_name = lru_cache(maxsize=64)(str)
 
 
@@ -280,8 +280,8 @@ class Signature:
         return given
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
-        """Returns the sizes that every gate runs on, with batch 1, 2 and the largest batch, and other dims at min, opt
-        and max. ``largest_batch`` limits the batch, rounded up to a multiple of the batch dim's step.
+        """Returns the sizes that every gate runs on. The batch is 1, 2 or the largest batch, and other dims are at min,
+        opt or max. ``largest_batch`` limits the batch, rounded up to a multiple of the batch dim's step.
         """
         if not self.dims:
             return [{}]
@@ -361,7 +361,7 @@ class Signature:
         return sizes
 
     def beyond(self, feeds: Feeds) -> str:
-        """Returns a phrase for a dim of ``feeds`` beyond its range, as "sequence is 600, beyond 512", else "".
+        """If a dim of ``feeds`` is beyond its range, returns a phrase such as "sequence is 600, beyond 512", else "".
 
         A range only tells which sizes were verified, so ``check_feeds`` also accepts feeds beyond the range.
         """

@@ -153,8 +153,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether ``field`` is left out of the record, because it was added later (``omit_default``) and has its
-    default value."""
+    """Tells whether the record leaves out ``field``, as it leaves out later additions (``omit_default``) with their
+    default."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from accel.signature import Signature
     from accel.sources.declare import Dims, Inputs
 
-# The number of batches of the user's data that run in turn. The times are averages over these batches.
+# A benchmark uses at most this many batches of the user's data, in turn. The times are averages over these batches.
 _DATA_BATCHES = 8
-# Sessions for TensorFlow and TFLite models run in the TensorFlow process. A benchmark runs each candidate in its own
-# process, and opens TensorFlow sessions directly in the candidate's process.
+# A benchmark runs TensorFlow and TFLite models directly in the candidate's own process. Elsewhere, sessions for these
+# models run in a separate TensorFlow process.
 _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
@@ -68,9 +68,9 @@ def bench(
     ``torch-compile``. ``sizes`` gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is
     an .npz file whose first batches are the inputs. By default the inputs are random.
 
-    ``threads``, ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a candidate
-    has its recorded threads and streams, or else all cores of this process and one stream. With several streams the
-    report compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs.
+    ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
+    candidate has its recorded threads and streams, or else all cores of this process and one stream. With several
+    streams the report compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs.
     ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for all candidates that
@@ -250,7 +250,8 @@ def _candidates(
 
 
 def _expand(source: Source) -> list[Source]:
-    """Returns each artifact in a folder that has no main file, as a source. Returns any other source as it is."""
+    """Returns a source for each artifact in the folder, if ``source`` is a folder without a main file. Returns any
+    other source as it is."""
     folder = Path(source.text)
     if isinstance(source.spec, Artifact) or not source.text or not folder.is_dir() or main_file(folder) is not None:
         return [source]

@@ -114,9 +114,9 @@ def optimize(
       to save time. No candidate is chosen unmeasured. The budget doesn't stop an export.
     - ``use_cache``: if False, all stages and measurements run again.
 
-    If no candidate is measurably faster than the source, the source itself is chosen. Candidates for a target that
-    can't run here are not measured. The first candidate with right outputs is chosen, in the order fp16, int8, fp8,
-    bf16, fp32.
+    If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
+    nothing is measured. The first candidate with right outputs is then chosen, in the order fp16, int8, fp8, bf16,
+    fp32.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.

@@ -22,7 +22,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # the key of a list is this number minus its index
+_ARRAY = -23300  # a list whose option is number i has the key _ARRAY - i
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from accel.spelling import option
 
 # The largest number of steps, and of candidates, that a note names.
 _NAMED = 4
-# The seconds of a short measurement for each process, spent on loading, warm-up and five short blocks.
+# The seconds that a short measurement takes for each process: loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
 # The number of processes that run the source in a measurement.
 SOURCES = 2

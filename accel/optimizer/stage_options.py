@@ -159,7 +159,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _block(text: str) -> int:
-    """Reads a block size, which has to be a power of two from 16 on for MatMulNBits."""
+    """Reads a block size. MatMulNBits requires a power of two, at least 16."""
     value = int(text)
     if value < 16 or value & (value - 1):
         raise ValueError(text)

@@ -136,8 +136,8 @@ class Layout:
 
     ``micro_batch`` is the number of samples per rank and pass. ``accumulation`` is the number of passes per step.
     ``cp`` is the number of ranks that share each sequence (Ulysses context parallel). ZeRO treats these ranks as
-    data-parallel ranks. ``sequence_parallel`` shards along the sequence the activations that tensor parallel
-    replicates. ``chunks`` is the number of stages per rank in the interleaved schedule.
+    data-parallel ranks. With ``sequence_parallel``, the activations that tensor parallel replicates are sharded along
+    the sequence. ``chunks`` is the number of stages per rank in the interleaved schedule.
 
     ``replicate`` is the number of replicas of the group that ZeRO shards over (hybrid sharding). ``hpz`` is the size of
     the groups that hold a second, sharded copy of the parameters for the backward gather (ZeRO++). ``qwz`` gathers

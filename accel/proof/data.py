@@ -197,7 +197,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     import numpy as np
 
     with open_npz(file) as archive:
-        # numpy returns an archive member without an array header as bytes.
+        # For an archive member without an array header, numpy returns bytes.
         arrays = {name: np.asarray(archive[name]) for name in archive.files}
     first = signature.inputs[0].name
     for spec in signature.inputs:

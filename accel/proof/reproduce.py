@@ -30,7 +30,7 @@ class Remade:
 
     ``status`` is ``identical`` for the same bytes. ``status`` is ``equivalent`` for other bytes that pass the recorded
     gate, or for an engine with the same kernels from the same ONNX. ``status`` is ``different`` if the bytes fail the
-    gate or could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
+    gate or could not be compared. ``versions`` lists the libraries whose version changed, each as ``name then -> now``.
     """
 
     stage: str

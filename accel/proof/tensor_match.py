@@ -140,7 +140,7 @@ def _transparent(graph: Graph, name: str) -> bool:
 
 
 def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
-    """Returns for each tensor a digest of its computation from the anchors.
+    """Returns a digest for each tensor of how it is computed from inputs, constants and the tensors ``anchors``.
 
     Uses only the shapes of constants, so that tensors match although a constant's value differs.
     """

@@ -67,7 +67,7 @@ class RoundedModel:
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
         self._threads = threads
         self.twin, self._arrays, self.types = _twin(inlined(model))
-        self._large = 4 * sum(map(_elements, self.twin.graph.initializer)) > _LARGE_BYTES  # as float32
+        self._large = 4 * sum(map(_elements, self.twin.graph.initializer)) > _LARGE_BYTES  # 4 bytes per float32
         self.outputs = tuple(value.name for value in self.twin.graph.output)
         known = set(self.types)
         self.tensors = tuple(name for node in self.twin.graph.node for name in node.output if name and name in known)

@@ -338,8 +338,8 @@ def check_bytes(artifact: Artifact) -> None:
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
     """Load accel's plugin library if nodes of the engine run in it.
 
-    The library is searched on this machine. The library's path is never read from a manifest, because a manifest may be
-    hostile.
+    The library is searched for on this machine. The library's path is never read from a manifest, because a manifest
+    may be hostile.
 
     Raises ``UnsupportedHere`` if there is no library for this GPU, and the errors of ``load_plugin_library``.
     """

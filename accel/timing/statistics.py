@@ -50,7 +50,7 @@ class Ratio:
 
 
 def summarize(rounds: Sequence[np.ndarray]) -> Summary:
-    """Returns the summary of ``rounds``, a list with one array per round of the nanoseconds of each run."""
+    """Returns the summary of ``rounds``, which has an array per round with the nanoseconds of each run."""
     import numpy as np
 
     times = np.concatenate(list(rounds)) / 1e6

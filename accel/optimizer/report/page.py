@@ -145,7 +145,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
 def _place_names(points: list[dict[str, Any]]) -> None:
     """Sets ``label_y``, which puts each point's name above the point, or below or farther away if names would overlap.
 
-    A letter is about 6 wide. A name is to the right of its point, or to the left near the plot's right edge.
+    A letter is about 6 units wide. A name is to the right of its point, or to the left near the plot's right edge.
     """
     taken: list[tuple[float, float, float]] = []
     for point in points:

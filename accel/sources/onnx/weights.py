@@ -23,9 +23,9 @@ DETACHED_BYTES = 128 << 20
 # Smaller tensors are read, because rewriting rules and shape inference need their values.
 _SMALL_BYTES = 1 << 16
 
-_PIECE = 1 << 22  # numbers
+_PIECE = 1 << 22  # numbers in a chunk
 
-# The key for the dtype that a detached tensor has in its file, if reading the tensor converts it.
+# The key for the dtype of a detached tensor in its file, if reading converts the tensor to another dtype.
 _STORED_AS = "stored_as"
 
 
