@@ -140,7 +140,7 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers only the values. The comparison of the texts covers white space and escapes as well.
+        # The digest covers only the values. Therefore the text, with its white space and escapes, is compared below.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again"
@@ -249,7 +249,7 @@ class Artifact:
         )
 
     def copy_to(self, out: Path) -> Artifact:
-        """Copies the artifact, its companions and its manifest to ``out``, each to a temporary file that is renamed.
+        """Copies the artifact, its companions and its manifest to ``out``. Renames each file once it is complete.
 
         Writes the manifest last: an interrupted copy has no manifest, or one whose hashes don't match.
         """

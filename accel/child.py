@@ -243,7 +243,7 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
 
 
 def _wait(deadline: float | None) -> float | None:
-    """Returns the seconds to wait for an answer before ``_check_time``. Returns None to wait without a limit."""
+    """Returns the seconds to wait for an answer before the next ``_check_time``, or None for no limit."""
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if not cancellable():
         return left

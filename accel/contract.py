@@ -1,4 +1,4 @@
-"""The contract of a stage: the names, dtypes, dims, opset and IR version of its input that its output has to keep.
+"""The contract of a stage: its output has to keep the names, dtypes, dims, opset and IR version of its input.
 
 In the stage table, ``may_change`` lists the parts of the contract that a stage may change.
 """

@@ -76,7 +76,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Reads ``x:float32[batch,3,32,32]``, or with a range of integers ``ids:int64[batch,sequence]{0..30521}``.
+        """Reads ``x:float32[batch,3,32,32]``, or ``ids:int64[batch,sequence]{0..30521}`` with a range of integers.
 
         Raises ``BadInputSpec`` if the text can't be read.
         """
@@ -138,7 +138,7 @@ class DimRange:
 
     @classmethod
     def parse(cls, text: str) -> DimRange:
-        """Reads ``8:128:512`` (min:opt:max), or with a step ``16:32:64:4``. Raises ``BadInputSpec`` for malformed
+        """Reads ``8:128:512`` (min:opt:max), or ``16:32:64:4`` with a step. Raises ``BadInputSpec`` for malformed
         texts."""
         try:
             numbers = [int(part) for part in text.split(":")]
@@ -182,7 +182,7 @@ class DimRange:
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """Returns this range as the replacement of ``known``.
+        """Returns this range, which replaces the range ``known``.
 
         The result gets the step of ``known`` if this range has no step and its sizes are multiples of that step.
         """

@@ -89,7 +89,7 @@ class Gate(Protocol):
 
 
 class Proof:
-    """Checks the contract between ``src`` and a stage's files, and then every gate of the run.
+    """Checks a file that the stage made from ``src``: first the contract, then every gate of the run.
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
     marks the stages that try several files. ``run_stage`` checks the returned file again. The results of the last file

@@ -64,7 +64,7 @@ def bench(
     """Times ``candidates`` beside ``against`` (default: the first candidate), each in a process of its own.
 
     A candidate is an artifact, the folder of an artifact, an ONNX file or a source. An artifact runs on the runtime it
-    was optimized for. ``also`` lists runtimes that time PyTorch sources in addition to eager mode, such as
+    was optimized for. PyTorch sources are timed in eager mode and on the runtimes in ``also``, such as
     ``torch-compile``. ``sizes`` gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is
     an .npz file whose first batches are the inputs. By default the inputs are random.
 

@@ -83,9 +83,9 @@ def bisect(
     """Finds the first node at which ``candidate`` differs from ``reference``. Both are ONNX models with the same inputs
     and outputs, after any stages (such as simplification, a cast or quantization).
 
-    For an engine or an OpenVINO model, searches the last ONNX file it was made from, if the file still has its recorded
-    sha256. Compares the outputs of the engine or the OpenVINO model with that ONNX file too, if this machine can run
-    both.
+    For an engine or an OpenVINO model, searches the last ONNX file that the model was made from, if the file still has
+    its recorded sha256. Compares the outputs of the engine or the OpenVINO model with that ONNX file too, if this
+    machine can run both.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to its
     own dtype. Two tensors count as equal if ||candidate - reference||₂ / ||reference||₂ is at most ``limit``. The

@@ -107,7 +107,7 @@ def optimize(
       takes at once).
     - ``vary_session``: try the best candidates with other threads, streams, graph levels and spinning, too. The
       manifest records the chosen options for ``accel.load``, ``accel bench`` and ``accel serve``.
-    - ``threads``: measure with this number of threads only; 0 for all cores, or fewer if that is faster.
+    - ``threads``: measure with this number of threads only. 0 means all cores, or fewer if fewer are faster.
     - ``rounds``: rounds of the measurement, at least 5.
     - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, and
       begins with the candidates that are likely fastest. The result lists each candidate that is skipped or abandoned

@@ -69,7 +69,7 @@ class Search:
         *,
         vary_threads: bool,
     ) -> tuple[CandidateResult, list[CandidateResult]]:
-        """Tries other session options for ``best``, and the most promising ones for the second best.
+        """Tries other session options for ``best``, and only the most promising options for the second best.
 
         Returns the new best, and a row for each combination of candidate and options.
         """

@@ -148,7 +148,7 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
 def bubble(layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage waits.
 
-    GPipe and 1F1B: (p - 1) / (m + p - 1). An interleaved schedule with v chunks waits (p - 1) / (v m + p - 1)
+    GPipe and 1F1B wait (p - 1) / (m + p - 1). An interleaved schedule with v chunks waits (p - 1) / (v m + p - 1)
     (Narayanan et al. 2021, section 2.2). A zero-bubble schedule doesn't wait if m >= 2 p. For smaller m, a zero-bubble
     schedule waits a third of the time of 1F1B (ZB-H1). The waits of a zero-bubble schedule are estimates of Qi et al.
     2023.

@@ -1,9 +1,9 @@
 """Finds the first node at which two ONNX models differ, in O(log n) runs.
 
-The tensors that both models have are sorted in the reference's topological order. The graph can be cut after each
-tensor, so that later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after
-the cut. If a crossing tensor differs, the error is before the cut. A binary search therefore ends at a tensor that
-differs although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
+The tensors that both models have are sorted in the reference's topological order. If the graph is cut after a tensor,
+later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after the cut. If a
+crossing tensor differs, the error is before the cut. A binary search therefore ends at a tensor that differs although
+all its inputs agree. Only the tensors that cross one cut are in memory at a time.
 
 A mask, a ReLU or rounding may remove a difference again. The search skips harmless tensors, which differ
 although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan`` compares every

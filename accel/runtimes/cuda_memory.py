@@ -19,7 +19,8 @@ class CudaFailed(AccelError):
 
 
 class Cuda(Protocol):
-    """The calls of the CUDA runtime that a session makes. Tests replace them. Addresses and streams are integers."""
+    """The functions of the CUDA runtime that a session calls. Tests replace them. Addresses and streams are
+    integers."""
 
     def allocate(self, size: int) -> int: ...
 

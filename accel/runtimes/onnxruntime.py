@@ -145,8 +145,8 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = _FATAL
-    # ONNX Runtime's number includes one thread that calls ``run``. Each further stream adds such a thread, which takes
-    # the place of a pool thread.
+    # ONNX Runtime's number of threads includes one thread that calls ``run``. Each further stream adds such a thread,
+    # which takes the place of a pool thread.
     settings.intra_op_num_threads = max(1, options.threads - options.streams + 1) if options.threads else 0
     if not options.spinning:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# Times are steady once the last few are at least this fraction of the few before.
+# Times are steady once the last few times are at least this fraction of the same number of times before them.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21

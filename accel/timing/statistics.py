@@ -138,8 +138,9 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     """Returns the baseline from the medians of its two processes, both float64[rounds].
 
     The baseline's median in a round is the geometric mean of both processes, because the random offset of a single
-    process would affect every ratio. The floor is the end of the A/A interval that is farther from 1, and at least
-    ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical processes.
+    process would affect every ratio. The A/A interval compares both processes. The floor is the end of this interval
+    that is farther from 1, and at least ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical
+    processes.
     """
     import numpy as np
 

@@ -60,8 +60,7 @@ class LabelMetric:
         return float((best == labels[:, None]).any(axis=1).mean())
 
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the only output with a fitting shape, its classes moved to axis 1, and the labels in a matching
-        shape.
+        """Returns the only output whose shape fits, with its classes on axis 1, and the labels in a matching shape.
 
         Raises ``BadData`` if a label is no class of the output, ``UsageError`` unless exactly one output fits.
         """
