@@ -130,7 +130,7 @@ class StageCache:
         return Artifact.open(self.entry(key) / main)
 
     def get_record(self, kind: str, key: str) -> Any | None:
-        """Returns the JSON value (a measurement, a probe) that ``put_record`` kept under ``key``, or None."""
+        """Returns the JSON value that ``put_record`` kept under ``key``, such as a measurement, or None."""
         try:
             body = json.loads((self._records / f"{kind}-{key}.json").read_text())
         except (OSError, ValueError):

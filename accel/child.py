@@ -146,7 +146,7 @@ class Child:
     def _crash(self, doing: str) -> ChildCrashed:
         code = self._process.wait()
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        lines = self._written(self._before).strip().splitlines()  # written during this call
+        lines = self._written(self._before).strip().splitlines()  # the lines that the child wrote during this call
         last = f": {lines[-1].strip()[:300]}" if lines else ""
         crash = ChildCrashed(f"the process running {doing} died ({died}){last}")
         crash.died = died

@@ -303,7 +303,7 @@ def _set_aside(result: Artifact, out: Path) -> Path:
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(result.path, aside)  # copies, because the scratch folder may be on another disk
+        shutil.copyfile(result.path, aside)  # no rename, because the scratch folder may be on another disk
     except OSError as error:
         raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another {option('out')}") from error
     return aside

@@ -54,7 +54,7 @@ def export(
     same outputs as ``source``.
 
     ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
-    or ``torch``. Other formats than ``onnx`` are written to the folder ``out``.
+    or ``torch``. Formats other than ``onnx`` are written to the folder ``out``.
 
     ``accel.Source`` describes ``source`` and the arguments from ``inputs`` to ``strip_training_ops``. The source may
     also be an ONNX file whose opset, shapes or pre- and postprocessing are to change. With a ``preprocess`` that

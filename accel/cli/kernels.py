@@ -94,7 +94,7 @@ def build_(
         raise click.UsageError(
             "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
         )
-    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # checks before nvcc, which is slow
+    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # before nvcc, which is slow
     body: dict[str, Any] = {}
     kernels: Path | None = None
     words = []

@@ -80,7 +80,7 @@ def bare_signature(path: Path) -> Signature:
     ends = [name for layer in layers for name in layer.outputs if name not in read]
 
     def shape(layer: Layer) -> tuple[int | str, ...]:
-        sizes = [layer.number(key) for key in (2, 11, 1, 0)]  # channels, depth, height, width
+        sizes = [layer.number(key) for key in (2, 11, 1, 0)]  # the keys of channels, depth, height, width
         return ("batch", *(n for n in sizes if n)) if any(sizes) else ()
 
     return Signature(

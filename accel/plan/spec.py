@@ -95,7 +95,7 @@ class ModelSpec:
 
     @property
     def is_transformer(self) -> bool:
-        """Tells whether the known shape suffices to estimate activations, tensor and pipeline parallel."""
+        """Tells whether enough of the shape is known to estimate activations, tensor parallel and pipeline parallel."""
         return bool(self.layers and self.hidden and self.heads and self.seq)
 
     @property

@@ -77,7 +77,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     """Match tensors by name and operator, then by structure, then by name alone.
 
     Tensors match by structure if the same operator with the same attributes computes them from matched inputs. A fusion
-    changes the operator but keeps the name. ``known`` holds the tensors of each model that a run can return.
+    changes the operator but keeps the name. ``known`` holds, for each model, the tensors that a run can return.
     """
     here = [n for n in _computed(reference) if n in known[0]]
     there = [n for n in _computed(candidate) if n in known[1]]
@@ -99,7 +99,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # pairs groups of equal size in order
+        if len(others) == len(names):  # groups of equal size are paired in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)

@@ -76,7 +76,7 @@ class Net:
 
         found = {}
         with self._fed(feeds) as extractor:
-            extractor.set_light_mode(False)  # keeps the intermediate blobs
+            extractor.set_light_mode(False)  # False keeps the intermediate blobs
             for name in names:
                 code, mat = extractor.extract(name)
                 if code == 0:

@@ -178,7 +178,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tensor_types(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns ``model`` without its weights, with the inferred dtype and shape of every tensor in ``value_info``."""
+    """Returns ``model`` without its weights. Its ``value_info`` has the inferred dtype and shape of every tensor."""
     light = without_weights(model)
     found: onnx.ModelProto = onnx.shape_inference.infer_shapes(light, data_prop=True)
     return found

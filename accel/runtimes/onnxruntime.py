@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the names of accel's convolutions.
-_FATAL = 4  # ONNX Runtime's log severity: exceptions repeat its error messages
+_FATAL = 4  # this log level hides error messages, which exceptions repeat
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",

@@ -208,7 +208,7 @@ class Judge:
                     self._reference = [detached(session.run(feeds)) for feeds in self._feeds()]
                 except RunFailed:
                     if self.data is not None:
-                        check_samples(self.source, self.data)  # names the sample
+                        check_samples(self.source, self.data)  # raises an error that names the sample
                     raise
         return self._reference
 

@@ -31,7 +31,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16)
-    if not value.flags.writeable:  # hides a warning: callers don't write to the tensor
+    if not value.flags.writeable:  # the warning is hidden, because callers don't write to the tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(np.ascontiguousarray(value))
