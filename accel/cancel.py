@@ -55,8 +55,8 @@ def cancellable() -> bool:
 def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     """Returns ``function(*arguments)``, or raises the error of a check while the function still runs.
 
-    A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions:
-    a call of native code runs to its end first.
+    A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions.
+    A call of native code therefore runs to its end first.
     """
     if not cancellable():
         return function(*arguments)

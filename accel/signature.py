@@ -300,9 +300,9 @@ class Signature:
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Returns random inputs that the model accepts, equal for equal seeds. ``sizes`` gives sizes of dynamic dims.
 
-        Floats are normally distributed, and integers lie inside their ``values`` (0 and 1 if the spec has none). An
-        input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
-        Optional inputs are left out.
+        Floats are normally distributed. Integers lie inside their ``values``, or are 0 or 1 if the spec has no
+        ``values``. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in
+        each row. Optional inputs are left out.
         """
         import numpy as np
 

@@ -1,7 +1,8 @@
 """Runs a stage or takes its result from the cache, checks its contract and gates, and records the result.
 
-A stage is a pure function of an ``Artifact``, a ``StageConfig`` and the path ``out`` that returns an ``Artifact``. A
-stage writes only ``out`` and its companions. ``run_stage`` does everything else, in the same way for all stages.
+A stage is a pure function that takes an ``Artifact``, a ``StageConfig`` and the path ``out``, and returns an
+``Artifact``. A stage writes only ``out`` and its companions. ``run_stage`` does everything else, in the same way for
+all stages.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether the record leaves out ``field``, as it leaves out later additions (``omit_default``) with their
-    default."""
+    """Tells whether the record leaves out ``field``: a field added later (``omit_default``) that has its default
+    value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 

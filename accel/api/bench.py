@@ -69,7 +69,7 @@ def bench(
     an .npz file whose first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
-    candidate has its recorded threads and streams, or else all cores of this process and one stream. With several
+    candidate has its recorded numbers, or else one thread for each core of this process and one stream. With several
     streams the report compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs.
     ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
@@ -197,8 +197,8 @@ def _shapes(
 
 
 def _check_declared(artifact: Artifact, sizes: Mapping[str, int]) -> None:
-    """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range an
-    engine was built for. A default range that accel assumed doesn't limit the sizes."""
+    """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range that
+    an engine was built for. A default range that accel assumed doesn't limit the sizes."""
     for dim, size in sizes.items():
         known = artifact.signature.dims.get(dim)
         if known is None or known.min <= size <= known.max:  # later code refuses an unknown dim

@@ -234,7 +234,7 @@ def _to_onnx(
 
 
 def usual_limit(src: Artifact) -> float:
-    """Returns the largest relative error that the export of a source may have, by the precision of the source."""
+    """Returns the largest relative error that the export of ``src`` may have, given the precision of ``src``."""
 
     precision = src.properties.get("precision", "fp32")
     return EXPORT_LIMITS["tflite-int8" if precision == "int8" else precision]

@@ -85,7 +85,7 @@ def optimize(
     - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or texts as on the command line, such as
       ``calibration=entropy`` and ``keep-fp32=Softmax``.
     - ``kernels``: try only candidates whose matrix products are fused into accel's operators. Publishes the fastest of
-      these candidates even if it isn't measurably faster than the source, with a note.
+      these candidates, with a note if it isn't measurably faster than the source.
 
     Quality:
 

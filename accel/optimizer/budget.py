@@ -101,8 +101,8 @@ class Budget:
             self._taken[what] = self._taken.get(what, 0.0) + self._clock() - begun
 
     def note(self, missed: Sequence[str]) -> str:
-        """Returns a note that names the longest steps, the skipped candidates ``missed``, and the options that help.
-        Returns an empty text if ``missed`` is empty."""
+        """Returns a note that names the longest steps, the skipped candidates ``missed``, and the options that save
+        time or extend the budget. Returns an empty text if ``missed`` is empty."""
         if not missed or self.seconds is None:
             return ""
         least = 0.05 * sum(self._taken.values())

@@ -201,7 +201,7 @@ def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bo
 
 
 def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> None:
-    """Gives ``row`` a reason if it isn't measurably faster than ``base``, and notes if noise may have hidden a
+    """Gives ``row`` a reason if it isn't measurably faster than ``base``, and notes whether noise may have hidden a
     speedup."""
     if faster_than(row, base, floor):
         return

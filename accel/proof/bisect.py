@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Values below these limits are masks, which are e.g. -1e9 or -inf in the reference and -65504 or -inf in float16.
+# Values below these limits are masks, such as -1e9 or -inf in the reference, and -65504 or -inf in a float16 model.
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
@@ -182,7 +182,7 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the position of a tensor that differs although all tensors that cross the cut before it agree."""
+        """Returns the position of a tensor that differs, while all tensors across the cut before it agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2

@@ -63,9 +63,9 @@ class Graph:
 class Match:
     """The matched tensors.
 
-    ``tensors`` holds the candidate's name for each name of the reference, in the reference's topological order.
-    ``by_structure`` lists the tensors with another name in the candidate. ``unmatched`` lists computed tensors of the
-    reference without a counterpart.
+    ``tensors`` maps each tensor's name in the reference to its name in the candidate, in the reference's topological
+    order. ``by_structure`` lists the tensors with another name in the candidate. ``unmatched`` lists computed tensors
+    of the reference without a counterpart.
     """
 
     tensors: Mapping[str, str]
@@ -140,7 +140,7 @@ def _transparent(graph: Graph, name: str) -> bool:
 
 
 def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
-    """Returns a digest for each tensor of how it is computed from inputs, constants and the tensors ``anchors``.
+    """Returns each tensor's digest, which covers how the tensor is computed from inputs, constants and ``anchors``.
 
     Uses only the shapes of constants, so that tensors match although a constant's value differs.
     """

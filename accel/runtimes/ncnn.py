@@ -71,7 +71,7 @@ class Net:
         return {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.signature.outputs}
 
     def shapes(self, feeds: Feeds, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each blob of ``names`` for one sample, without blobs that ncnn doesn't have."""
+        """Returns the shape of each blob of ``names`` for one sample. Leaves out blobs that ncnn doesn't have."""
         import numpy as np
 
         found = {}

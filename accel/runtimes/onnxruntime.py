@@ -187,8 +187,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
 def _register_operators(settings: Any, path: Path) -> None:
     """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if it is set.
 
-    Without a library, the function bodies in the file run instead. The library can't know the names of this model's
-    convolutions, because they contain sizes, so it is given the names.
+    Without a library, the function bodies in the file run instead. The names of convolutions contain sizes, so the
+    library is given the names of this model's convolutions.
     """
     given = os.environ.get(OPERATORS)
     if not given:

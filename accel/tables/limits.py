@@ -21,7 +21,8 @@ class Limit:
 
 
 TABLE: tuple[Limit, ...] = (
-    # export: limits for sources converted to ONNX, ONNX graphs rewritten in the same precision, and other formats.
+    # export: limits for sources converted to ONNX, and for ONNX graphs rewritten in the same precision or converted to
+    # other formats.
     Limit(step="export", form="fp32", value=1e-4, reason="float32 sums move by a few units in the last place"),
     Limit(step="export", form="fp16", value=2e-2, reason="10 bits of mantissa, and runtimes round at different nodes"),
     Limit(step="export", form="bf16", value=1e-1, reason="7 bits of mantissa, and runtimes round at different nodes"),

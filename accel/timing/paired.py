@@ -90,7 +90,7 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # Other work may have slowed down the calibration, so that its estimate would make the blocks too short.
+        # If other work slowed down the calibration, its estimate would make the blocks too short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property

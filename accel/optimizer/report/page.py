@@ -207,7 +207,8 @@ class Axis:
 
 
 def _round_steps(low: float, high: float) -> list[float]:
-    """Returns the multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most ``_MOST_TICKS``."""
+    """Returns at most ``_MOST_TICKS`` ticks from ``low`` to ``high``: the multiples of 1, 2 or 5 times a power of
+    ten."""
     # The step is 1 to 20 times ``size``. There is one more tick than there are steps.
     size = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
     step = next(f * size for f in (1, 2, 5, 10, 20) if (high - low) / (f * size) <= _MOST_TICKS - 1)
@@ -236,7 +237,7 @@ def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | Non
 def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
     """Returns the worst comparison of each stage that made ``artifact``, with its limit.
 
-    ``share`` is the position of the value between 1e-8 and the limit on a logarithmic scale, in percent.
+    ``share`` is the position of the value on a logarithmic scale from 1e-8 to the limit, in percent.
     """
     found = []
     for proof in artifact.proof() if artifact is not None else ():

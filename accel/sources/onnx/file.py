@@ -91,7 +91,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
-# The property of a model with an operator of this list, whose rows share one scale and so influence each other.
+# The property of a model in which rows influence each other, because one of these operators has one scale for all rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 

@@ -1,8 +1,8 @@
 """Detached weights, which stay on disk so that a stage can process a model larger than memory.
 
-``read_detached`` reads a model with more than ``DETACHED_BYTES`` of external data without its large tensors. A detached
-tensor names its file by an absolute path, unlike any tensor in a written file. ``weight_array`` maps the file and reads
-the tensor. ``write_onnx`` copies detached tensors piece by piece.
+``read_detached`` leaves large tensors on disk if the model has more than ``DETACHED_BYTES`` of external data. A
+detached tensor names its file by an absolute path, unlike any tensor in a written file. ``weight_array`` maps the file
+and reads the tensor. ``write_onnx`` copies detached tensors piece by piece.
 """
 
 from __future__ import annotations
