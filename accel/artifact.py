@@ -163,7 +163,7 @@ def combined_sha256(parts: list[str]) -> str:
 class Artifact:
     """A model on disk or an opened source, with its main file, kind, signature and history.
 
-    ``path`` is the main file, or the path or name that a source was opened by. ``properties`` holds facts about the
+    ``path`` is the main file, or the path or name by which a source was opened. ``properties`` holds facts about the
     file that depend on its kind (opset, ir, precision, compute capability). ``notes`` holds facts for the stage's
     record, such as the exporter or the kernels. ``companions`` lists the other files of the model, relative to its
     folder (``.bin``, external data, variables). ``source`` is described in ``Manifest``.

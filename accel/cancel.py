@@ -19,7 +19,7 @@ from typing import Any
 # A check returns as long as the work may go on, and raises an error to end the work.
 Check = Callable[[], None]
 
-# The seconds between two calls of the check by a watching thread or a waiting child.
+# A watching thread or a waiting child calls the check at intervals of this many seconds.
 INTERVAL = 0.5
 
 _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())

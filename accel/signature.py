@@ -49,9 +49,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 class TensorSpec:
     """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
 
-    ``values`` is the range of integers with a meaning, such as token ids. Example inputs are drawn from this range, so
-    that they cover exactly the rows of an embedding table. ``optional`` is True if the model has a default for this
-    input.
+    ``values`` is the range of valid integers, such as token ids. Example inputs are drawn from this range, so that they
+    cover exactly the rows of an embedding table. ``optional`` is True if the model has a default for this input.
     """
 
     name: str

@@ -41,7 +41,7 @@ from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage, get_stage
 from accel.version import __version__
 
-# A disk with fewer free bytes counts as full, even if the file to write is smaller.
+# A disk with fewer free bytes than this counts as full, even if the file to write is smaller.
 _LITTLE_ROOM = 1 << 20
 
 

@@ -77,9 +77,9 @@ def bench(
     are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
     declare its inputs gets the inputs of the first artifact.
 
-    Compares the outputs with the outputs of ``against`` before timing. A candidate that fails gets a row with the
-    reason. Raises ``BadSource`` if a model is not found, ``BadData`` if the data doesn't fit, and ``BadInputSpec`` for
-    a size outside the range declared for ``against``.
+    Before timing, compares each candidate's outputs with the outputs of ``against``. A candidate that fails gets a row
+    with the reason. Raises ``BadSource`` if a model is not found, ``BadData`` if the data doesn't fit, and
+    ``BadInputSpec`` for a size outside the range declared for ``against``.
 
     >>> report = accel.bench(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                         # doctest: +SKIP

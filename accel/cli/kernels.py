@@ -84,8 +84,8 @@ def build_(
     jobs: int | None,
     say: Output,
 ) -> None:
-    """Compile the CUDA kernels, the operators for ONNX Runtime and the plugins for TensorRT with this machine's
-    nvcc."""
+    """Compile the CUDA kernels (with this machine's nvcc), the operators for ONNX Runtime and the plugins for
+    TensorRT."""
     from accel.kernels.native.bridges import build_for_onnxruntime, build_for_tensorrt, check_headers
     from accel.kernels.native.build import build
     from accel.progress import report

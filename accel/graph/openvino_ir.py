@@ -140,8 +140,8 @@ def _is_weight(dtype: str, shape: Shape) -> bool:
 def _ends(
     rows: Sequence[Mapping[str, Any]], kind: str, side: str, specs: Sequence[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Returns a dict from the names of values in the graph to ``specs``. If the name of a spec is not in the IR,
-    matches the spec by its position."""
+    """Maps the names of values in the graph to ``specs``. If the name of a spec is not in the IR, matches the spec by
+    its position."""
     ends = [row for row in rows if row["kind"] == kind]
     names = [row[side][0] for row in ends]
     known = {name: row[side][0] for row in ends for name in row["known_as"]}

@@ -60,7 +60,7 @@ class Budget:
 
     def over(self, share: float) -> bool:
         """Tells whether ``share`` of the budget is spent, or whether measuring needs the rest. Measuring needs time for
-        the candidates that are built, the source, and one more candidate.
+        the source, for the candidates that are built, and for one more candidate.
         """
         if self.seconds is None:
             return False

@@ -163,7 +163,7 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns two peak numbers of micro-batches whose activations a rank holds.
+    """Returns how many micro-batches' activations a rank holds at the peak, as two numbers.
 
     The first number is for the rank of the first stage, and is the largest of all ranks. The second number is for the
     rank of the last stage.

@@ -1,4 +1,4 @@
-"""Estimates the bytes that a rank sends in a step, by mesh axis, and the time of the step."""
+"""Estimates the bytes that a rank sends over each mesh axis in a step, and the time of the step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
 
     ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
     Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). In each micro-batch,
-    ZeRO 3 gathers for forward and for backward, and scatters once (3 m Psi). ZeRO 3 gathers parameters outside the
-    blocks only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas then all-reduce
-    their shards of gradients.
+    ZeRO 3 gathers for the forward and for the backward pass, and scatters once (3 m Psi). ZeRO 3 gathers parameters
+    outside the blocks only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas
+    then all-reduce their shards of gradients.
 
     In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers and qgZ reduces in int8 blocks, each with a float32 scale (the
     paper reduces in int4). hpZ keeps the backward gather in its group.

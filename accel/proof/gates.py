@@ -112,7 +112,7 @@ class OutputGate:
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
     def _seeded(self, src: Artifact, out: Artifact, rounds: range) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yields a set of inputs of the first case for each number in ``rounds``. Different numbers give different
+        """Yields a set of inputs for the first case, for each number in ``rounds``. Different numbers give different
         inputs."""
         dataset = SampleStream(self.data, src.signature) if self.data else None
         common = what_both_take(src.signature, out.signature)

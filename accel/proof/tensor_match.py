@@ -52,7 +52,7 @@ class Graph:
         return name
 
     def operator(self, name: str) -> str:
-        """Returns the operator that computes the tensor, ``constant`` or ``input``."""
+        """Returns the operator that computes the tensor, or the word ``constant`` or ``input``."""
         name = self.root(name)
         if name in self.constants:
             return "constant"

@@ -72,7 +72,7 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     """Returns advice for a model whose ``run`` raises at a size of ``signature``. The advice restricts dims to
-    multiples of the smallest number in ``_STEPS`` that helps. Returns "" if no number in ``_STEPS`` helps.
+    multiples of the smallest number in ``_STEPS`` with which the model runs. Returns "" if there is no such number.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]

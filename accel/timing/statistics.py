@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "slower", "no measurable difference", "baseline"]
 
-# With fewer rounds, even the whole range of the medians is no 95% interval.
+# With fewer rounds than this, even the whole range of the medians is no 95% interval.
 MIN_ROUNDS = 5
 # Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
 # process loaded last tends to be faster. More rounds in the same processes don't average out the difference of the

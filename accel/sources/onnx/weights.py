@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DETACHED_BYTES = 128 << 20
 
-# Smaller tensors are read, because rewriting rules and shape inference need their values.
+# Tensors smaller than this are read, because rewriting rules and shape inference need their values.
 _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers in a chunk

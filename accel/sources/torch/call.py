@@ -81,7 +81,7 @@ class NamedModule(torch.nn.Module):
     """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
 
     Passes inputs by keyword if ``forward`` has parameters with these names, else by position. Raises ``BadInputSpec``
-    if one of several inputs has another name.
+    if one of several inputs has a name that ``forward`` lacks.
     """
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:
