@@ -76,11 +76,11 @@ def manifest_path(path: Path) -> Path:
 class Manifest:
     """The record of how an artifact was made and verified, stored as ``<file>.manifest.json``.
 
-    ``files`` holds the sha256 of each file by name, the main file first. ``source`` is the spec of the source, and the
-    sha256 of every file it was read from. ``stages`` has a record for each stage, oldest first, with its name, options,
-    versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in ``Artifact``.
-    ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures measured with these
-    options.
+    ``files`` holds the sha256 of each file by name, the main file first. ``source`` holds the spec of the source and
+    the sha256 of every file that the source was read from. ``stages`` has a record for each stage, oldest first, with
+    its name, options, versions, sha256 of input and output, seconds, gates and notes. ``properties`` is described in
+    ``Artifact``. ``session`` holds the runtime and the options that ``accel optimize`` chose, and the figures measured
+    with these options.
     """
 
     kind: str
@@ -140,7 +140,7 @@ class Manifest:
             manifest = cls.from_json(body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BadInputSpec) as error:
             raise broken from error
-        # The digest covers only the values. The comparison of the texts covers white space and escapes as well.
+        # The digest covers only the values. Therefore the text, with its white space and escapes, is compared below.
         if body.get("format") != FORMAT:
             raise ChainBroken(
                 f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again"
@@ -155,7 +155,7 @@ class Manifest:
 
 
 def combined_sha256(parts: list[str]) -> str:
-    """Returns the only hash in ``parts``, or else one sha256 over the list of all hashes, main file first."""
+    """Returns one sha256 over all hashes in ``parts``, the main file's first. A single hash is returned as it is."""
     return parts[0] if len(parts) == 1 else text_sha256("\n".join(parts))
 
 
@@ -163,7 +163,7 @@ def combined_sha256(parts: list[str]) -> str:
 class Artifact:
     """A model on disk or an opened source, with its main file, kind, signature and history.
 
-    ``path`` is the main file, or the path or name that a source was opened by. ``properties`` holds facts about the
+    ``path`` is the main file, or the path or name by which a source was opened. ``properties`` holds facts about the
     file that depend on its kind (opset, ir, precision, compute capability). ``notes`` holds facts for the stage's
     record, such as the exporter or the kernels. ``companions`` lists the other files of the model, relative to its
     folder (``.bin``, external data, variables). ``source`` is described in ``Manifest``.
@@ -223,9 +223,9 @@ class Artifact:
 
     @classmethod
     def open(cls, path: Path) -> Artifact:
-        """Returns the artifact whose main file is ``path``, read from the manifest beside the file.
+        """Reads the manifest beside the main file ``path`` and returns the artifact.
 
-        Does not check the hashes. The files may have been copied under another name together with the manifest.
+        Does not check the hashes. The files and the manifest may be copies under another name.
 
         Raises ``InvalidModel`` if there is no manifest, and ``ChainBroken`` if the manifest is damaged or of another
         kind. ``accel.sources`` opens models without a manifest.
@@ -249,7 +249,7 @@ class Artifact:
         )
 
     def copy_to(self, out: Path) -> Artifact:
-        """Copies the artifact, its companions and its manifest to ``out``, each to a temporary file that is renamed.
+        """Copies the artifact, its companions and its manifest to ``out``. Renames each file once it is complete.
 
         Writes the manifest last: an interrupted copy has no manifest, or one whose hashes don't match.
         """
@@ -271,8 +271,8 @@ class Artifact:
 
 
 def _names_beside(path: Path, names: Sequence[str], kind: str) -> list[str]:
-    """Returns the new names of an artifact's files ``names`` (the main file first) after its main file is renamed to
-    ``path``."""
+    """Returns new names for an artifact's files if the main file is renamed to ``path``. ``names`` holds the old names,
+    the main file first."""
     row = KINDS.get(kind)
     if row is not None and row.companions and names[:1] != [path.name]:
         # The runtime looks for the weights under the name of the main file.

@@ -36,7 +36,8 @@ def unfinished() -> Path | None:
 
 
 def kept_folder() -> Path | None:
-    """Returns a folder for files that make later runs of stages faster and never change a result (timing caches).
+    """Returns a folder for files, such as timing caches, that make later runs of stages faster and never change a
+    result.
 
     Returns None outside ``run_stage``.
     """
@@ -129,7 +130,7 @@ class StageCache:
         return Artifact.open(self.entry(key) / main)
 
     def get_record(self, kind: str, key: str) -> Any | None:
-        """Returns the JSON value (a measurement, a probe) that ``put_record`` kept under ``key``, or None."""
+        """Returns the JSON value that ``put_record`` kept under ``key``, such as a measurement, or None."""
         try:
             body = json.loads((self._records / f"{kind}-{key}.json").read_text())
         except (OSError, ValueError):

@@ -19,7 +19,7 @@ from typing import Any
 # A check returns as long as the work may go on, and raises an error to end the work.
 Check = Callable[[], None]
 
-# The seconds between two calls of the check by a watching thread or a waiting child.
+# A watching thread or a waiting child calls the check at intervals of this many seconds.
 INTERVAL = 0.5
 
 _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())
@@ -55,8 +55,8 @@ def cancellable() -> bool:
 def interruptible(function: Callable[..., Any], *arguments: Any) -> Any:
     """Returns ``function(*arguments)``, or raises the error of a check while the function still runs.
 
-    A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions:
-    a call of native code runs to its end first.
+    A separate thread calls the checks and raises ``Interrupted`` inside the function, between two Python instructions.
+    A call of native code therefore runs to its end first.
     """
     if not cancellable():
         return function(*arguments)

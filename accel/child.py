@@ -62,7 +62,7 @@ class Child:
     process. ``folder`` is the working directory, for libraries that write there. ``hidden`` lists modules that the
     child can't import: some libraries import torch, which takes seconds, only because torch is installed.
 
-    Raises ``ChildCrashed`` if the process dies, with the signal and the last line that the process wrote during the
+    If the process dies, raises ``ChildCrashed`` with the signal and the last line that the process wrote during the
     call. An ``AccelError`` raised in the child is raised here unchanged.
     """
 
@@ -136,7 +136,7 @@ class Child:
             raise
 
     def _give_up_in_time(self, deadline: float | None, late: str) -> None:
-        """Kills the child and raises the error if the call was canceled or ``deadline`` has passed."""
+        """If the call was canceled or ``deadline`` has passed, kills the child and raises the error."""
         try:
             _check_time(deadline, late)
         except BaseException:
@@ -146,7 +146,7 @@ class Child:
     def _crash(self, doing: str) -> ChildCrashed:
         code = self._process.wait()
         died = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        lines = self._written(self._before).strip().splitlines()  # written during this call
+        lines = self._written(self._before).strip().splitlines()  # the lines that the child wrote during this call
         last = f": {lines[-1].strip()[:300]}" if lines else ""
         crash = ChildCrashed(f"the process running {doing} died ({died}){last}")
         crash.died = died
@@ -243,7 +243,7 @@ def run_program(words: Sequence[str], *, folder: Path, timeout: float) -> str:
 
 
 def _wait(deadline: float | None) -> float | None:
-    """Returns the seconds to wait for an answer before ``_check_time``. Returns None to wait without a limit."""
+    """Returns the seconds to wait for an answer before the next ``_check_time``, or None for no limit."""
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if not cancellable():
         return left
@@ -251,7 +251,7 @@ def _wait(deadline: float | None) -> float | None:
 
 
 def _check_time(deadline: float | None, late: str) -> None:
-    """Raises the error of ``check_cancelled``, or after ``deadline`` a TimeoutError with the message ``late``."""
+    """Raises the error of ``check_cancelled``. After ``deadline``, raises a TimeoutError with the message ``late``."""
     check_cancelled()
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError(late)

@@ -1,4 +1,4 @@
-"""The contract of a stage: the names, dtypes, dims, opset and IR version of its input that its output has to keep.
+"""The contract of a stage: its output has to keep the names, dtypes, dims, opset and IR version of its input.
 
 In the stage table, ``may_change`` lists the parts of the contract that a stage may change.
 """
@@ -38,7 +38,7 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
         if wanted is not None and has is not None and has != wanted and (asked_for or name not in stage.may_change):
             fix = f"ask for {option('opset', has)}" if name == "opset" else f"save the model with ir_version {has}"
             raise SignatureDrift(f"{where} gave {name} {has} instead of {wanted}; {fix}")
-    # A stage may narrow the ranges (an engine's profile). The file itself doesn't record the ranges.
+    # A stage may narrow the ranges, for example to an engine's profile. The file itself doesn't record the ranges.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
     values = {spec.name: spec.values for spec in known.inputs}

@@ -96,7 +96,7 @@ class InvalidModel(BadSource):
 
 
 class FailsOnInputs(BadSource):
-    """A source that its framework can't run on inputs of these shapes. ``reason`` is the error message without the
+    """A source that its framework can't run on inputs of the given shapes. ``reason`` is the error message without the
     advice."""
 
     reason: str = ""

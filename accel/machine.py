@@ -16,8 +16,8 @@ _MEMORY_INFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _VNNI = frozenset({"avx512_vnni", "avx_vnni"})
 # The memory files of Linux control groups, first for version 2 and then for version 1. A row has the files of the
-# limit, of the memory in use and of the statistics. The last field of a row is the statistic of the file pages that the
-# kernel can drop.
+# limit, of the memory in use and of the statistics. The last field of a row names the statistic that counts droppable
+# file pages.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -59,7 +59,7 @@ def cpu_limit() -> int:
         else:
             quota, period = (_CGROUP.joinpath("cpu", f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         found = math.ceil(int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # no Linux, no control group, or "max"
+    except (OSError, ValueError, ZeroDivisionError):  # no Linux, no control group, or "max" for no limit
         return 0
     return found if 0 < found < _cores() else 0
 
@@ -79,8 +79,8 @@ def available_memory() -> int | None:
 def trim_memory() -> None:
     """Return freed memory to the system, if the C library can (glibc's malloc_trim(3)).
 
-    glibc does not return small freed blocks, such as most weights, by itself. Without this call, the process keeps
-    about as much memory as each closed model took.
+    glibc does not return small freed blocks, such as most weights, by itself. Without this call, the process keeps most
+    of the memory that closed models took.
     """
     if (function := _malloc_trim()) is not None:
         function(0)

@@ -28,8 +28,8 @@ _SPEC = re.compile(
 )
 
 
-# The name is cached, because numpy computes a dtype's name on every call. Computing names would dominate a server's
-# check.
+# The name is cached, because numpy computes a dtype's name on every call. Without the cache, a server's check would
+# spend most of its time on computing names.
 dtype_name = lru_cache(maxsize=64)(str)
 
 
@@ -49,9 +49,8 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 class TensorSpec:
     """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
 
-    ``values`` is the range of integers with a meaning, such as token ids. Example inputs are drawn from this range, so
-    that they cover exactly the rows of an embedding table. ``optional`` is True if the model has a default for this
-    input.
+    ``values`` is the range of valid integers, such as token ids. Example inputs are drawn from this range, so that they
+    cover exactly the rows of an embedding table. ``optional`` is True if the model has a default for this input.
     """
 
     name: str
@@ -76,7 +75,7 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """Reads ``x:float32[batch,3,32,32]``, or with a range of integers ``ids:int64[batch,sequence]{0..30521}``.
+        """Reads ``x:float32[batch,3,32,32]``, or ``ids:int64[batch,sequence]{0..30521}`` with a range of integers.
 
         Raises ``BadInputSpec`` if the text can't be read.
         """
@@ -138,7 +137,7 @@ class DimRange:
 
     @classmethod
     def parse(cls, text: str) -> DimRange:
-        """Reads ``8:128:512`` (min:opt:max), or with a step ``16:32:64:4``. Raises ``BadInputSpec`` for malformed
+        """Reads ``8:128:512`` (min:opt:max), or ``16:32:64:4`` with a step. Raises ``BadInputSpec`` for malformed
         texts."""
         try:
             numbers = [int(part) for part in text.split(":")]
@@ -182,7 +181,7 @@ class DimRange:
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """Returns this range as the replacement of ``known``.
+        """Returns this range, which replaces the range ``known``.
 
         The result gets the step of ``known`` if this range has no step and its sizes are multiples of that step.
         """
@@ -280,8 +279,8 @@ class Signature:
         return given
 
     def cases(self, largest_batch: int | None = None) -> list[dict[str, int]]:
-        """Returns the sizes that every gate runs on, with batch 1, 2 and the largest batch, and other dims at min, opt
-        and max. ``largest_batch`` limits the batch, rounded up to a multiple of the batch dim's step.
+        """Returns the sizes that every gate runs on. The batch is 1, 2 or the largest batch, and other dims are at min,
+        opt or max. ``largest_batch`` limits the batch, rounded up to a multiple of the batch dim's step.
         """
         if not self.dims:
             return [{}]
@@ -300,9 +299,9 @@ class Signature:
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Returns random inputs that the model accepts, equal for equal seeds. ``sizes`` gives sizes of dynamic dims.
 
-        Floats are normally distributed, and integers lie inside their ``values`` (0 and 1 if the spec has none). An
-        input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
-        Optional inputs are left out.
+        Floats are normally distributed. Integers lie inside their ``values``, or are 0 or 1 if the spec has no
+        ``values``. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in
+        each row. Optional inputs are left out.
         """
         import numpy as np
 
@@ -361,7 +360,7 @@ class Signature:
         return sizes
 
     def beyond(self, feeds: Feeds) -> str:
-        """Returns a phrase for a dim of ``feeds`` beyond its range, as "sequence is 600, beyond 512", else "".
+        """If a dim of ``feeds`` is beyond its range, returns a phrase such as "sequence is 600, beyond 512", else "".
 
         A range only tells which sizes were verified, so ``check_feeds`` also accepts feeds beyond the range.
         """

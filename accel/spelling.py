@@ -26,7 +26,7 @@ FLAGS: Mapping[str, str] = {
     "page": "--graph",
     "preprocess": "--normalize",
 }
-# Options of the command line that are fields of an argument in Python.
+# Options of the command line that set a field of a Python argument.
 ARGUMENTS: Mapping[str, str] = {"layout": "preprocess=PreprocessConfig(layout=...)"}
 # The command line's switches for boolean arguments. Every other switch is spelled --like-this and means True.
 SWITCHES: Mapping[tuple[str, bool], str] = {

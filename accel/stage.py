@@ -1,7 +1,8 @@
 """Runs a stage or takes its result from the cache, checks its contract and gates, and records the result.
 
-A stage is a pure function of an ``Artifact``, a ``StageConfig`` and the path ``out`` that returns an ``Artifact``. A
-stage writes only ``out`` and its companions. ``run_stage`` does everything else, in the same way for all stages.
+A stage is a pure function that takes an ``Artifact``, a ``StageConfig`` and the path ``out``, and returns an
+``Artifact``. A stage writes only ``out`` and its companions. ``run_stage`` does everything else, in the same way for
+all stages.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage, get_stage
 from accel.version import __version__
 
-# A disk with fewer free bytes counts as full, even if the file to write is smaller.
+# A disk with fewer free bytes than this counts as full, even if the file to write is smaller.
 _LITTLE_ROOM = 1 << 20
 
 
@@ -89,7 +90,7 @@ class Gate(Protocol):
 
 
 class Proof:
-    """Checks the contract between ``src`` and a stage's files, and then every gate of the run.
+    """Checks a file that the stage made from ``src``: first the contract, then every gate of the run.
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
     marks the stages that try several files. ``run_stage`` checks the returned file again. The results of the last file
@@ -153,8 +154,8 @@ def config_json(config: StageConfig) -> dict[str, Any]:
 
 
 def _omitted(value: Any, field: dataclasses.Field[Any]) -> bool:
-    """Tells whether ``field`` is left out of the record, because it was added later (``omit_default``) and has its
-    default value."""
+    """Tells whether the record leaves out ``field``: a field added later (``omit_default``) that has its default
+    value."""
     return bool(field.metadata.get("omit_default")) and getattr(value, field.name) == field.default
 
 
@@ -303,7 +304,7 @@ def _set_aside(result: Artifact, out: Path) -> Path:
     aside = out.with_name(out.name + ".rejected")
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(result.path, aside)  # copies, because the scratch folder may be on another disk
+        shutil.copyfile(result.path, aside)  # no rename, because the scratch folder may be on another disk
     except OSError as error:
         raise CannotWrite(f"can't write {aside} ({error.strerror}); choose another {option('out')}") from error
     return aside

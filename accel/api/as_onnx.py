@@ -48,7 +48,7 @@ def as_onnx(source: Source, cache: StageCache) -> Exported:
     """Opens ``source``, and exports it to ONNX if it isn't an ONNX model.
 
     Raises the errors of ``accel.export``, and ``UsageError`` for an engine or an IR. Raises
-    ``BadInputSpec`` if an ONNX file without a manifest fails at a size of its signature.
+    ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
     """
     src = source.open()
     if src.kind in TO_ONNX:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from accel.signature import Signature
     from accel.sources.declare import Dims, Inputs
 
-# The number of batches of the user's data that run in turn. The times are averages over these batches.
+# A benchmark uses at most this many batches of the user's data, in turn. The times are averages over these batches.
 _DATA_BATCHES = 8
-# Sessions for TensorFlow and TFLite models run in the TensorFlow process. A benchmark runs each candidate in its own
-# process, and opens TensorFlow sessions directly in the candidate's process.
+# A benchmark runs TensorFlow and TFLite models directly in the candidate's own process. Elsewhere, sessions for these
+# models run in a separate TensorFlow process.
 _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:open_here")
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
@@ -64,22 +64,22 @@ def bench(
     """Times ``candidates`` beside ``against`` (default: the first candidate), each in a process of its own.
 
     A candidate is an artifact, the folder of an artifact, an ONNX file or a source. An artifact runs on the runtime it
-    was optimized for. ``also`` lists runtimes that time PyTorch sources in addition to eager mode, such as
+    was optimized for. PyTorch sources are timed in eager mode and on the runtimes in ``also``, such as
     ``torch-compile``. ``sizes`` gives sizes of the dynamic dims, by default the usual sizes of ``against``. ``data`` is
     an .npz file whose first batches are the inputs. By default the inputs are random.
 
-    ``threads``, ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a candidate
-    has its recorded threads and streams, or else all cores of this process and one stream. With several streams the
-    report compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs.
+    ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
+    candidate has its recorded numbers, or else one thread for each core of this process and one stream. With several
+    streams the report compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs.
     ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
 
     The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for all candidates that
     are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
     declare its inputs gets the inputs of the first artifact.
 
-    Compares the outputs with the outputs of ``against`` before timing. A candidate that fails gets a row with the
-    reason. Raises ``BadSource`` if a model is not found, ``BadData`` if the data doesn't fit, and ``BadInputSpec`` for
-    a size outside the range declared for ``against``.
+    Before timing, compares each candidate's outputs with the outputs of ``against``. A candidate that fails gets a row
+    with the reason. Raises ``BadSource`` if a model is not found, ``BadData`` if the data doesn't fit, and
+    ``BadInputSpec`` for a size outside the range declared for ``against``.
 
     >>> report = accel.bench(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                         # doctest: +SKIP
@@ -259,7 +259,8 @@ def _candidates(
 
 
 def _expand(source: Source) -> list[Source]:
-    """Returns each artifact in a folder that has no main file, as a source. Returns any other source as it is."""
+    """Returns a source for each artifact in the folder, if ``source`` is a folder without a main file. Returns any
+    other source as it is."""
     folder = Path(source.text)
     if isinstance(source.spec, Artifact) or not source.text or not folder.is_dir() or main_file(folder) is not None:
         return [source]

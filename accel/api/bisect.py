@@ -29,11 +29,11 @@ class BisectReport:
     """The result of a bisection.
 
     ``divergence`` is the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
-    paired tensors, and ``by_structure`` the number paired by structure. ``unmatched`` is the number of tensors without
-    a counterpart. ``harmless`` lists tensors that differ without an effect on the outputs. ``earlier`` lists differing
-    tensors before the first difference, and is None without ``scan``. ``notes`` names the ONNX files that were compared
-    in place of an engine or an IR. ``as_run`` is set if the candidate's ONNX file agrees with the reference but the
-    candidate in its own runtime doesn't. ``as_run`` is then the output with the largest difference.
+    paired tensors, and ``by_structure`` is how many of them were paired by structure. ``unmatched`` is the number of
+    tensors without a counterpart. ``harmless`` lists tensors that differ without an effect on the outputs. ``earlier``
+    lists differing tensors before the first difference, and is None without ``scan``. ``notes`` names the ONNX files
+    that were compared in place of an engine or an IR. ``as_run`` is set if the candidate's ONNX file agrees with the
+    reference but the candidate in its own runtime doesn't. ``as_run`` is then the output with the largest difference.
     """
 
     divergence: Divergence | None
@@ -80,18 +80,18 @@ def bisect(
     signature: str = "",
     strip_training_ops: bool = False,
 ) -> BisectReport:
-    """Finds the first node at which ``candidate`` differs from ``reference``: two ONNX models with the same inputs and
-    outputs, after any stages (simplified, cast, quantized).
+    """Finds the first node at which ``candidate`` differs from ``reference``. Both are ONNX models with the same inputs
+    and outputs, after any stages (such as simplification, a cast or quantization).
 
-    For an engine or an OpenVINO model, searches the last ONNX file it was made from, if the file still has its recorded
-    sha256. Compares the outputs of the engine or the OpenVINO model with that ONNX file too, if this machine can run
-    both.
+    For an engine or an OpenVINO model, searches the last ONNX file that the model was made from, if the file still has
+    its recorded sha256. Also compares the outputs of the engine or the OpenVINO model with those of that ONNX file, if
+    this machine can run both.
 
     Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to its
-    own dtype. ``limit`` is the largest ||candidate - reference||₂ / ||reference||₂ at which two tensors count as equal;
-    the default depends on the candidate's precision, 0 asks for equal bits. Takes O(log n) runs. Only the tensors that
-    cross one cut of the graph are in memory at a time. ``scan`` also compares every tensor before the difference.
-    The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``.
+    own dtype. Two tensors count as equal if ||candidate - reference||₂ / ||reference||₂ is at most ``limit``. The
+    default depends on the candidate's precision, and 0 asks for equal bits. Takes O(log n) runs. Only the tensors that
+    cross one cut of the graph are in memory at a time. ``scan`` also compares every tensor before the difference. The
+    arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``.
 
     Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest names no ONNX file, ``UsageError`` if the
     inputs or outputs differ, ``BadData`` if the data doesn't fit.

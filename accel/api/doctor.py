@@ -16,7 +16,7 @@ from accel.timing.environment import environment
 
 # TensorFlow's CPU-only package exists for x86 only.
 _TENSORFLOW = "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow"
-# The names that NVIDIA's images give to the same distributions.
+# NVIDIA's images install these distributions under other names.
 _ALSO = {"tensorrt-cu13": "tensorrt"}
 # Each row has the distribution, its import name, its extra, and what it adds.
 _PARTS = (

@@ -54,16 +54,16 @@ def export(
     same outputs as ``source``.
 
     ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
-    or ``torch``. Other formats than ``onnx`` are written to the folder ``out``.
+    or ``torch``. Formats other than ``onnx`` are written to the folder ``out``.
 
-    ``accel.Source`` describes ``source`` and the arguments from ``inputs`` to ``strip_training_ops``. The source may be
-    an ONNX file, to change its opset, its shapes or its pre- and postprocessing. With a ``preprocess`` that resizes
-    images, the dims ``height`` and ``width`` are the sizes of the images before resizing. ``opset`` is the opset of the
-    file; by default 20, or the opset of a source that is ONNX already. ``preprocess`` is pre- and postprocessing to put
-    into the graph. ``channels`` is the position of the channels (``first``, ``last`` or ``auto``) inside the graph of a
-    TensorFlow model; the inputs keep TensorFlow's layout. ``auto`` takes the position with fewer transposes. ``limit``
-    is the largest allowed relative error of an output after each stage. A model whose float32 rounding exceeds the
-    usual 1e-4 needs a larger limit.
+    ``accel.Source`` describes ``source`` and the arguments from ``inputs`` to ``strip_training_ops``. The source may
+    also be an ONNX file whose opset, shapes or pre- and postprocessing are to change. With a ``preprocess`` that
+    resizes images, the dims ``height`` and ``width`` are the sizes of the images before resizing. ``opset`` is the
+    opset of the file; by default 20, or the opset of a source that is ONNX already. ``preprocess`` is pre- and
+    postprocessing to put into the graph. ``channels`` is the position of the channels (``first``, ``last`` or ``auto``)
+    inside the graph of a TensorFlow model; the inputs keep TensorFlow's layout. ``auto`` takes the position with fewer
+    transposes. ``limit`` is the largest allowed relative error of an output after each stage. A model whose float32
+    rounding exceeds the usual 1e-4 needs a larger limit.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
     correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
@@ -149,8 +149,8 @@ def _dims_of_each(
 
 @contextmanager
 def _limit_named(limit: float | None) -> Iterator[None]:
-    """Adds the advice to raise the limit to the error of a gate whose usual limit was exceeded slightly. The float32
-    rounding of a deep recurrent net alone may exceed the usual limit.
+    """If a gate's usual limit was exceeded only slightly, extends the gate's error by advice to raise the limit. The
+    float32 rounding of a deep recurrent net alone may exceed the usual limit.
     """
     try:
         yield
@@ -228,13 +228,13 @@ def _to_onnx(
     if not simplify:
         return run_stage(stage, src, config, gates=gates, out=out, cache=cache)
     exported = run_stage(stage, src, config, gates=gates, cache=cache)
-    if src.properties.get("precision") == "int8":  # from here on, the gates compare two ONNX files
+    if src.properties.get("precision") == "int8":  # both files that the next gate compares are ONNX
         gates = [OutputGate(limit=limit or EXPORT_LIMITS["fp32"])]
     return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
 
 
 def usual_limit(src: Artifact) -> float:
-    """Returns the largest relative error that the export of a source may have, by the precision of the source."""
+    """Returns the largest relative error that the export of ``src`` may have, given the precision of ``src``."""
 
     precision = src.properties.get("precision", "fp32")
     return EXPORT_LIMITS["tflite-int8" if precision == "int8" else precision]
@@ -283,7 +283,7 @@ def open_cache(stack: ExitStack, use_cache: bool) -> StageCache:
 
 
 def check_writable(out: Path) -> None:
-    """Raises the system's ``OSError`` if ``out`` can't be written, before any work starts."""
+    """Before any work starts, raises the system's ``OSError`` if ``out`` can't be written."""
     from tempfile import NamedTemporaryFile
 
     check_name(out)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Inspection:
     """The result of an inspection.
 
-    ``chain`` holds the hashes that were checked, none without ``check``. ``intact`` is False if a hash differs, and
-    None without ``check``. ``kernels`` lists the kernels of an engine in the order they run: name, type, dtypes and
-    ONNX nodes of each. ``problem`` is the toolkit's reason to refuse the engine, or "" if the toolkit accepts the
+    ``chain`` holds the checked hashes, and is empty without ``check``. ``intact`` is False if a hash differs, and None
+    without ``check``. ``kernels`` lists the name, type, dtypes and ONNX nodes of each kernel of an engine, in the order
+    in which the kernels run. ``problem`` is the toolkit's reason to refuse the engine, or "" if the toolkit accepts the
     engine or is missing.
     """
 

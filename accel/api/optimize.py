@@ -85,7 +85,7 @@ def optimize(
     - ``quantize``, ``cast``: a ``QuantizeOptions`` and a ``CastOptions``, or texts as on the command line, such as
       ``calibration=entropy`` and ``keep-fp32=Softmax``.
     - ``kernels``: try only candidates whose matrix products are fused into accel's operators. Publishes the fastest of
-      these candidates even if it isn't measurably faster than the source, with a note.
+      these candidates, with a note if it isn't measurably faster than the source.
 
     Quality:
 
@@ -107,16 +107,16 @@ def optimize(
       takes at once).
     - ``vary_session``: try the best candidates with other threads, streams, graph levels and spinning, too. The
       manifest records the chosen options for ``accel.load``, ``accel bench`` and ``accel serve``.
-    - ``threads``: measure with this number of threads only; 0 for all cores, or fewer if that is faster.
+    - ``threads``: measure with this number of threads only. 0 means all cores, or fewer if fewer are faster.
     - ``rounds``: rounds of the measurement, at least 5.
     - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, and
       begins with the candidates that are likely fastest. The result lists each candidate that is skipped or abandoned
       to save time. No candidate is chosen unmeasured. The budget doesn't stop an export.
     - ``use_cache``: if False, all stages and measurements run again.
 
-    If no candidate is measurably faster than the source, the source itself is chosen. Candidates for a target that
-    can't run here are not measured. The first candidate with right outputs is chosen, in the order fp16, int8, fp8,
-    bf16, fp32.
+    If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
+    nothing is measured. The first candidate with right outputs is then chosen, in the order fp16, int8, fp8, bf16,
+    fp32.
 
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.

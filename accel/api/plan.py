@@ -93,8 +93,8 @@ def search_for_config(
 
 
 def config_of(chosen: Plan, base: TrainConfig | None = None) -> TrainConfig:
-    """Returns the training config of a plan, which is ``base`` with the plan's layout. Adds the plan's shape if there
-    is no ``base``."""
+    """Returns ``base`` with the plan's layout. Without ``base``, makes a training config with the plan's layout and
+    shape."""
     layout, spec = chosen.layout, chosen.spec
     if base is None:
         optimizer = {"momentum": OptimizerConfig(name="sgd"), "sgd": OptimizerConfig(name="sgd", momentum=0.0)}

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from accel.sources.declare import Dims, Inputs
 
 # The largest relative error that rewriting a graph may cause, by the graph's precision. Requantizing uint8 as symmetric
-# int8 loses up to one of eight bits, so values of an 8-bit graph may round to the next step. Rewriting float64 nodes
-# has the limit of the graph's own precision.
+# int8 loses up to one of eight bits, so values of an 8-bit graph may round to the next step. A graph with float64 nodes
+# has the limit of its own precision.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
@@ -144,7 +144,7 @@ def preflight(
 
 
 def _way_on(error: GateFailed, refusals: Sequence[Refusal], *, quantized: bool) -> GateFailed:
-    """Adds the rewritten nodes and the fix to ``error``, the failed gate of a rewritten model."""
+    """Returns the gate's ``error`` with the rewritten nodes and the fix added to its message."""
     from accel.converters.to_tensorrt.preflight import NEEDS_FLOAT64, NEEDS_OWN_SCALES
 
     nodes = [row.node for row in refusals if row.safe]

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class Verification:
     """The result of a comparison.
 
-    ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` is, for each output,
-    the median of the relative errors (rel_l2) of the samples on axis 0. Unlike the error of a whole output, the median
-    doesn't depend on a few samples with large values. ``problems`` has a sentence for each output that differs by more
-    than ``limit``.
+    ``outputs`` holds the largest differences of each output over all ``cases``. ``middle_sample`` holds the median of
+    the samples' relative errors (rel_l2) for each output. The samples lie on axis 0. Unlike the error of a whole
+    output, the median doesn't depend on a few samples with large values. ``problems`` has a sentence for each output
+    that differs by more than ``limit``.
     """
 
     passed: bool
@@ -73,8 +73,8 @@ def verify(
 
     Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
     with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
-    ||candidate - reference||₂ / ||reference||₂ of an output and of its median sample; the default depends on the
-    candidate's precision. If a quantized candidate fails on random inputs, the last problem asks for ``data``.
+    allowed ||candidate - reference||₂ / ||reference||₂, both for a whole output and for its median sample. The default
+    depends on the candidate's precision. If a quantized candidate fails on random inputs, the last problem asks for ``data``.
 
     The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for the models that are
     sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``
@@ -183,7 +183,7 @@ def _advice_on_random_inputs(candidate: Artifact) -> str:
 
 
 def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
-    """Tells whether axis 0 of an output counts the samples and the output holds floats."""
+    """Tells whether an output holds floats and has one entry on axis 0 for each sample."""
     samples = next((value.shape[:1] for value in feeds.values() if value.ndim), None)
     own = output.ndim > (BATCH not in artifact.signature.dims)  # without a batch dim, a vector may be one sample
     return own and output.shape[:1] == samples and holds_floats(output)
@@ -204,8 +204,7 @@ def _open(reference: Model, candidate: Model, options: SourceOptions) -> tuple[A
 
 
 def effective_precision(artifact: Artifact) -> str:
-    """Returns the precision a model computes in, the lower of the precisions of its file and of its recorded
-    session."""
+    """Returns the precision that a model computes in. A recorded session may lower the precision of an fp32 file."""
     own = str(artifact.properties.get("precision", "fp32"))
     asked = recorded_options(artifact).get("precision", "fp32")
     return asked if own == "fp32" else own

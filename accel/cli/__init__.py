@@ -150,7 +150,8 @@ class Output:
         self._bar: Any = None
 
     def result(self, body: Any, human: Callable[[], Any]) -> None:
-        """Prints ``body`` as one JSON object with ``--json``, else the text or rich object that ``human`` returns."""
+        """With ``--json``, prints ``body`` as one JSON object. Otherwise prints the text or rich object that ``human``
+        returns."""
         self._stop_bar()
         if self.as_json:
             click.echo(json.dumps(body, allow_nan=False), file=self._stdout)

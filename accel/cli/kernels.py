@@ -84,7 +84,7 @@ def build_(
     jobs: int | None,
     say: Output,
 ) -> None:
-    """Compile the CUDA kernels with this machine's nvcc, the operators for ONNX Runtime and the plugins for
+    """Compile the CUDA kernels (with this machine's nvcc), the operators for ONNX Runtime and the plugins for
     TensorRT."""
     from accel.kernels.native.bridges import build_for_onnxruntime, build_for_tensorrt, check_headers
     from accel.kernels.native.build import build
@@ -94,7 +94,7 @@ def build_(
         raise click.UsageError(
             "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
         )
-    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # checks before nvcc, which is slow
+    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # before nvcc, which is slow
     body: dict[str, Any] = {}
     kernels: Path | None = None
     words = []

@@ -78,7 +78,7 @@ class GraphCost:
 
     @property
     def quantized_share(self) -> float:
-        """Returns the quantized share of the FLOPs in matrix products, convolutions and recurrent layers."""
+        """Returns the share of quantized nodes in the FLOPs of matrix products, convolutions and recurrent layers."""
         products = [node for node in self.nodes if node.product and node.flops]
         total = sum(node.flops or 0 for node in products)
         return sum(node.flops or 0 for node in products if node.quantized) / total if total else 0.0
@@ -195,7 +195,7 @@ def _shapes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> tuple[dict[str,
 
 
 def _kind(node: onnx.NodeProto) -> str:
-    """Returns the operator of a node, or for one of accel's fused operators the product inside."""
+    """Returns the operator of a node. For one of accel's fused operators, returns the product inside."""
     fused = {"FusedGemm": "MatMul", "FusedConv2d": "Conv"} if node.domain == "accel" else {}
     return fused.get(node.op_type.partition("_")[0], node.op_type)
 

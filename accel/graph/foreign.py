@@ -1,4 +1,4 @@
-"""The common representation of graphs of other formats than ONNX, for counting and drawing."""
+"""The common representation of graphs in formats other than ONNX, for counting and drawing."""
 
 from __future__ import annotations
 

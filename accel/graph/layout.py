@@ -11,9 +11,9 @@ _PASSES = 4
 def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, int]:
     """Returns the center of each of ``count`` nodes, and the width and the height of the drawing, in pixels.
 
-    ``edges`` lead from lower to higher node numbers, as in topological order. A node's layer is its longest path from
-    an input (Sugiyama's method). Within a layer, nodes move alternately to the mean position of their neighbors above
-    and below.
+    ``edges`` lead from lower to higher node numbers, as in topological order. A node's layer is the length of its
+    longest path from an input (Sugiyama's method). Within a layer, nodes move by turns to the mean position of their
+    neighbors above and of their neighbors below.
     """
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]

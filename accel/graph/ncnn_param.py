@@ -22,7 +22,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # the key of a list is this number minus its index
+_ARRAY = -23300  # a list whose option is number i has the key _ARRAY - i
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def bare_signature(path: Path) -> Signature:
     ends = [name for layer in layers for name in layer.outputs if name not in read]
 
     def shape(layer: Layer) -> tuple[int | str, ...]:
-        sizes = [layer.number(key) for key in (2, 11, 1, 0)]  # channels, depth, height, width
+        sizes = [layer.number(key) for key in (2, 11, 1, 0)]  # the keys of channels, depth, height, width
         return ("batch", *(n for n in sizes if n)) if any(sizes) else ()
 
     return Signature(

@@ -23,7 +23,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"SoftMax": 5, "LogSoftmax": 6, "Gelu": 8, "Sigmoid": 4, "Tanh": 4, "Erf": 8, "MVN": 8, "Swish": 5}
-# How many leading kernel axes ``_flops`` skips. ``positions`` already counts these axes.
+# The number of leading kernel axes that ``_flops`` skips, because ``positions`` counts them already.
 _KERNEL = {
     "Convolution": 1, "GroupConvolution": 2, "ConvolutionBackpropData": 1, "GroupConvolutionBackpropData": 2,
 }  # fmt: skip
@@ -140,8 +140,8 @@ def _is_weight(dtype: str, shape: Shape) -> bool:
 def _ends(
     rows: Sequence[Mapping[str, Any]], kind: str, side: str, specs: Sequence[TensorSpec]
 ) -> dict[str, TensorSpec]:
-    """Returns a dict from the names of values in the graph to ``specs``. If the name of a spec is not in the IR,
-    matches the spec by its position."""
+    """Maps the names of values in the graph to ``specs``. If the name of a spec is not in the IR, matches the spec by
+    its position."""
     ends = [row for row in rows if row["kind"] == kind]
     names = [row[side][0] for row in ends]
     known = {name: row[side][0] for row in ends for name in row["known_as"]}

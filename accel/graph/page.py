@@ -86,7 +86,7 @@ def mark_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int
     """Set the ``change`` of each node of two models to ``same``, ``changed``, ``removed`` or ``added``. Returns their
     counts.
 
-    Two nodes match if their first outputs have the same name, or if nodes without outputs have the same name. A matched
+    Two nodes match if their first outputs have the same name. Nodes without outputs match by their own names. A matched
     node has changed if its operator, attributes, shape or parameters differ.
     """
 

@@ -70,8 +70,8 @@ def attempt(
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` says in a clause which step is running,
-    for messages."""
+    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is a clause for messages that says which
+    step is running."""
 
     row: CandidateResult
     src: Artifact

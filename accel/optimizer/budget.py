@@ -13,7 +13,7 @@ from accel.spelling import option
 
 # The largest number of steps, and of candidates, that a note names.
 _NAMED = 4
-# The seconds of a short measurement for each process, spent on loading, warm-up and five short blocks.
+# The seconds that a short measurement takes for each process: loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
 # The number of processes that run the source in a measurement.
 SOURCES = 2
@@ -60,7 +60,7 @@ class Budget:
 
     def over(self, share: float) -> bool:
         """Tells whether ``share`` of the budget is spent, or whether measuring needs the rest. Measuring needs time for
-        the candidates that are built, the source, and one more candidate.
+        the source, for the candidates that are built, and for one more candidate.
         """
         if self.seconds is None:
             return False
@@ -101,8 +101,8 @@ class Budget:
             self._taken[what] = self._taken.get(what, 0.0) + self._clock() - begun
 
     def note(self, missed: Sequence[str]) -> str:
-        """Returns a note that names the longest steps, the skipped candidates ``missed``, and the options that help.
-        Returns an empty text if ``missed`` is empty."""
+        """Returns a note that names the longest steps, the skipped candidates ``missed``, and the options that save
+        time or extend the budget. Returns an empty text if ``missed`` is empty."""
         if not missed or self.seconds is None:
             return ""
         least = 0.05 * sum(self._taken.values())

@@ -49,8 +49,8 @@ def fused(source: CandidateResult, rows: list[CandidateResult], notes: list[str]
 
 
 def likeliest(rows: list[CandidateResult]) -> CandidateResult:
-    """Returns the passed candidate in the precision that is usually the fastest, for a target that can't run here.
-    Raises ``UnsupportedHere`` if no candidate supports the request, ``NothingPassed`` if no candidate passed.
+    """For a target that can't run here, returns the passed candidate whose precision is usually the fastest. Raises
+    ``UnsupportedHere`` if no candidate supports the request, ``NothingPassed`` if no candidate passed.
     """
     passed = [row for row in rows if row.passed]
     if rows and all(row.unsupported for row in rows):

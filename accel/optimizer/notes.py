@@ -12,8 +12,8 @@ from .judge.comparison import Judge
 
 
 def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
-    """Returns notes on how the candidates were made: on samples, on plugins, and on float layers that no held-out half
-    confirmed.
+    """Returns notes on how the candidates were made: on samples, on plugins, and on float layers that were not
+    confirmed on held-out data.
 
     ``samples`` is the number of calibration samples, ``asked`` the number that the user requested.
     """

@@ -40,7 +40,7 @@ _COMPARED_SAMPLES = 64
 
 
 class Opened(Protocol):
-    """The model to optimize as ONNX, and the source of an exported model."""
+    """The model to optimize, in ONNX form, and its source if it was exported."""
 
     @property
     def artifact(self) -> Artifact:
@@ -133,8 +133,8 @@ def _check_source(
 
     Raises ``BadData`` if the source can't run on a sample, ``UsageError`` if the metric fails.
     """
-    # The judge runs its own samples below. Samples that only the judge uses run here too if an exported model is
-    # compared with its source.
+    # The judge runs its own samples below. If an exported model is compared with its source, ``opened.check`` runs
+    # these samples too.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")
@@ -201,7 +201,7 @@ def _choose_measured(
         outcome.chosen, outcome.varied = search.vary_sessions(
             outcome.chosen, runnable, judge, request.max_drop, vary_threads=not request.threads
         )
-    if request.kernels and outcome.chosen is source:  # a varied session may be faster
+    if request.kernels and outcome.chosen is source:
         outcome.chosen = fused(source, [*runnable, *outcome.varied], outcome.notes)
     outcome.environment = search.environment
     done = f"{search.workload.note}, {search.threads} threads"

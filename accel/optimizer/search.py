@@ -69,7 +69,7 @@ class Search:
         *,
         vary_threads: bool,
     ) -> tuple[CandidateResult, list[CandidateResult]]:
-        """Tries other session options for ``best``, and the most promising ones for the second best.
+        """Tries other session options for ``best``, and only the most promising options for the second best.
 
         Returns the new best, and a row for each combination of candidate and options.
         """
@@ -201,7 +201,7 @@ def faster_than(row: CandidateResult, base: CandidateResult, floor: float) -> bo
 
 
 def not_faster(row: CandidateResult, base: CandidateResult, floor: float) -> None:
-    """Gives ``row`` a reason if it isn't measurably faster than ``base``, and notes if noise may have hidden a
+    """Gives ``row`` a reason if it isn't measurably faster than ``base``, and notes whether noise may have hidden a
     speedup."""
     if faster_than(row, base, floor):
         return

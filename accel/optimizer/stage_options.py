@@ -80,15 +80,15 @@ class CastOptions:
 
 
 def parse_quantize_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Returns the fields of ``QuantizeConfig`` that the texts ``KEY=VALUE`` set. ``keep`` and ``ops`` may be repeated
-    and add up. A ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``. Raises
-    ``BadInputSpec`` for other texts."""
+    """Returns the fields of ``QuantizeConfig`` that the texts ``KEY=VALUE`` set. ``keep`` and ``ops`` may be repeated,
+    and their values add up. A ``percentile`` without a ``calibration`` chooses the calibration called ``percentile``.
+    Raises ``BadInputSpec`` for other texts."""
     return _with_calibration(_parse(option("quantize").removesuffix("="), texts, _QUANTIZE))
 
 
 def parse_cast_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Returns the fields of ``CastConfig`` that the texts ``KEY=VALUE`` set. ``keep-fp32`` may be repeated and adds up.
-    Raises ``BadInputSpec`` for other texts."""
+    """Returns the fields of ``CastConfig`` that the texts ``KEY=VALUE`` set. ``keep-fp32`` may be repeated, and its
+    values add up. Raises ``BadInputSpec`` for other texts."""
     return _parse(option("cast").removesuffix("="), texts, _CAST)
 
 
@@ -159,7 +159,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _block(text: str) -> int:
-    """Reads a block size, which has to be a power of two from 16 on for MatMulNBits."""
+    """Reads a block size. MatMulNBits requires a power of two, at least 16."""
     value = int(text)
     if value < 16 or value & (value - 1):
         raise ValueError(text)

@@ -69,9 +69,9 @@ def sample_of(inputs: Any) -> Sample:
 
 
 def trial(module: torch.nn.Module, sample: Sample) -> tuple[int, float]:
-    """Returns the bytes saved for the backward pass and the FLOPs of the forward pass, for one sample in float32.
-    Subtracts a batch of two from a batch of four, which cancels all costs that don't grow with the batch. Returns (0,
-    0.0), which means unknown, if the model can't run on fake tensors.
+    """Returns the bytes kept for the backward pass and the FLOPs of the forward pass, for one sample in float32.
+    Subtracts the costs of a batch of two from those of a batch of four, which cancels all costs that don't grow with
+    the batch. Returns (0, 0.0), which means unknown, if the model can't run on fake tensors.
     """
     try:
         two, four = (_forward(module, sample, batch) for batch in (2, 4))

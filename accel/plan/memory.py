@@ -80,7 +80,7 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 
 
 def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
-    """Returns the bytes of parameters and of gradients on the device, and all bytes on the host, under CPU offload.
+    """Under CPU offload, returns the bytes of parameters and of gradients on the device, and all bytes on the host.
 
     The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. The device holds
     the gathered parameters at ZeRO stages 1 and 2, and the accumulated gradients at ZeRO stage 1.
@@ -163,7 +163,7 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns two peak numbers of micro-batches whose activations a rank holds.
+    """Returns how many micro-batches' activations a rank holds at the peak, as two numbers.
 
     The first number is for the rank of the first stage, and is the largest of all ranks. The second number is for the
     rank of the last stage.

@@ -17,7 +17,7 @@ from .traffic import StepTime, bubble, flops, host_bytes, step_time, traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One layout of one model on one machine, with its memory, the bytes sent by axis, and its time."""
+    """One layout of one model on one machine, with its memory, the bytes sent over each axis, and its time."""
 
     spec: ModelSpec
     layout: Layout

@@ -1,4 +1,4 @@
-"""Estimates the bytes that a rank sends in a step, by mesh axis, and the time of the step."""
+"""Estimates the bytes that a rank sends over each mesh axis in a step, and the time of the step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, in
 
     ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
     Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). In each micro-batch,
-    ZeRO 3 gathers for forward and for backward, and scatters once (3 m Psi). ZeRO 3 gathers parameters outside the
-    blocks only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas then all-reduce
-    their shards of gradients.
+    ZeRO 3 gathers for the forward and for the backward pass, and scatters once (3 m Psi). ZeRO 3 gathers parameters
+    outside the blocks only once. Section 7 of the ZeRO paper gives 2 Psi, 2 Psi, 2 Psi and 3 Psi at m = 1. Replicas
+    then all-reduce their shards of gradients.
 
     In ZeRO++ (Wang et al. 2023, table 1), qwZ gathers and qgZ reduces in int8 blocks, each with a float32 scale (the
     paper reduces in int4). hpZ keeps the backward gather in its group.
@@ -148,7 +148,7 @@ def host_bytes(spec: ModelSpec, layout: Layout) -> float:
 def bubble(layout: Layout) -> float:
     """Returns the fraction of a step in which a pipeline stage waits.
 
-    GPipe and 1F1B: (p - 1) / (m + p - 1). An interleaved schedule with v chunks waits (p - 1) / (v m + p - 1)
+    GPipe and 1F1B wait (p - 1) / (m + p - 1). An interleaved schedule with v chunks waits (p - 1) / (v m + p - 1)
     (Narayanan et al. 2021, section 2.2). A zero-bubble schedule doesn't wait if m >= 2 p. For smaller m, a zero-bubble
     schedule waits a third of the time of 1F1B (ZB-H1). The waits of a zero-bubble schedule are estimates of Qi et al.
     2023.

@@ -1,9 +1,9 @@
 """Finds the first node at which two ONNX models differ, in O(log n) runs.
 
-The tensors that both models have are sorted in the reference's topological order. The graph can be cut after each
-tensor, so that later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after
-the cut. If a crossing tensor differs, the error is before the cut. A binary search therefore ends at a tensor that
-differs although all its inputs agree. Only the tensors that cross one cut are in memory at a time.
+The tensors that both models have are sorted in the reference's topological order. If the graph is cut after a tensor,
+later nodes only see the tensors that cross the cut. If all crossing tensors agree, the error is after the cut. If a
+crossing tensor differs, the error is before the cut. A binary search therefore ends at a tensor that differs although
+all its inputs agree. Only the tensors that cross one cut are in memory at a time.
 
 A mask, a ReLU or rounding may remove a difference again. The search skips harmless tensors, which differ
 although all tensors computed from them agree. The search doesn't compare all tensors, but ``scan`` compares every
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from accel.runtimes.onnx_rounded import RoundedModel
 
-# Values below these limits are masks, which are e.g. -1e9 or -inf in the reference and -65504 or -inf in float16.
+# Values below these limits are masks, such as -1e9 or -inf in the reference, and -65504 or -inf in a float16 model.
 MASKED_REFERENCE = -1e8
 MASKED_CANDIDATE = -6e4
 
@@ -182,7 +182,7 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the position of a tensor that differs although all tensors that cross the cut before it agree."""
+        """Returns the position of a tensor that differs, while all tensors across the cut before it agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2

@@ -35,14 +35,14 @@ def discordance(
     reference: Sequence[np.ndarray], candidate: Sequence[np.ndarray], *, about_the_mean: bool = True
 ) -> float:
     """Returns the distance of one output's batches from their reference, 0 if equal and 1 if unrelated. The distance is
-    1 minus the concordance 2⟨a, b⟩ / (||a||₂² + ||b||₂²), averaged over the samples (axis 0). The concordance is the
-    cosine similarity if both norms are equal, and smaller if the scale is wrong.
+    1 - c, averaged over the samples (axis 0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance. The
+    concordance is the cosine similarity if both norms are equal, and smaller if the scale is wrong.
 
     Samples of one number have no direction. The distance of samples of one number is the larger of their median
-    distance and Lin's distance over all samples. Lin's distance is 1 minus Lin's coefficient 2 cov / (σ_a² + σ_b² +
-    (μ_a - μ_b)²) (Lin 1989, Biometrics 45). Lin's coefficient detects errors in an output that varies little compared
-    with its size. ``about_the_mean=False`` leaves out Lin's coefficient, because the variation of outputs on random
-    inputs means nothing. For integers and strings the distance is the share of values that differ.
+    distance and Lin's distance over all samples. Lin's distance is 1 - l, where l = 2 cov / (σ_a² + σ_b² + (μ_a -
+    μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's coefficient detects errors in an output that varies
+    little compared with its size. ``about_the_mean=False`` leaves out Lin's coefficient, because the variation of
+    outputs on random inputs means nothing. For integers and strings the distance is the share of values that differ.
     """
     import numpy as np
 

@@ -197,7 +197,7 @@ def _read(file: Path, signature: Signature) -> dict[str, np.ndarray]:
     import numpy as np
 
     with open_npz(file) as archive:
-        # numpy returns an archive member without an array header as bytes.
+        # For an archive member without an array header, numpy returns bytes.
         arrays = {name: np.asarray(archive[name]) for name in archive.files}
     first = signature.inputs[0].name
     for spec in signature.inputs:
@@ -251,7 +251,8 @@ def fitting(file: Path, value: np.ndarray, name: str, signature: Signature, star
         )
     if value.dtype == wanted:
         return value
-    # numpy's default widths (int64, float64) often differ from the model's, so other widths are converted if they fit.
+    # numpy's default widths (int64, float64) often differ from the model's, so numbers are converted to the model's
+    # width if they fit.
     same = value.dtype.kind == wanted.kind or {value.dtype.kind, wanted.kind} <= {"i", "u", "b"}
     if not (same or (value.dtype.kind == "f" and spec.dtype == "bfloat16")):
         raise BadData(f"{file}: {name!r} is {value.dtype}, the model takes {spec.dtype}; save it as {spec.dtype}")

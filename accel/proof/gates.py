@@ -112,7 +112,8 @@ class OutputGate:
             yield f"{dataset.path.name if dataset else ''} batch {index}", batch
 
     def _seeded(self, src: Artifact, out: Artifact, rounds: range) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-        """Yields different inputs for the first case, one set for each number in ``rounds`` (0 is the case itself)."""
+        """Yields a set of inputs for the first case, for each number in ``rounds``. Different numbers give different
+        inputs."""
         dataset = SampleStream(self.data, src.signature) if self.data else None
         common = what_both_take(src.signature, out.signature)
         cases = common.cases()
@@ -122,7 +123,7 @@ class OutputGate:
 
 
 def output_result(gate: str, case: str, found: Difference, limit: float) -> GateResult:
-    """Returns a gate's result for one output, its relative error and the limit."""
+    """Returns a gate's result for one output, with the relative error and the limit."""
     import math
 
     return GateResult(

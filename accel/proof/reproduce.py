@@ -30,7 +30,7 @@ class Remade:
 
     ``status`` is ``identical`` for the same bytes. ``status`` is ``equivalent`` for other bytes that pass the recorded
     gate, or for an engine with the same kernels from the same ONNX. ``status`` is ``different`` if the bytes fail the
-    gate or could not be compared. ``versions`` lists the libraries whose version changed, each ``name then -> now``.
+    gate or could not be compared. ``versions`` lists the libraries whose version changed, each as ``name then -> now``.
     """
 
     stage: str
@@ -110,7 +110,7 @@ def _source(manifest: Manifest) -> Artifact:
         raise ChainBroken("the manifest names no source, so the artifact can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
     dims = manifest.signature.dims
-    if any(found.step != 1 for found in dims.values()):  # the source may fail to open at other sizes
+    if any(found.step != 1 for found in dims.values()):  # at other sizes the source may fail to open
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])
     named = Source(spec, **arguments)

@@ -240,5 +240,5 @@ def _bad_sample(
 
 
 def _reason(error: AccelError) -> str:
-    """Returns the reason in an error's text, without the leading model and shapes and the trailing advice."""
+    """Returns the reason in an error's text, without the model and shapes before it and the advice after it."""
     return str(error).partition(": ")[2].partition("; check")[0].partition("; correct --")[0]

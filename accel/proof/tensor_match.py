@@ -52,7 +52,7 @@ class Graph:
         return name
 
     def operator(self, name: str) -> str:
-        """Returns the operator that computes the tensor, ``constant`` or ``input``."""
+        """Returns the operator that computes the tensor, or the word ``constant`` or ``input``."""
         name = self.root(name)
         if name in self.constants:
             return "constant"
@@ -63,9 +63,9 @@ class Graph:
 class Match:
     """The matched tensors.
 
-    ``tensors`` holds the candidate's name for each name of the reference, in the reference's topological order.
-    ``by_structure`` lists the tensors with another name in the candidate. ``unmatched`` lists computed tensors of the
-    reference without a counterpart.
+    ``tensors`` maps each tensor's name in the reference to its name in the candidate, in the reference's topological
+    order. ``by_structure`` lists the tensors with another name in the candidate. ``unmatched`` lists computed tensors
+    of the reference without a counterpart.
     """
 
     tensors: Mapping[str, str]
@@ -77,7 +77,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     """Match tensors by name and operator, then by structure, then by name alone.
 
     Tensors match by structure if the same operator with the same attributes computes them from matched inputs. A fusion
-    changes the operator but keeps the name. ``known`` holds the tensors of each model that a run can return.
+    changes the operator but keeps the name. ``known`` holds, for each model, the tensors that a run can return.
     """
     here = [n for n in _computed(reference) if n in known[0]]
     there = [n for n in _computed(candidate) if n in known[1]]
@@ -99,7 +99,7 @@ def match_tensors(reference: Graph, candidate: Graph, known: tuple[frozenset[str
     taken = set(found.values())
     for signature, names in wanted.items():
         others = groups.get(signature, [])
-        if len(others) == len(names):  # pairs groups of equal size in order
+        if len(others) == len(names):  # groups of equal size are paired in order
             found |= dict(zip(names, others, strict=True))
             by_structure |= {a for a, b in zip(names, others, strict=True) if a != b}
             taken |= set(others)
@@ -140,7 +140,7 @@ def _transparent(graph: Graph, name: str) -> bool:
 
 
 def _signatures(graph: Graph, anchors: set[str]) -> dict[str, str]:
-    """Returns for each tensor a digest of its computation from the anchors.
+    """Returns each tensor's digest, which covers how the tensor is computed from inputs, constants and ``anchors``.
 
     Uses only the shapes of constants, so that tensors match although a constant's value differs.
     """

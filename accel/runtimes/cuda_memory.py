@@ -19,7 +19,8 @@ class CudaFailed(AccelError):
 
 
 class Cuda(Protocol):
-    """The calls of the CUDA runtime that a session makes. Tests replace them. Addresses and streams are integers."""
+    """The functions of the CUDA runtime that a session calls. Tests replace them. Addresses and streams are
+    integers."""
 
     def allocate(self, size: int) -> int: ...
 
@@ -144,7 +145,7 @@ class CudaRuntime:
         self._call(self._cuda.cudaStreamBeginCapture(self._streams[stream], mode))
 
     def end_capture(self, stream: int) -> int:
-        """Returns the work enqueued on ``stream`` since ``begin_capture`` as a graph that can be launched."""
+        """Returns a graph of the work enqueued on ``stream`` since ``begin_capture``. The graph can be launched."""
         (graph,) = self._call(self._cuda.cudaStreamEndCapture(self._streams[stream]))
         (ready,) = self._call(self._cuda.cudaGraphInstantiate(graph, 0))
         self._call(self._cuda.cudaGraphDestroy(graph))

@@ -71,12 +71,12 @@ class Net:
         return {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.signature.outputs}
 
     def shapes(self, feeds: Feeds, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each blob of ``names`` for one sample, without blobs that ncnn doesn't have."""
+        """Returns the shape of each blob of ``names`` for one sample. Leaves out blobs that ncnn doesn't have."""
         import numpy as np
 
         found = {}
         with self._fed(feeds) as extractor:
-            extractor.set_light_mode(False)  # keeps the intermediate blobs
+            extractor.set_light_mode(False)  # False keeps the intermediate blobs
             for name in names:
                 code, mat = extractor.extract(name)
                 if code == 0:

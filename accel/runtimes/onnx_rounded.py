@@ -3,8 +3,8 @@
 ONNX Runtime's CPU provider computes most float16 nodes in float32 and fuses them, so that ``sqrt(x * x)`` at x = 300
 gives 300. Hardware with float16 gives infinity. The CPU provider can't run bfloat16 at all. This session rewrites the
 model into a float32 twin that casts each float16 or bfloat16 tensor to its dtype and back, and runs the twin without
-graph optimizations. Inside a node (the sums of a MatMul) values stay float32, as on tensor cores. A model without
-16-bit floats runs unchanged.
+graph optimizations. Inside a node, as in the sums of a MatMul, values stay float32, like on tensor cores. A model
+without 16-bit floats runs unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _NATIVE = frozenset(
 # Integer attributes that name a dtype.
 _DTYPE_ATTRIBUTES = frozenset({"dtype", "output_dtype", "output_datatype", "precision", "softmax_precision"})
 
-# Constants with more elements are passed as arrays, because a protobuf message is limited to 2 GB and copying is slow.
+# Constants with more elements than this are passed as arrays, because a protobuf message is limited to 2 GB and copying
+# is slow.
 _INLINE_ELEMENTS = 1024
 
 _GIVEN = "given"
@@ -67,7 +68,7 @@ class RoundedModel:
     def __init__(self, model: onnx.ModelProto, *, threads: int = 0) -> None:
         self._threads = threads
         self.twin, self._arrays, self.types = _twin(inlined(model))
-        self._large = 4 * sum(map(_elements, self.twin.graph.initializer)) > _LARGE_BYTES  # as float32
+        self._large = 4 * sum(map(_elements, self.twin.graph.initializer)) > _LARGE_BYTES  # 4 bytes per float32
         self.outputs = tuple(value.name for value in self.twin.graph.output)
         known = set(self.types)
         self.tensors = tuple(name for node in self.twin.graph.node for name in node.output if name and name in known)
@@ -178,7 +179,7 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tensor_types(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns ``model`` without its weights, with the inferred dtype and shape of every tensor in ``value_info``."""
+    """Returns ``model`` without its weights. Its ``value_info`` has the inferred dtype and shape of every tensor."""
     light = without_weights(model)
     found: onnx.ModelProto = onnx.shape_inference.infer_shapes(light, data_prop=True)
     return found

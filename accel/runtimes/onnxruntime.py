@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the names of accel's convolutions.
-_FATAL = 4  # ONNX Runtime's log severity: exceptions repeat its error messages
+_FATAL = 4  # this log level hides error messages, which exceptions repeat
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -145,8 +145,8 @@ class OnnxRuntimeCudaSession(OnnxRuntimeSession):
 def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = _FATAL
-    # ONNX Runtime's number includes one thread that calls ``run``. Each further stream adds such a thread, which takes
-    # the place of a pool thread.
+    # ONNX Runtime's number of threads includes one thread that calls ``run``. Each further stream adds such a thread,
+    # which takes the place of a pool thread.
     settings.intra_op_num_threads = max(1, options.threads - options.streams + 1) if options.threads else 0
     if not options.spinning:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -187,8 +187,8 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
 def _register_operators(settings: Any, path: Path) -> None:
     """Register accel's C++ operators from the library that ``$ACCEL_ONNXRUNTIME_LIBRARY`` names, if it is set.
 
-    Without a library, the function bodies in the file run instead. The library gets the names of this model's
-    convolutions, because the names contain sizes.
+    Without a library, the function bodies in the file run instead. The names of convolutions contain sizes, so the
+    library is given the names of this model's convolutions.
     """
     given = os.environ.get(OPERATORS)
     if not given:

@@ -51,7 +51,7 @@ def open_here(candidate: Candidate) -> TensorFlowHereSession:
 
 
 class TensorFlowHereSession(TensorFlowSession):
-    """A model in this process, for a dedicated child process such as a benchmark's."""
+    """A model in the current process, which is a dedicated child process such as a benchmark's."""
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
         super().__init__(artifact, options)

@@ -40,8 +40,8 @@ class TensorRTSession(BaseSession):
     Inputs go through pinned memory to device buffers that only grow. A run uses the first optimization profile that
     holds the shapes of the feeds.
 
-    Raises ``UnsupportedHere`` if the engine was built by another version or for another GPU, ``InvalidModel`` if the
-    file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all profiles.
+    Raises ``UnsupportedHere`` if the engine was built by another toolkit version or for another GPU, ``InvalidModel``
+    if the file's hash differs from its manifest. A run raises ``BadFeeds`` for shapes outside all profiles.
     """
 
     def __init__(self, artifact: Artifact, options: SessionOptions) -> None:
@@ -338,8 +338,8 @@ def check_bytes(artifact: Artifact) -> None:
 def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
     """Load accel's plugin library if nodes of the engine run in it.
 
-    The library is searched on this machine. The library's path is never read from a manifest, because a manifest may be
-    hostile.
+    The library is searched for on this machine. The library's path is never read from a manifest, because a manifest
+    may be hostile.
 
     Raises ``UnsupportedHere`` if there is no library for this GPU, and the errors of ``load_plugin_library``.
     """

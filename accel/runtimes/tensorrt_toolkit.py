@@ -16,7 +16,7 @@ from accel.spelling import option
 from .base import RUNTIMES, Runtime
 
 TOOLKITS = ("tensorrt-rtx", "tensorrt")
-PLUGIN_LIBRARY = "plugin library"  # the property of an engine that holds the path of kernels outside the engine
+PLUGIN_LIBRARY = "plugin library"  # the engine's property with the path of the library that holds its plugins
 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")

@@ -12,7 +12,7 @@ from accel.signature import DimRange, TensorSpec
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-# An input is "x:float32[batch,3]" or a TensorSpec, or in a dict also the value ("float32", ("batch", 3)) of its name.
+# An input is "x:float32[batch,3]" or a TensorSpec. A dict by name may also hold ("float32", ("batch", 3)) as a value.
 Inputs = Mapping[str, "str | tuple[str, Sequence[int | str]] | TensorSpec"] | Sequence["str | TensorSpec"]
 Dims = Mapping[str, "DimRange | tuple[int, int, int] | tuple[int, int, int, int] | str"]
 

@@ -9,7 +9,7 @@ from accel.spelling import option
 
 
 def renaming_note(artifact: Artifact) -> str | None:
-    """Returns a note if an input's name differs from its parameter of ``forward``, else None."""
+    """Returns a note if an input isn't named like its parameter of ``forward``, else None."""
     renamed: Mapping[str, str] = artifact.source.get("renamed") or {}
     for name, own in renamed.items():
         return f"forward calls its input {own!r}; the artifact calls it {name!r}, as {option('inputs')} does"

@@ -72,7 +72,7 @@ def farthest(runs: Callable[[int], bool], good: int, bad: int) -> int:
 
 def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
     """Returns advice for a model whose ``run`` raises at a size of ``signature``. The advice restricts dims to
-    multiples of the smallest number in ``_STEPS`` that helps. Returns "" if no number in ``_STEPS`` helps.
+    multiples of the smallest number in ``_STEPS`` with which the model runs. Returns "" if there is no such number.
     """
     batch = signature.batch_dim
     free = [d for d, r in signature.dims.items() if d != batch and r.step == 1]
@@ -107,7 +107,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # only another size would help
+        if not any(stepped.dims[d].step == step for d in found):  # no step helps, only another size would
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MIN_ITERATIONS = 3
 MAX_ITERATIONS = 100_000
-# Times are steady once the last few are at least this fraction of the few before.
+# The last ``_WINDOW`` times are steady if their median is at least this fraction of the median of the ``_WINDOW`` times
+# before.
 _STILL_FALLING = 0.97
 _WINDOW = 3
 _PHASE_RUNS = 21

@@ -47,6 +47,6 @@ class EnergyCounter:
         return tuple(int(zone.counter.read_text()) for zone in self._zones)
 
     def joules(self, before: tuple[int, ...], after: tuple[int, ...]) -> float:
-        """Returns the joules used between two readings, if the counters wrapped at most once."""
+        """Returns the joules used between two readings. The counters may wrap only once in between."""
         pairs = zip(self._zones, before, after, strict=True)
         return sum((b - a) % (zone.wraps + 1) for zone, a, b in pairs) / 1e6

@@ -54,7 +54,7 @@ class Lane:
         self.pass_seconds = 0.0
         self.feeds = 1
         self.rounds: list[Block] = []
-        self.found: dict[str, Any] = {"options": dict(candidate.options)}  # fields of its row
+        self.found: dict[str, Any] = {"options": dict(candidate.options)}  # the fields of the candidate's row
         self.error: str | None = None
 
     def start(self, feeds: Sequence[Feeds]) -> FirstRun:
@@ -90,7 +90,7 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # Other work may have slowed down the calibration, so that its estimate would make the blocks too short.
+        # If other work slowed down the calibration, its estimate would make the blocks too short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
@@ -138,8 +138,8 @@ def measure(
     """Time ``candidates`` beside ``baseline`` (its index or name), on the same feeds.
 
     ``feeds`` is one set of the baseline's inputs, or several sets. Every block runs each set equally often, cast to the
-    candidate's dtypes. Before the timing, the outputs are compared with the baseline's. A candidate that fails, or that
-    has other outputs, other shapes or a NaN, gets a row with ``error`` and is not timed.
+    candidate's dtypes. Before the timing, the outputs are compared with the baseline's. A candidate that fails, or
+    whose outputs differ from the baseline's in names, shapes or NaN, gets a row with ``error`` and is not timed.
 
     In each of ``rounds`` rounds (at least 5) every candidate warms up and runs a block of about ``block_seconds``, with
     at least three runs. A block that takes twice its planned time ends early. The baseline runs in two processes, whose

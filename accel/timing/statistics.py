@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "baseline"]
 
-# With fewer rounds, even the whole range of the medians is no 95% interval.
+# With fewer rounds than this, even the whole range of the medians is no 95% interval.
 MIN_ROUNDS = 5
 # Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
 # process loaded last tends to be faster. More rounds in the same processes don't average out the difference of the
@@ -52,7 +52,7 @@ class Ratio:
 
 
 def summarize(rounds: Sequence[np.ndarray]) -> Summary:
-    """Returns the summary of ``rounds``, a list with one array per round of the nanoseconds of each run."""
+    """Returns the summary of ``rounds``, which has an array per round with the nanoseconds of each run."""
     import numpy as np
 
     times = np.concatenate(list(rounds)) / 1e6
@@ -140,8 +140,9 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     """Returns the baseline from the medians of its two processes, both float64[rounds].
 
     The baseline's median in a round is the geometric mean of both processes, because the random offset of a single
-    process would affect every ratio. The floor is the end of the A/A interval that is farther from 1, and at least
-    ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical processes.
+    process would affect every ratio. The A/A interval compares both processes. The floor is the end of this interval
+    that is farther from 1, and at least ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical
+    processes.
     """
     import numpy as np
 

@@ -33,7 +33,8 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# The name, in cache keys, of the drop that is computed without a metric. Changing the computation requires a new name.
+# Cache keys contain this name of the drop that is computed without a metric. Changing the computation requires a new
+# name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.
@@ -67,9 +68,9 @@ class Judge:
 
     ``metric`` is a function ``f(outputs, data) -> float`` where higher is better. The metric gets every output by name,
     with all samples on axis 0, and every array of the data, which includes inputs and labels. If ``data`` is None,
-    outputs are compared on random inputs. ``skip`` is the number of samples at the start of the data that calibrated
-    the candidates. Without a metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set
-    if all samples were calibration samples, so that the judge has to use the same samples.
+    outputs are compared on random inputs. The first ``skip`` samples of the data calibrated the candidates. Without a
+    metric, the judge only uses the samples after the calibration samples. ``saw_all`` is set if all samples were
+    calibration samples, so that the judge has to use the same samples.
     """
 
     def __init__(self, source: Artifact, data: Path | None, metric: str | Metric | None, skip: int = 0) -> None:
@@ -213,7 +214,7 @@ class Judge:
                     self._reference = [detached(session.run(feeds)) for feeds in self._feeds()]
                 except RunFailed:
                     if self.data is not None:
-                        check_samples(self.source, self.data)  # names the sample
+                        check_samples(self.source, self.data)  # raises an error that names the sample
                     raise
         return self._reference
 

@@ -22,7 +22,7 @@ KINDS = ("top1", "top5", "spearman", "iou")
 
 @dataclass(frozen=True)
 class LabelMetric:
-    """A metric ``f(outputs, data) -> float``, where higher is better, of the only output whose shape fits the labels.
+    """A metric ``f(outputs, data) -> float`` of the only output whose shape fits the labels. Higher is better.
 
     ``kind`` names the metric. ``topK`` (``top1``, ``top5``) is the share of samples whose label is among the K largest
     values of the output [samples, classes]. ``spearman`` is the rank correlation of the labels with an output of one
@@ -60,8 +60,7 @@ class LabelMetric:
         return float((best == labels[:, None]).any(axis=1).mean())
 
     def _output(self, outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the only output with a fitting shape, its classes moved to axis 1, and the labels in a matching
-        shape.
+        """Returns the only output whose shape fits, with its classes on axis 1, and the labels in a matching shape.
 
         Raises ``BadData`` if a label is no class of the output, ``UsageError`` unless exactly one output fits.
         """
@@ -81,8 +80,8 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The largest label doesn't choose the output, because a wrong label could then choose an output of
-            # features.
+            # The number of classes in the labels doesn't select the output, because one wrong label could then select
+            # an output of features.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
@@ -105,8 +104,8 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # If classes may be on axis 1 or last, axis 1 is taken. If an output can have classes only on axis 1, outputs
-        # [samples, ..., n] count as features of each pixel, not as classes.
+        # If classes may be on axis 1 or on the last axis, axis 1 is taken. If some output can have classes only on axis
+        # 1, outputs [samples, ..., n] hold features of each pixel, not classes.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 
@@ -215,7 +214,7 @@ def mean_iou(found: np.ndarray, labels: np.ndarray, classes: int) -> float:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns Spearman's rho: Returns Pearson's r of the ranks, where equal values share their mean rank. Returns 0 for
+    """Returns Spearman's rho, which is Pearson's r of the ranks. Equal values share their mean rank. Returns 0 for
     constants."""
     import numpy as np
 

@@ -47,8 +47,8 @@ def measured(
 ) -> Mapping[str, Any]:
     """Times the source and the candidates beside each other, and returns the environment of the measurement.
 
-    The figures of an identical run come from the cache. If noise decided between the cached candidates, measures the
-    candidates again and caches the new figures.
+    The figures of an identical run come from the cache. If noise decided which cached candidate is the fastest,
+    measures the candidates again and caches the new figures.
 
     Each row gets ``measured``, which is the row of ``accel bench`` with further fields. ``measured`` has times in
     ms and energy in J, per request. ``samples_per_second`` is the samples of all requests divided by the time of

@@ -159,10 +159,10 @@ def _known(objective: str) -> Objective:
 def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleStream | None) -> tuple[str, list[int]]:
     """Returns the name of the length dim, and the lengths, each repeated as often as it occurs.
 
-    ``given`` is a list of lengths or a text such as ``8,16,128``, the path of a file of whole numbers, or ``data`` for
-    the lengths of the samples (the number of ones in each row of a mask). ``DIM=`` before the text names the dim if the
-    model has several. Raises ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds anything but whole
-    numbers.
+    ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``.
+    ``data`` means the lengths of the samples (the number of ones in each row of a mask). ``DIM=`` before the text names
+    the dim if the model has several. Raises ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds
+    anything but whole numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")

@@ -1,8 +1,8 @@
 """Orders steps by gain per cost, the largest first. A step raises a layer from int8 to a wider precision.
 
 Every tried assignment is a prefix of one list of steps. The errors of different layers are unrelated, so their squares
-add up. The list is therefore sorted by the squared error that a step removes per unit of time. Sorting in this way is
-the greedy solution (Dantzig 1957) of the knapsack problem of finding the fastest assignment.
+add up. The list is therefore sorted by the squared error that a step removes per unit of time. Finding the fastest
+assignment is a knapsack problem, and sorting in this way is its greedy solution (Dantzig 1957).
 """
 
 from __future__ import annotations

@@ -43,14 +43,14 @@ def assign(
     cache: StageCache,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> tuple[Recipe, Trajectory]:
-    """Returns the int8 recipe ``recipe`` with the layers to keep in float, and the record of the search.
+    """Returns ``recipe``, which is an int8 recipe, with the layers to keep in float, and the record of the search.
 
     The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest prefix of these upgrades
     that is within the budget ``max_drop``. The costliest layers of the prefix are then tried in int8 again, one by one.
     Further steps of the list are taken until the held-out half of the data confirms the result.
 
-    Raises ``NothingPassed`` if not even float for every layer is within the budget, ``OutOfTime`` if ``out_of_time()``
-    is true before an assignment is found.
+    Raises ``NothingPassed`` if the budget is exceeded even with every layer in float, ``OutOfTime`` if
+    ``out_of_time()`` is true before an assignment is found.
     """
     search = _Search(recipe, src, max_drop, cache, out_of_time)
     with ExitStack() as stack:

@@ -29,7 +29,7 @@ _RECIPES: dict[str, Callable[[Artifact, Target, str, RecipeRequest], list[Recipe
 
 
 def likelihood(recipe: Recipe) -> tuple[int, int]:
-    """Returns a key that sorts the candidates that are likely the fastest first."""
+    """Returns a sort key that puts the likely fastest candidates first."""
     row = PRECISIONS[recipe.precision]
     return (row.rank, int(recipe.target.name == "ort-cpu")) if recipe.runnable else (row.rank_unmeasured, 0)
 

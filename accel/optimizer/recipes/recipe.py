@@ -27,7 +27,7 @@ class Recipe:
     ``options`` holds options of the session in which the candidate is judged and measured. ``variant`` distinguishes
     recipes of one target and precision, and includes its separator (`` static``, ``+bf16``). ``search`` is True if
     ``mixed.search`` has to find the layers that stay float, because ``stages`` quantize all layers. ``gate_advice``
-    maps a stage to advice to give if its gate fails. A larger budget doesn't help there.
+    maps a stage to the advice for a failure of its gate, which a larger budget doesn't prevent.
     """
 
     name: str

@@ -40,7 +40,7 @@ def cpu_has_bf16() -> bool:
 
 def in_range(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
     """Returns the step that brings opset and IR version into the range of ``target``, or no step if both are in range.
-    ``min_opset`` is the first opset with the precision, if that opset is higher than the target's lowest opset.
+    ``min_opset`` is the first opset that supports the candidate's precision, and 0 sets no such limit.
     """
     from accel.converters.graph.onnx_from_onnx import OnnxFromOnnxConfig
 

@@ -65,7 +65,7 @@ def _typed(src: Artifact, target: Target, precision: str, request: RecipeRequest
 
     steps = weights_only(src, target, precision, request, _BLOCK_SIZE) if precision == "int4" else []
     steps = steps or quantized(src, target, precision, request)
-    if src.properties.get("precision") == "int8":  # refit the scales of a source quantized by another toolkit
+    if src.properties.get("precision") == "int8":  # refits the scales of a source that another toolkit quantized
         steps = [Step("fit_tensorrt", FitTensorRtConfig(), STAGE_LIMITS["fp16-in-int8"])]
     base = None if precision == "fp32" else "bf16" if precision == "bf16" else "fp16"
     return cast_to(src, base, request, steps)

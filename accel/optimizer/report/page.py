@@ -145,7 +145,7 @@ def pareto(candidates: Sequence[CandidateResult], max_drop: float) -> dict[str, 
 def _place_names(points: list[dict[str, Any]]) -> None:
     """Sets ``label_y``, which puts each point's name above the point, or below or farther away if names would overlap.
 
-    A letter is about 6 wide. A name is to the right of its point, or to the left near the plot's right edge.
+    A letter is about 6 units wide. A name is to the right of its point, or to the left near the plot's right edge.
     """
     taken: list[tuple[float, float, float]] = []
     for point in points:
@@ -207,7 +207,8 @@ class Axis:
 
 
 def _round_steps(low: float, high: float) -> list[float]:
-    """Returns the multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``, at most ``_MOST_TICKS``."""
+    """Returns at most ``_MOST_TICKS`` ticks from ``low`` to ``high``: the multiples of 1, 2 or 5 times a power of
+    ten."""
     # The step is 1 to 20 times ``size``. There is one more tick than there are steps.
     size = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
     step = next(f * size for f in (1, 2, 5, 10, 20) if (high - low) / (f * size) <= _MOST_TICKS - 1)
@@ -236,7 +237,7 @@ def distributions(candidates: Sequence[CandidateResult]) -> dict[str, Any] | Non
 def divergence(artifact: Artifact | None) -> list[dict[str, Any]]:
     """Returns the worst comparison of each stage that made ``artifact``, with its limit.
 
-    ``share`` is the position of the value between 1e-8 and the limit on a logarithmic scale, in percent.
+    ``share`` is the position of the value on a logarithmic scale from 1e-8 to the limit, in percent.
     """
     found = []
     for proof in artifact.proof() if artifact is not None else ():

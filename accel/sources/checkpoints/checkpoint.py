@@ -67,7 +67,7 @@ def detect(path: Path) -> Any | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens the checkpoint in the file or folder ``path``. Executes no code of it.
+    """Opens the checkpoint in the file or folder ``path``. Executes no code from it.
 
     Raises ``BadSource`` if the checkpoint is not found or has none of the formats, ``InvalidModel`` if it is damaged.
     """

@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint (torchtitan, FSDP shards of Accelerate, Lightning and Fabric, accel train).
+"""Folders of torch.distributed.checkpoint, from torchtitan, accel train, or FSDP in Accelerate, Lightning and Fabric.
 
-The pickle ``.metadata`` locates each piece of a tensor by the (file, offset, length) of a small torch file inside a
-shard. ``unpickle`` reads ``.metadata`` as data, and each piece is copied into the whole tensor.
+Each piece of a tensor is a small torch file inside a shard. The pickle ``.metadata`` gives its (file, offset, length).
+``unpickle`` reads ``.metadata`` as data, and each piece is copied into the whole tensor.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _tag(path: Path) -> Path:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Raises ``BadSource`` if the file names show expert, pipeline or model parallelism."""
+    """Raises ``BadSource`` if the names of the files show expert, pipeline or model parallelism."""
     names = [file.name for file in folder.iterdir()]
     if any("expert" in name for name in names):
         raise BadSource(

@@ -1,4 +1,4 @@
-"""Matches the names of a checkpoint with the names of a model, with wrappers' prefixes and tied weights."""
+"""Matches the names of a checkpoint with the names of a model, despite wrappers' prefixes and tied weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads the pickles of trainers without executing their code. ``RECORDS`` lists every class that a pickle may name.
 
-``read_torch`` reads files of ``torch.save`` with torch's own weights-only unpickler, mapped into memory.
+``read_torch`` maps files of ``torch.save`` into memory and reads them with torch's own weights-only unpickler.
 ``read_pickle`` reads a plain pickle, such as the ``.metadata`` of torch.distributed.checkpoint, with Python's
 unpickler. Both functions resolve only the listed names. An object of a listed class never becomes an instance of that
 class, but a ``Record`` with its arguments and state as data. No constructor, ``__setstate__`` or function of a library

@@ -32,8 +32,8 @@ _PRECISIONS = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 def read_proto(path: Path, *, weights: bool = False) -> onnx.ModelProto:
-    """Reads the ONNX model in ``path``, with its external data only if ``weights``. Raises ``InvalidModel`` if the file
-    is missing, empty or no ONNX model."""
+    """Reads the ONNX model in ``path``. Without ``weights``, leaves out the external data. Raises ``InvalidModel`` if
+    the file is missing, empty or no ONNX model."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -91,7 +91,7 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
-# The property of a model whose rows influence each other: these operators take one scale for all rows of a batch.
+# The property of a model in which rows influence each other, because one of these operators has one scale for all rows.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 

@@ -1,8 +1,8 @@
 """Detached weights, which stay on disk so that a stage can process a model larger than memory.
 
-``read_detached`` reads a model with more than ``DETACHED_BYTES`` of external data without its large tensors. A detached
-tensor names its file by an absolute path, unlike any tensor in a written file. ``weight_array`` maps the file and reads
-the tensor. ``write_onnx`` copies detached tensors piece by piece.
+``read_detached`` leaves large tensors on disk if the model has more than ``DETACHED_BYTES`` of external data. A
+detached tensor names its file by an absolute path, unlike any tensor in a written file. ``weight_array`` maps the file
+and reads the tensor. ``write_onnx`` copies detached tensors piece by piece.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 DETACHED_BYTES = 128 << 20
 
-# Smaller tensors are read, because rewriting rules and shape inference need their values.
+# Tensors smaller than this are read, because rewriting rules and shape inference need their values.
 _SMALL_BYTES = 1 << 16
 
-_PIECE = 1 << 22  # numbers
+_PIECE = 1 << 22  # numbers in a chunk
 
-# The key for the dtype that a detached tensor has in its file, if reading the tensor converts it.
+# The key for the dtype of a detached tensor in its file, if reading converts the tensor to another dtype.
 _STORED_AS = "stored_as"
 
 

@@ -95,7 +95,7 @@ def _with_constants(function: Any) -> Any:
 
 
 def _with_values(graph: Any) -> Any:
-    """Replaces the variables that the ``graph`` of a TF1 file names by constants with the variables' current values."""
+    """Turns the variables in the ``graph`` of a TF1 file into constants with the variables' current values."""
     handles = {node.name: node for node in graph.node if node.op == "VarHandleOp"}
     if not handles:
         return graph

@@ -29,8 +29,8 @@ _FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 class TensorFlowSpec:
     """The path of a TensorFlow model and the options for reading it. ``form`` is the file format, one of
     ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
-    ``signature`` is the name of a SavedModel's signature. ``inputs``, ``outputs`` are tensors of a graph, like ``x:0``.
-    ``strip`` removes dropout that training left in the model.
+    ``signature`` is the name of a SavedModel's signature. ``inputs`` and ``outputs`` are tensors of a graph, like
+    ``x:0``. ``strip`` removes dropout that training left in the model.
     """
 
     form: str

@@ -74,8 +74,8 @@ def _interpreter(path: Path) -> Any:
 
 
 def names(interpreter: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the tensor indices of inputs and outputs by the user's names. The names come from the signature if the
-    file has one, else from the tensors."""
+    """Maps the user's names of inputs and outputs to tensor indices. The names come from the signature if the file has
+    one, else from the tensors."""
     signatures = interpreter.get_signature_list()
     if signatures:
         runner = interpreter.get_signature_runner(
@@ -128,7 +128,7 @@ def count_file(path: Path) -> dict[str, Any]:
 
 
 def tensor_names(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the file's own tensor names of inputs and outputs by the user's names."""
+    """Maps the user's names of inputs and outputs to the file's own tensor names."""
     interpreter = _interpreter(path)
     inputs, outputs = names(interpreter)
     at = {int(d["index"]): str(d["name"]) for d in interpreter.get_tensor_details()}

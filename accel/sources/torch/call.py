@@ -31,7 +31,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16)
-    if not value.flags.writeable:  # hides a warning: callers don't write to the tensor
+    if not value.flags.writeable:  # the warning is hidden, because callers don't write to the tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(np.ascontiguousarray(value))
@@ -81,7 +81,7 @@ class NamedModule(torch.nn.Module):
     """A module that takes tensors in the order of ``inputs`` and returns a tuple in the order of ``outputs``.
 
     Passes inputs by keyword if ``forward`` has parameters with these names, else by position. Raises ``BadInputSpec``
-    if one of several inputs has another name.
+    if one of several inputs has a name that ``forward`` lacks.
     """
 
     def __init__(self, module: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str] = ()) -> None:

@@ -98,7 +98,7 @@ def forward_parameters(module: torch.nn.Module) -> list[str]:
 
 
 def required_parameters(module: torch.nn.Module) -> list[str]:
-    """Returns the names of the parameters of ``forward`` without a default. If all parameters have defaults, returns
+    """Returns the names of the parameters of ``forward`` that have no default. If all parameters have defaults, returns
     the first name."""
     names = forward_parameters(module)
     if isinstance(module, torch.jit.ScriptModule):

@@ -17,8 +17,8 @@ from ..checkpoints.unpickle import refuse_bomb
 from .call import flatten
 from .found import Found
 
-# torch writes an upper limit of at least _ANY_SIZE for an unlimited dim. A smaller limit becomes the end of the dim's
-# range, because gates run at both ends. The end is at most the larger of _DECLARED and four times the example's size.
+# For an unlimited dim, torch writes an upper limit of at least _ANY_SIZE. A smaller limit becomes the upper end of the
+# dim's range. Gates run at this end, so it is at most four times the example's size, or _DECLARED if that is larger.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 
@@ -53,7 +53,7 @@ def open_exported_program(path: Path) -> Found:
             written = str(size.node.expr)
             step, symbol = _multiple_of(size.node.expr)
             dim = "batch" if axis == 0 and symbol not in dims else symbol
-            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # the symbol has another multiple already
+            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # a dim with another multiple
                 dim = f"{symbol}_in_steps_of_{step}"
             dim = next((d for d, s in dims.items() if s[0] == written), dim)
             opt = int(tensor.shape[axis])

@@ -143,7 +143,8 @@ def _renamed(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> dict[str, 
     """Maps the name of a model's only input to the name of the first parameter of ``forward``.
 
     Returns an empty dict if the model has several inputs, if the input already has a parameter's name, or if
-    ``forward`` takes any arguments. A single input may have any name, because ``NamedModule`` passes it by position.
+    ``forward`` takes ``*args`` or ``**kwargs``. A single input may have any name, because ``NamedModule`` passes it by
+    position.
     """
     if len(specs) != 1:
         return {}

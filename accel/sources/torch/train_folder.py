@@ -81,7 +81,7 @@ def open_train_folder(folder: Path) -> Found:
 
 
 def _where(folder: Path, spec: str, source: object, files: Mapping[str, str]) -> str:
-    """Returns the spec of the factory with the code that was trained. If the file of ``spec``, or a neighboring file
+    """Returns the spec of a factory with the code that training used. If the file of ``spec``, or a neighboring file
     that it imports, is gone or has changed, returns the copy in ``folder``."""
     where, _, name = spec.rpartition(":")
     if not isinstance(source, str) or source not in files:

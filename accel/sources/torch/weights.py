@@ -17,8 +17,8 @@ def load_weights(module: torch.nn.Module, path: Path) -> Checkpoint:
     a training checkpoint (see ``accel.sources.checkpoints.checkpoint.FORMATS``).
 
     Returns the loaded checkpoint with its format, files and notes. Assembles and copies one tensor at a time. Raises
-    ``BadSource`` for a pickle with code. Raises ``BadSource`` for names that don't match even without wrappers'
-    prefixes, and names the first of them.
+    ``BadSource`` for a pickle with code. If names don't match even without wrappers' prefixes, raises ``BadSource``
+    with the first of these names.
     """
     checkpoint = fit(open_checkpoint(path), module)
     own = {
