@@ -4,7 +4,7 @@
     python benchmarks/bench_itself.py same-01 delayed-01 --again
 
 The script uses real sessions in real processes, and takes the verdicts that a user gets from `accel bench`. The script
-needs a quiet machine for eight minutes. The goals: At most one in 20 of the 40 runs of a model against itself reports a
+needs a quiet machine for eight minutes. The goals: Of the 40 runs of a model against itself, at most two report a
 difference. All 20 runs with a delay report the delay. Each run has another seed, and so another order of the blocks.
 The runs alternate between the runtimes.
 """

@@ -4,11 +4,11 @@ accurate?
     python benchmarks/cpu_latency.py                     # measures every row that has no result yet
     python benchmarks/cpu_latency.py small-cnn-b1 --again
 
-Each row is a model at one batch size. In paired blocks, a row compares PyTorch eager and torch.compile, ONNX Runtime in
-fp32 and with quantize_static and quantize_dynamic, NNCF and OpenVINO by hand, and accel's choice. Each measured row is
-written at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells
-whether the goal is met. The script needs a quiet machine. On two cores the script should take less than 25 minutes (the
-page shows the time of each row), and less with ``--rounds 7 --seconds 0``.
+Each row is a model at one batch size. In paired blocks, a row compares PyTorch (eager, torch.compile), ONNX Runtime
+(fp32, quantize_static, quantize_dynamic), OpenVINO by hand with NNCF, and accel's choice. Each measured row is written
+at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells whether the
+goal is met. The script needs a quiet machine. On two cores the script should take less than 25 minutes (the page shows
+the time of each row), and less with ``--rounds 7 --seconds 0``.
 """
 
 from __future__ import annotations

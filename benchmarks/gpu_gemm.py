@@ -159,7 +159,7 @@ def gpu_answers() -> bool:
 
 
 def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """Returns one row: microseconds of each implementation, the chosen kernel, and its error over the bound."""
+    """Returns one row: microseconds of each implementation, the chosen kernel, and the kernel's error / bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune(spec, table)

@@ -200,8 +200,8 @@ def environment() -> dict[str, str]:
 
 
 def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
-    """Returns the steps, the most informative first. The compilers need every core and the benchmark needs the GPU
-    alone. The benchmark comes last and gets all the remaining time, because the benchmark can continue in another run
+    """Returns the steps, the most informative first. The compilers need every core, and the benchmark needs the GPU to
+    itself. The benchmark comes last and gets all the remaining time, because the benchmark can continue in another run
     and compute-sanitizer can't."""
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]

@@ -59,8 +59,8 @@ def goals(rates: Rates, overhead_us: Sequence[float]) -> list[Goal]:
 
 
 def _ratios(rates: Rates, scenario: str, others: tuple[str, ...], concurrency: int) -> list[float]:
-    """Returns the ratio of accel's rate to a peer's in each round. The ratio hardly depends on a disturbance, which
-    slows both servers of the round. If the peer has several setups, uses the setup with the highest median rate."""
+    """Returns the ratio of accel's rate to a peer's in each round. A disturbance slows both servers of a round, so it
+    hardly changes the ratio. If the peer has several setups, uses the setup with the highest median rate."""
     own = rates.get((scenario, "accel", concurrency))
     peers = [rates[key] for other in others if (key := (scenario, other, concurrency)) in rates]
     if own is None or not peers:

@@ -2,9 +2,9 @@
 
     python benchmarks/serve_load.py --peers VENV [--seconds 5] [--rounds 3]
 
-VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 has no workers with a later version). h2load
-sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes its turn
-in every round. Needs a quiet machine. All requests go to 127.0.0.1.
+VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 can't start workers with a later uvloop).
+h2load sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes
+its turn in every round. Needs a quiet machine. All requests go to 127.0.0.1.
 
 h2load can't see an error in a gRPC call's trailers. So after each run of accel, the script compares the server's
 statistics with the answers that h2load counted. serve_goals.py tells whether the goals are met.

@@ -3,17 +3,17 @@
     python benchmarks/train_overhead.py            # writes benchmarks/results/train_overhead.json
     python benchmarks/train_overhead.py --deepspeed PATH/bin/python
 
-Two gloo ranks, one thread each, a GPT of 10.7 M parameters, AdamW, float32. The loops take turns, step by step, in one
-process group. The order rotates from turn to turn, so that a disturbance of the machine slows all loops alike. accel's
-loop is a complete training step: data, forward and backward pass, the check that the gradient is finite, the log. The
-bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and FSDP2 without resharding after forward at ZeRO 2. The loss of
-the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. DeepSpeed takes part with
-the same stage and optimizer if it is installed beside accel. DeepSpeed may also be in a separate environment of the
-same Python, if ``--deepspeed`` names the interpreter of the environment: `python -m venv PATH && PATH/bin/pip install
---no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack` (torch and the rest come from
-accel's environment; this script sets DS_ACCELERATOR=cpu). In each turn, a loop's time is divided by the bare loop's
-time. Each result is the median of this ratio over the turns, less 1, with the 95 % bootstrap interval. Needs a quiet
-machine: other work on the cores makes the interval wider than the result.
+Two gloo ranks of one thread train a GPT of 10.7 M parameters with AdamW in float32. The loops take turns, step by step,
+in one process group. The order rotates from turn to turn, so that a disturbance of the machine slows all loops alike.
+accel's loop is a complete training step: data, forward and backward pass, the check that the gradient is finite, the
+log. The bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and FSDP2 without resharding after forward at ZeRO 2. The
+loss of the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. DeepSpeed takes part
+with the same stage and optimizer if it is installed beside accel. DeepSpeed may also be in a separate environment of
+the same Python, if ``--deepspeed`` names the interpreter of the environment: `python -m venv PATH && PATH/bin/pip
+install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack` (torch and the rest come
+from accel's environment; this script sets DS_ACCELERATOR=cpu). In each turn, a loop's time is divided by the bare
+loop's time. Each result is the median of this ratio over the turns, less 1, with the 95 % bootstrap interval. Needs a
+quiet machine: other work on the cores makes the interval wider than the result.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ class Inference:
 class InferenceClient:
     """A connection to one server.
 
-    ``url`` is host:port, ``token`` is a bearer token. ``ca`` is the PEM file with the CA of the server's certificate
-    and turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is the seconds
-    that a call may take. A failed call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if
+    ``url`` is host:port, ``token`` is a bearer token. ``ca``, the PEM file with the CA of the server's certificate,
+    turns TLS on. ``certificate`` and ``key`` are PEM files that identify the client. ``timeout`` is the longest time of
+    a call in seconds. A failed call raises ``ServeError`` with the server's code and text. Raises ``UsageError`` if
     only a part of the TLS files is given.
     """
 
@@ -146,8 +146,7 @@ class InferenceClient:
             raise ServeError(_CODES.get(code.name, Code.INTERNAL), text) from None
 
     def _who_answers(self) -> str:
-        """Returns the reason why the address has no gRPC server, or "" if the answer to a plain HTTP request doesn't
-        tell."""
+        """Asks the address over plain HTTP and returns the reason why gRPC fails there, or "" if no reason is found."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
             return f"{self._url} has no port; give HOST:PORT, the server's --grpc-port (8001)"

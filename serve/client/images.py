@@ -22,7 +22,7 @@ _KINDS = ("FP32", "FP16", "UINT8")
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the images in ``paths`` and in the folders of ``paths``, or an empty list if there are none.
+    """Returns the images among ``paths`` and in the folders among ``paths``, or an empty list if there are none.
 
     Raises ``BadData`` if ``paths`` has both images and other files, or a folder without images.
     """
@@ -133,8 +133,7 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
 
 
 def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
-    """Returns True if the first of three dims is the channels, False if the last is, and None if neither or both
-    fit."""
+    """Returns True if the channels are the first of three dims, False if the last, and None if neither or both fit."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
     for channels in (3, 1, 4):  # the likeliest channel count first, because an image may be four pixels high

@@ -65,7 +65,7 @@ def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.nda
 
 
 def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:
-    """Set the fields of ``request`` that the protocol's own parameters name.
+    """Set the fields of ``request`` from the protocol's own parameters.
 
     Keep any other parameter in ``request.parameters``.
     """
@@ -99,7 +99,7 @@ def _set(request: InferenceRequest, key: str, value: Parameter) -> None:
 
 
 def make_reply(model: ServedModel, call: InferCall, found: InferenceResponse, memory: SharedMemory) -> InferReply:
-    """Returns the reply to ``call``. An output is classified or written to shared memory if ``call`` requests so."""
+    """Returns the reply to ``call``. Outputs are classified or written to shared memory if ``call`` requests it."""
     wanted = {output.name: output for output in call.outputs or ()}
     tensors = []
     for name, value in found.outputs.items():

@@ -23,7 +23,7 @@ HANDLE_BYTES = 64
 
 
 class Ipc(Protocol):
-    """The CUDA calls that this module needs. ``address`` is in GPU memory, ``host`` is an address in host memory."""
+    """The CUDA calls that this module needs. ``address`` is an address in GPU memory, ``host`` in host memory."""
 
     def open(self, handle: bytes, device: int) -> int:
         """Returns the address of the memory that ``handle`` shares."""

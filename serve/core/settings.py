@@ -16,7 +16,7 @@ _NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the small
 
 @dataclass
 class _Sampler:
-    """Chooses the requests to trace: one in ``rate`` (0: none), until ``left`` requests have been traced (-1: no
+    """Chooses the requests to trace: one of every ``rate`` (0: none), until ``left`` requests are traced (-1: no
     limit)."""
 
     on: bool
@@ -40,8 +40,8 @@ class _Sampler:
 class TraceSettings:
     """The trace settings of the server, and the overrides of each model.
 
-    ``url`` is the endpoint that gets the OpenTelemetry traces of one request in ``rate``. Without a URL the settings
-    can be read and changed but nothing is traced, as in Triton without a trace file.
+    ``url`` is the endpoint of the OpenTelemetry traces. One of every ``rate`` requests is traced. Without a URL the
+    settings can be read and changed but nothing is traced, as in Triton without a trace file.
     """
 
     def __init__(self, url: str = "", rate: int = 1000) -> None:

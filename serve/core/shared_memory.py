@@ -49,7 +49,7 @@ class SharedMemory:
         self._lock = threading.Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Register ``byte_size`` bytes from ``offset`` of the object ``key`` under ``name``.
+        """Register as ``name`` the ``byte_size`` bytes from ``offset`` of the object ``key``.
 
         Raises ``ServeError`` ALREADY_EXISTS if the name is taken, NOT_FOUND if there is no such object, and
         INVALID_ARGUMENT if the object is too small or ``key`` cannot be the name of an object.
@@ -66,8 +66,8 @@ class SharedMemory:
             self._regions[name] = _open(name, key, offset, byte_size)
 
     def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        """Register the GPU memory that ``handle`` shares under ``name``. Raises ``ServeError`` ALREADY_EXISTS if the
-        name is taken, and the errors of ``open_region``."""
+        """Register as ``name`` the GPU memory that ``handle`` shares. Raises ``ServeError`` ALREADY_EXISTS if the name
+        is taken, and the errors of ``open_region``."""
         with self._lock:
             self._check_new(name)
             self._regions[name] = open_region(name, handle, device, byte_size)
@@ -79,7 +79,7 @@ class SharedMemory:
             raise ServeError(Code.UNAVAILABLE, f"{MAX_REGIONS} shared memory regions are registered; unregister some")
 
     def unregister(self, name: str = "", kind: Kind | None = None) -> None:
-        """Forget the region ``name``, or every region if ``name`` is empty. None as ``kind`` stands for both kinds of
+        """Forget the region ``name``, or every region if ``name`` is empty. ``kind=None`` stands for both kinds of
         regions. As in Triton, an unknown name is no error."""
         with self._lock:
             gone = [region for region in self._regions.values() if name in ("", region.name) and _is(region, kind)]

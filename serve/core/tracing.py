@@ -8,7 +8,7 @@
             ├── compute_infer    running the session
             └── compute_output   splitting the outputs of the batch
 
-Spans and attributes have Triton's names if Triton has them. Spans are created once a request is answered, from the
+A span or attribute that Triton also has gets Triton's name. Spans are created once a request is answered, from the
 durations that the model's executor counts for the statistics. OpenTelemetry is imported only if ``--trace`` is given.
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger("accel.serve")
 
 Take = Callable[[InferCall, Reply], Ticket]
 
-# The longest time in seconds that an endpoint without an answer can delay the server's shutdown.
+# An endpoint that doesn't answer delays the server's shutdown by at most this many milliseconds.
 _LAST_EXPORT_MS = 3000
 
 
@@ -152,9 +152,9 @@ class _Traced:
 
 
 def open_tracing(url: str, rate: int) -> Tracing:
-    """Returns a ``Tracing`` that sends the traces of one request in ``rate`` to ``url`` over OTLP/HTTP.
+    """Returns a ``Tracing`` that traces one of every ``rate`` requests and sends the traces to ``url``, over OTLP/HTTP.
 
-    A ``rate`` of 0 traces only requests that come with a trace. OpenTelemetry's own environment variables
+    A ``rate`` of 0 traces only requests with a trace context. OpenTelemetry's own environment variables
     (OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY ...) set everything else. Raises
     ``MissingExtra`` if the OpenTelemetry libraries are not installed.
     """

@@ -20,11 +20,11 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 class Deployment:
     """The server to deploy. ``repository`` is the folder or address that ``accel serve`` gets in the container.
 
-    ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` are the
-    Kubernetes quantities of each replica, ``gpus`` is its number of NVIDIA GPUs. The load decides the number of
-    replicas, from ``min_replicas`` to ``max_replicas``. A stopped replica has ``drain_seconds`` to answer its requests.
-    ``words`` are further options of ``accel serve``. ``secrets`` maps each Secret's name to the folder at which the
-    Secret is mounted.
+    ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. Each replica gets ``cpu`` and
+    ``memory``, as Kubernetes quantities, and ``gpus`` NVIDIA GPUs. The load decides the number of replicas, from
+    ``min_replicas`` to ``max_replicas``. A stopped replica has ``drain_seconds`` to answer its requests. ``words`` are
+    further options of ``accel serve``. ``secrets`` maps each Secret's name to the folder at which the Secret is
+    mounted.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Deployment:
                 raise BadConfig(f"{quantity!r} is not a Kubernetes quantity; write for example 2, 500m or 4Gi")
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise BadConfig(f"replicas {self.min_replicas}..{self.max_replicas} is not a range; give 1 <= min <= max")
-        if not 1 <= self.target_cpu_percent <= 100:  # a percentage of the requested CPU, which is the limit
+        if not 1 <= self.target_cpu_percent <= 100:  # percent of the requested CPU, which is also the CPU limit
             raise BadConfig(f"a CPU target of {self.target_cpu_percent}% is out of range; give 1 to 100")
         if "--tls-client-ca" in self.words:
             raise BadConfig("the probes of Kubernetes have no client certificate; leave out --tls-client-ca")
@@ -114,7 +114,7 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
     The container itself must be able to read ``repository``: an address or a mounted folder.
     """
     container = _container(wanted) | {"name": "kserve-container"}
-    # Knative forbids the field, because Knative's proxy waits until the pod gets no more requests.
+    # Knative forbids ``lifecycle``, because Knative's proxy waits until the pod gets no more requests.
     del container["lifecycle"]
     # Knative routes one port, and recognizes gRPC by the port name h2c.
     container["ports"] = [{"name": "h2c", "containerPort": wanted.grpc_port, "protocol": "TCP"}]

@@ -41,13 +41,13 @@ _MODEL = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(?:/(ready|config|
 
 
 def add_inference_service(servicer: Any, server: Any) -> None:
-    """Add the methods of the service to Ray's gRPC proxy. The proxy passes messages on to a replica without parsing."""
+    """Add the methods of the service to Ray's gRPC proxy. The proxy passes unparsed messages on to a replica."""
     made = {name: grpc.unary_unary_rpc_method_handler(getattr(servicer, name)) for name in METHODS}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(proto.SERVICE, made),))
 
 
 class _Context:
-    """Adapts Ray's gRPC context to the methods of a grpcio context that ``transports/grpc/front.py`` calls."""
+    """Gives Ray's gRPC context the methods that ``transports/grpc/front.py`` calls on a grpcio context."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -11,8 +11,8 @@ stream_positions  the input for the positions of the given tokens: (rows, length
 stream_end        the token that ends a row
 stream_steps      the largest number of generated tokens (256)
 
-The next token is the token with the largest logit. Clients send the other inputs and get ``token``, (rows, 1), as a
-response for each step.
+The next token is the token with the largest logit. Clients send the other inputs. For each step, clients get a response
+with ``token`` of shape (rows, 1).
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class TokenLoopSession:
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
         """Returns zeros, the state before the first token.
 
-        A dynamic dim has its size in the feeds. A dynamic dim that only states have, such as the tokens so far, starts
-        with size 0.
+        A dynamic dim takes its size from the feeds. A dynamic dim that only states have, such as the tokens so far,
+        starts with size 0.
         """
         known = {
             dim: size

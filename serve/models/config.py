@@ -1,4 +1,4 @@
-"""Reads ``config.pbtxt``, completes and checks the config against the model's signature, and derives the scheduling."""
+"""Reads ``config.pbtxt``, completes and checks it with the model's signature, and derives the scheduling options."""
 
 from __future__ import annotations
 
@@ -177,8 +177,7 @@ def kept_by_server(config: ModelConfig) -> set[str]:
 
 
 def config_dtype(spec: TensorSpec) -> int:
-    """Returns the config's number for the dtype of ``spec``. Raises ``BadRepository`` if the protocol lacks the
-    dtype."""
+    """Returns the enum number of the dtype of ``spec``. Raises ``BadRepository`` if the protocol lacks the dtype."""
     if spec.dtype not in BY_FIELD:
         raise BadRepository(
             f"'{spec.name}' is {spec.dtype}, which the Open Inference Protocol can't carry; cast it in the model"

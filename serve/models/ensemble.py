@@ -68,7 +68,7 @@ Find = Callable[[str, str], Step]
 
 
 class _Run:
-    """The state of one request in the steps, and the ``Ticket`` that ``submit`` returns."""
+    """The progress of one request through the steps; also the ``Ticket`` that ``submit`` returns."""
 
     def __init__(self, executor: EnsembleExecutor, request: InferenceRequest, answer: Answer, arrived: float) -> None:
         self.executor = executor

@@ -47,11 +47,10 @@ MakeExecutor = Callable[..., Executor]
 class Loading:
     """Options for loading models.
 
-    ``threads`` is the number of threads of each session without a configured number (0: see ``_share``). ``cores`` is
-    the number of cores that a model's sessions share (0: all cores of this process). ``make`` makes the executor.
-    ``get`` finds the models of an ensemble. ``cache`` is the response cache that all models share. ``limiter`` limits
-    the resources that models share. ``host_policies`` maps the name of a host policy to the cores for an instance
-    group.
+    ``threads`` is the number of threads of a session whose config sets no number (0: see ``_share``). ``cores`` is the
+    number of cores that a model's sessions share (0: all cores of this process). ``make`` makes the executor. ``get``
+    finds the models of an ensemble. ``cache`` is the response cache that all models share. ``limiter`` limits the
+    resources that models share. ``host_policies`` maps the name of a host policy to the cores for an instance group.
     """
 
     trust: Trust = field(default_factory=Trust)

@@ -1,4 +1,4 @@
-"""One loaded version of a model: its inputs and outputs, its statistics, and the checks before its executor."""
+"""One loaded version of a model: inputs, outputs, statistics, and the checks before a request is executed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class ServedModel:
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # copied first: every success that ``own`` subtracts is in the later copy
+        with self._recording:  # ``own`` is copied first: the later copy has every success that ``own`` subtracts
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 
@@ -171,6 +171,6 @@ class ServedModel:
 
 
 def unknown(name: str, version: str = "") -> ServeError:
-    """Returns the error of a request for a model or version that isn't served, with Triton's text."""
+    """Returns the error, in Triton's words, of a request for a model or version that isn't served."""
     which = f"'{name}' version {version}" if version else f"'{name}'"
     return ServeError(Code.NOT_FOUND, f"Request for unknown model: {which} is not found")

@@ -6,7 +6,7 @@
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
-so names with a path out of their folder are refused.
+so names that lead out of their folder are refused.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Mirror:
         return names
 
     def _list(self, address: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the entries of a folder as the file name and the store's information."""
+        """Yields the name and the store's information of each entry of a folder."""
         for info in self._files.ls(address, detail=True):
             name = str(info["name"])
             if name.rstrip("/") == address.rstrip("/"):  # object stores list the folder among its own entries

@@ -1,4 +1,4 @@
-"""Loads, reloads and unloads the models of a repository (once, by polling or by command) without an interruption.
+"""Loads, reloads and unloads the models of a repository (once, by polling or by command) while the server serves.
 
 A new version first replaces the old version. The old version then answers its accepted requests. If a version fails to
 load, the old version keeps serving and the index gives the reason.
@@ -45,7 +45,7 @@ class _Entry:
     state of the files once. ``lacks_step`` marks an ensemble to load again after another model has loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # version -> reason; "" stands for the whole model
+    failed: dict[str, str] = field(default_factory=dict)  # the reason by version; "" is the whole model
     seen: Any = None
     loading: bool = False
     lacks_step: bool = False

@@ -33,9 +33,10 @@ class ServeOptions:
     port and None turns the protocol off. ``models`` are the models to load at the start in explicit mode. ``cores`` is
     the number of cores that the sessions of one model share; 0 means all cores that the process may use. ``threads`` is
     the number of threads of each session; 0 means the session's share of ``cores``. With ``restart``, a supervisor
-    restarts even a single serving process that crashes. ``rate_limits`` are strings NAME:COUNT, ``host_policies`` are
-    strings NAME,cpu-cores=RANGES. Requests have ``drain`` seconds to end after SIGTERM. ``trace`` is the OTLP endpoint
-    that gets the traces of one request in ``trace_rate``. ``tokens``, ``tls_*`` and ``log_file`` are paths.
+    restarts even a single serving process that crashes. ``rate_limits`` have the form ``NAME:COUNT``, ``host_policies``
+    the form ``NAME,cpu-cores=RANGES``. Requests have ``drain`` seconds to end after SIGTERM. ``trace`` is the OTLP
+    endpoint of the traces, and one of every ``trace_rate`` requests is traced. ``tokens``, ``tls_*`` and ``log_file``
+    are paths.
     """
 
     repository: str
@@ -129,7 +130,8 @@ class ServeOptions:
 
 
 def _parsed(flag: str, texts: tuple[str, ...], parse: Callable[[str], tuple[str, T]]) -> dict[str, T]:
-    """Returns the parsed ``texts`` by name. Raises ``UsageError`` if one of the texts is not a value of ``flag``."""
+    """Returns the parsed ``texts`` by name. Raises ``UsageError`` if a text is not a valid value of the option
+    ``flag``."""
     try:
         return dict(parse(text) for text in texts)
     except ValueError:

@@ -1,8 +1,8 @@
 """The processes of one server: runs each command in all processes and sums the statistics over the processes.
 
 The kernel connects a client to any of the processes. So each process listens on a socket in a private folder, and the
-process that gets a command forwards the command to all others. A restarted process asks another process for the missed
-commands.
+process that gets a command forwards the command to all others. A restarted process asks another process for the
+commands that it missed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ _LONG_TURNS = {Control.load.__name__, Control.unload.__name__}
 class Peers:
     """Implements ``Processes`` for process ``index`` of the ``count`` processes of a server.
 
-    ``folder`` holds the sockets and only this user may enter the folder. ``key`` is the secret that the processes
-    share.
+    ``folder`` holds the sockets; only this user may enter the folder. ``key`` is the secret that the processes share.
     """
 
     def __init__(self, local: LocalControl, folder: Path, index: int, count: int, key: bytes) -> None:
@@ -220,8 +219,8 @@ def _is_load(request: tuple[Any, ...]) -> bool:
 
 
 def _connect(path: str, key: bytes, patience: float) -> Connection:
-    """Connect as ``multiprocessing.connection.Client`` does. Raises ``TimeoutError`` if a step takes more than
-    ``patience`` seconds."""
+    """Connect as ``multiprocessing.connection.Client`` does. Raises ``TimeoutError`` if a single read or write takes
+    more than ``patience`` seconds."""
     with socket.socket(socket.AF_UNIX) as made:
         _limit(made, patience)
         try:

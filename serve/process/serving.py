@@ -67,8 +67,8 @@ def start_logging(options: ServeOptions) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed large tensors, because returning memory to the system costs more than copying
-    a tensor."""
+    """Let glibc keep the memory of large tensors that were freed, because returning it to the system costs more than
+    copying a tensor."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)

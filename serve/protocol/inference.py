@@ -139,8 +139,8 @@ class Executor(Protocol):
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
         """Takes the request. If the queue is full, raises ``ServeError`` UNAVAILABLE at once.
 
-        ``answer`` is called on any thread. An idle instance runs the request inline, so that ``answer`` may be called
-        before this method returns.
+        ``answer`` is called on any thread. An idle instance runs the request inline, so ``answer`` may be called before
+        this method returns.
         """
         ...
 

@@ -1,5 +1,5 @@
-"""``make descriptors``: writes ``inference.binpb`` from the descriptors of an installed ``tritonclient[grpc]``, and the
-``.proto`` texts of both of its files."""
+"""``make descriptors``: writes ``inference.binpb`` and the two ``.proto`` texts from the descriptors of an installed
+``tritonclient[grpc]``."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from .inference import Code, ServeError
 
 @dataclass(frozen=True)
 class Datatype:
-    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the field of the typed
-    contents that carries the datatype, None if only raw contents carry the datatype."""
+    """A datatype of the protocol. ``field`` is accel's name of the datatype. ``contents`` is the field for the datatype
+    in the typed contents, None if only raw contents carry the datatype."""
 
     name: str
     numpy: np.dtype[Any]
@@ -161,7 +161,7 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
 
 
 def _integers(values: Sequence[Any]) -> bool:
-    """Tells whether all values are integers. numpy converts a list of both large unsigned and negative integers to
+    """Tells whether all values are integers. numpy converts a list with both negative and large unsigned integers to
     floats."""
     return all(isinstance(value, int) for value in values)
 

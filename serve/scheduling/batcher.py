@@ -189,9 +189,9 @@ class RowBatching:
         return found, False
 
     def due(self, entry: Entry, bounds: float = 1) -> float:
-        """Returns when ``entry`` stops waiting for other requests.
+        """Returns the time at which ``entry`` stops waiting for other requests.
 
-        ``bounds`` is the longest wait, in multiples of the delay bound.
+        ``bounds`` is the longest wait, as a multiple of ``max_delay_us``.
         """
         limit = min(entry.deadline, NEVER if entry.delayed else entry.expires)
         slack = (limit - entry.arrived) / 2 if limit < NEVER else NEVER

@@ -46,7 +46,7 @@ class CostTable:
         return np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
 
     def by_rows(self, length: int, most: int) -> np.ndarray:
-        """Returns the seconds of a run padded to ``length``, float64[most + 1]. Index n is a run of n rows."""
+        """Returns an array of ``most + 1`` times: at n, the seconds of a run of n rows padded to ``length``."""
         beyond = max(1.0, length / self.lengths[-1])
         at_length = np.array([np.interp(length, self.lengths, row) for row in self._table]) * beyond
         n = np.arange(most + 1)

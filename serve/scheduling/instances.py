@@ -378,8 +378,8 @@ class QueuedExecutor:
         self._delivered(len(settled))
 
     def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
-        """Delivers answers in the order of the requests. One thread at a time delivers, including the results that
-        other threads settle meanwhile."""
+        """Delivers answers in the order of the requests. Only one thread delivers at a time. It also delivers the
+        results that other threads settle meanwhile."""
         with self._lock:
             for entry, result in settled:
                 entry.result = result

@@ -8,9 +8,9 @@ batches can begin in time, the instance postpones batches so that as few request
 
 If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. If
 ``eager`` is off, a batch waits until the latest time at which no request is late. The wait assumes that all batches run
-one after the other. A request is late if its answer comes after the delay bound. If a run takes more than half of the
-bound, its requests are late if the run begins after half of the bound. A batch also runs as soon as the
-waiting requests fill a batch.
+one after the other. A request is late if its answer comes after the delay bound. The requests of a run that takes more
+than half of the bound are late if the run begins after half of the bound. A batch also runs as soon as the waiting
+requests fill a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# The largest number of waiting requests to cut into batches, because the queue's lock is held during the cut.
+# At most this many waiting requests are cut into batches at once, because the cut holds the queue's lock.
 _WINDOW = 64
 
 # Requests that can still be in time go before a late request. A late request goes first again once it has waited for
@@ -45,7 +45,7 @@ _PATIENCE = 3
 def best_cut(
     lengths: Sequence[int], rows: Sequence[int], limit: int, costs: Callable[[int], np.ndarray]
 ) -> list[tuple[int, int]]:
-    """Returns the cheapest cut of requests, sorted by length, into consecutive batches of at most ``limit`` rows.
+    """Returns the cheapest cut into consecutive batches of at most ``limit`` rows, for requests sorted by length.
 
     The result has (begin, end) of each batch. ``costs(length)[n]`` is the cost of a batch of n rows padded to
     ``length``.
@@ -71,7 +71,7 @@ def best_cut(
 
 
 class LengthBatchingRows(RowBatching):
-    """``RowBatching`` for a model with one more dim that may differ inside a batch."""
+    """``RowBatching`` for requests that differ in one dim besides the rows."""
 
     def __init__(
         self, signature: Signature, scheduling: Scheduling, options: LengthBatching, *, name: str, costs: CostTable
@@ -128,8 +128,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # If running each request alone is cheap enough, there is no search for the best cut, which never costs
-            # more.
+            # The best cut never takes longer than running each request alone. While there is time for the latter, no
+            # cut is computed.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -142,10 +142,10 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Whenever a batch would begin late, the batch with the highest cost per request is postponed, out of this batch
-        and the batches before it. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one
-        machine sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority
-        level are compared.
+        Whenever a batch would begin late, this batch or a batch before it is postponed: the one with the highest cost
+        per request. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one machine
+        sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority level
+        are compared.
         """
         if not self._delay:
             return batches[0]
@@ -196,7 +196,7 @@ class LengthBatchingRows(RowBatching):
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
         """Returns the seconds of a run by number of rows. The requests have the shapes of ``one``, padded to
-        ``length``. The seconds include the rows that pad the batch."""
+        ``length``. Rows that pad the batch count too."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class QueuePolicy:
     """Bounds of the queue of one priority level. 0 means no bound.
 
-    ``max_queue_size`` is the number of requests that may wait, ``timeout_us`` the longest wait of a request. The
-    ``timeout_action`` ``reject`` fails an expired request (UNAVAILABLE, "Request timeout expired"); ``delay`` serves an
-    expired request after the requests that are in time. ``allow_override`` lets a request set a shorter timeout.
+    ``max_queue_size`` is the number of requests that may wait, ``timeout_us`` the longest wait of a request. With
+    ``timeout_action="reject"`` an expired request fails (UNAVAILABLE, "Request timeout expired"); with ``"delay"`` the
+    request is served after the requests that are in time. ``allow_override`` lets a request set a shorter timeout.
     """
 
     max_queue_size: int = 0

@@ -40,7 +40,7 @@ def _holds(ends: tuple[Shape, Shape], shape: Shape) -> bool:
 
 
 class FittingRows:
-    """``rows_of`` with a cache by shapes."""
+    """``rows_of`` with its results cached by shapes."""
 
     def __init__(self, profiles: Sequence[Profile], most: int, step: int = 1) -> None:
         self._profiles = profiles

@@ -29,7 +29,7 @@ _STALE = 4
 
 
 class Entry:
-    """An accepted request, from arrival to answer, and the ``Ticket`` that ``submit`` returns.
+    """An accepted request, from arrival to answer; also the ``Ticket`` that ``submit`` returns.
 
     ``rows`` is the size of the request's batch dim, or 1 without a batch dim. Entries with equal ``key`` may run
     together. ``level`` is the priority level. ``expires`` is the end of the queue timeout, in seconds on the server's
@@ -85,12 +85,12 @@ class Entry:
 
 
 def queue_full() -> ServeError:
-    """Returns the error of a request that a bound of the queue refuses, with Triton's text."""
+    """Returns the error, in Triton's words, of a request that a bound of the queue refuses."""
     return ServeError(Code.UNAVAILABLE, "Exceeds maximum queue size")
 
 
 def timed_out() -> ServeError:
-    """Returns the error of a request that waited longer than its queue timeout, with Triton's text."""
+    """Returns the error, in Triton's words, of a request that waited longer than its queue timeout."""
     return ServeError(Code.UNAVAILABLE, "Request timeout expired")
 
 
@@ -155,8 +155,8 @@ class RequestQueue:
         return next(iter(self), None)
 
     def level_of(self, priority: int) -> int:
-        """Returns the level for a request's priority. As in Triton, a level that the model lacks stands for the default
-        level."""
+        """Returns the level for a request's priority. As in Triton, a priority without a level in the model gets the
+        default level."""
         levels = self._scheduling.priority_levels
         return priority if 1 <= priority <= levels else self._scheduling.default_priority if levels else 0
 

@@ -50,8 +50,8 @@ class RateLimiter:
         return max((gate.need.get(resource, 0) for gate in self._gates), default=0) if limit is None else limit
 
     def enter(self, gate: Gate) -> bool:
-        """Takes the resources of ``gate``. Returns False if other models hold the resources or wait for the resources
-        before ``gate``."""
+        """Takes the resources of ``gate``. Returns False if other models hold the resources, or wait for them ahead of
+        ``gate``."""
         with self._lock:
             self._wait(gate)
             if gate not in self._next():
@@ -68,8 +68,8 @@ class RateLimiter:
             self._waiting.add(gate)
 
     def _next(self) -> list[Gate]:
-        """Returns the waiting gates that can enter together, most urgent first. A gate that can't enter yet still
-        reserves its resources against the gates behind it."""
+        """Returns the waiting gates that can enter together, most urgent first. A gate that can't enter yet keeps the
+        gates behind it from taking its resources."""
         free = {r: self._amount(r) - self._used[r] for gate in self._waiting for r in gate.need}
         found = []
         for gate in sorted(self._waiting, key=lambda gate: gate.turn):

@@ -161,7 +161,7 @@ class CachingExecutor:
         return keep
 
     def statistics(self) -> ModelStatistics:
-        """Returns the inner executor's statistics with the cache hits. A hit counts as received and success, not as an
+        """Returns the inner executor's statistics plus the cache hits. A hit counts as received and success, not as an
         inference."""
         with self._lock:
             own = self._recorder.copy()

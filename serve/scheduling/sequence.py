@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Step:
-    """One request of a sequence, and the ``Ticket`` that ``submit`` returns."""
+    """One request of a sequence; also the ``Ticket`` that ``submit`` returns."""
 
     __slots__ = ("answer", "arrived", "cancelled", "durations", "executor", "nbytes", "request", "sequence", "ticket")
 

@@ -1,4 +1,4 @@
-"""Makes the state and control inputs of a stateful model, and keeps the states in the model's outputs."""
+"""Makes the state and control inputs of a stateful model, and takes the states from the model's outputs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class ServerInputs:
     def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the state of a new sequence: the configured initial state, or zeros by default.
 
-        A dynamic dim of the zeros has its size in the request's inputs. A dynamic dim that only states have, such as
-        the steps seen so far, starts with size 0.
+        A dynamic dim of the zeros takes its size from the request's inputs. A dynamic dim that only states have, such
+        as the steps seen so far, starts with size 0.
         """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given
@@ -92,7 +92,7 @@ class ServerInputs:
         return {to: np.array(response.outputs[output]) for output, to in self._options.states.items()}
 
     def without(self, response: InferenceResponse, request: InferenceRequest) -> InferenceResponse:
-        """Returns ``response`` without the states that ``request`` didn't request."""
+        """Returns ``response`` without the states that ``request`` doesn't ask for."""
         asked = request.outputs
         outputs = {
             name: value

@@ -1,4 +1,4 @@
-"""Access control: bearer tokens, and the models and commands that each token is for.
+"""Access control: bearer tokens, and the models and commands that each token allows.
 
 The tokens are in a TOML file, which should hold the sha256 of a token rather than the token itself:
 

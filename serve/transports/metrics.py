@@ -94,7 +94,8 @@ class _Rows(Collector):
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Returns the upper end and the count of each bucket. In Prometheus, a bucket also counts all smaller buckets."""
+    """Returns the upper end and the count of each bucket. In Prometheus, the count of a bucket includes all smaller
+    buckets."""
     ends = [floatToGoString(ns / 1e9) for ns in LATENCIES_NS] + ["+Inf"]
     return list(zip(ends, accumulate(histogram.counts), strict=True))
 

@@ -36,7 +36,7 @@ _INT32_MAX = (1 << 31) - 1
 
 
 class GrpcTransport:
-    """Serves an ``InferenceServer`` over gRPC. ``port=0`` takes a free port. ``threads`` calls can wait at the same
+    """Serves an ``InferenceServer`` over gRPC. ``port=0`` takes a free port. At most ``threads`` calls wait at the same
     time. ``shared`` lets other processes listen on the same port. ``max_message`` is the size of the largest message in
     bytes."""
 
@@ -109,8 +109,8 @@ class GrpcTransport:
     def stop(self, grace: float) -> None:
         """Take no new calls. Cut off the running calls that have not ended after ``grace`` seconds."""
         self._health.refresh()
-        # grpcio cuts off the remaining calls after ``grace`` seconds. The wait has a limit, because a call that ignores
-        # the end must not keep the process alive.
+        # grpcio cuts off the remaining calls after ``grace`` seconds. The wait has a limit, because a call that doesn't
+        # end must not keep the process alive.
         if not self._grpc.stop(grace).wait(grace + 5.0):
             log.warning("calls were left when the gRPC port closed")
         self._arrivals.stop()
@@ -145,8 +145,7 @@ class _Servicer:
         return grpc.method_handlers_generic_handler(proto.SERVICE, made)
 
     def unary(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """Returns a dict from the name of each method that takes one message to a function ``(request, context) ->
-        response``."""
+        """Maps the name of each method that takes one message to a function ``(request, context) -> response``."""
         found = {
             name: self._unary(getattr(self, name), response)
             for name, (_, response, streaming) in proto.methods().items()
@@ -365,8 +364,8 @@ class _Servicer:
 
 
 def unary_methods(server: InferenceServer) -> dict[str, Callable[[Any, Any], Any]]:
-    """Returns a dict from the name of each gRPC method that takes one message to a function ``(request, context) ->
-    response``. Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
+    """Maps the name of each gRPC method that takes one message to a function ``(request, context) -> response``.
+    Callers that have a gRPC server of their own, such as Ray Serve, use these functions."""
     return _Servicer(server, Arrivals(1), streams=1).unary()
 
 
