@@ -326,7 +326,7 @@ def supervise(
             body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
         elif waiting := uncompiled(body["rows"]):
             waiting[0].setdefault("errors", {})["torch.compile"] = why
-        else:  # every row and every torch.compile was already measured
+        else:  # every row, also with torch.compile, was already measured
             return False
         write(body, folder)
         return True

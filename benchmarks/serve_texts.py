@@ -3,7 +3,7 @@
     python benchmarks/serve_texts.py --peers VENV [--seconds 8] [--rounds 3]      # about seven minutes
 
 VENV is the environment of serve_load.py, and the texts are those of serve_lengths.py. Each caller has its own thread,
-and sends the next text after the answer to the last text. Each answer is compared with the unbatched answer for the
+and sends the next text after the answer to the previous text. Each answer is compared with the unbatched answer for the
 same text. All servers have the same file and the same requests: ids and mask. accel batches by length, its default. The
 peers don't pad, so each peer runs each text alone. Needs a quiet machine. All requests go to 127.0.0.1.
 """

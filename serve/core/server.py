@@ -153,7 +153,7 @@ class InferenceServer:
         return self.repository.get(name, version).config
 
     def statistics(self, name: str = "", version: str = "", token: str | None = None) -> list[StatisticsRow]:
-        """Returns the statistics of one version, of all versions of a model, or of every model that the token is for.
+        """Returns the statistics of one version, of all versions of a model, or of every model that the token allows.
         The statistics are summed over the processes of the server."""
         self.access.check(token, model=name or None)
         if version:

@@ -192,7 +192,8 @@ class ModelStatistics:
     """The fields of Triton's ModelStatistics. success + fail equals received whenever no request is pending. The
     histograms count the same requests as ``success``.
 
-    The numbers of two processes are added. A number that is merged in another way has ``metadata={"merge": function}``.
+    The numbers of two processes are added. A field with ``metadata={"merge": function}`` is merged by that function
+    instead.
     """
 
     received: int = 0
