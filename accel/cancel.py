@@ -22,6 +22,9 @@ Check = Callable[[], None]
 # A watching thread or a waiting child calls the check at intervals of this many seconds.
 INTERVAL = 0.5
 
+# Set by Ctrl-C. The exporters of some libraries swallow KeyboardInterrupt.
+_interrupted = threading.Event()
+
 _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())
 
 
@@ -45,6 +48,18 @@ def check_cancelled() -> None:
     is set."""
     for check in _checks.get():
         check()
+
+
+def on_interrupt(*_: object) -> None:
+    """Handles SIGINT and SIGTERM: raises ``KeyboardInterrupt``, and remembers the signal for ``check_interrupted``."""
+    _interrupted.set()
+    raise KeyboardInterrupt
+
+
+def check_interrupted() -> None:
+    """Raises ``KeyboardInterrupt`` if a signal came before. The first ``KeyboardInterrupt`` was swallowed then."""
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def cancellable() -> bool:

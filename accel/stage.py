@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from accel.artifact import Artifact, Manifest, canonical_json, file_sha256, manifest_path, text_sha256
 from accel.cache import StageCache
-from accel.cancel import interruptible
+from accel.cancel import check_interrupted, interruptible
 from accel.child import resolve
 from accel.contract import check_contract
 from accel.errors import (
@@ -261,6 +261,7 @@ def _make(
     proof = Proof(stage, src, config, gates)
     with cache.resuming(key):
         result: Artifact = interruptible(function, src, config, inside, *((proof,) if stage.proves else ()))
+    check_interrupted()
     trim_memory()
     if not result.path.is_file() or result.path.stat().st_size == 0:
         raise StageFailed(f"stage {stage.name} wrote no output; run it again with {option('use_cache', False)}")

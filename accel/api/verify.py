@@ -74,7 +74,8 @@ def verify(
     Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
     with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
     allowed ||candidate - reference||₂ / ||reference||₂, both for a whole output and for its median sample. The default
-    depends on the candidate's precision. If a quantized candidate fails on random inputs, the last problem asks for ``data``.
+    depends on the candidate's precision. If a quantized candidate fails on random inputs, the last problem asks for
+    ``data``.
 
     The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for the models that are
     sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``

@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from accel.cancel import on_interrupt
 from accel.errors import NO_SPACE, AccelError, one_line
 from accel.spelling import on_command_line
 from accel.version import __version__
@@ -74,7 +75,9 @@ def main() -> None:
     """The ``accel`` command."""
     # SIGTERM ends a run like Ctrl-C, and cleans up child processes and half-written files. SIGINT may be ignored,
     # because a shell ignores SIGINT for background jobs.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, on_interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
     sys.exit(run(group))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,10 @@ import onnx
 import onnx.parser
 import pytest
 
+from accel import cancel
 from accel.artifact import Artifact
 from accel.cache import StageCache
-from accel.cancel import cancelled_by, check_cancelled, interruptible
+from accel.cancel import cancelled_by, check_cancelled, interruptible, on_interrupt
 from accel.child import Child, run_in_child, run_program
 from accel.optimizer.budget import Budget, OutOfTime
 from accel.progress import report
@@ -52,6 +55,15 @@ def silent_in_a_child(*_: object) -> None:
     run_in_child("signal:pause")
 
 
+def deaf_to_ctrl_c(src: Artifact, config: StageConfig, out: Path) -> Artifact:
+    """Swallows the error of Ctrl-C and finishes its work, as some exporters do."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        out.write_bytes(src.path.read_bytes())
+    return open_onnx(out)
+
+
 def stage(function: str) -> Stage:
     return Stage(
         name="silent",
@@ -80,6 +92,23 @@ def test_a_stage_that_never_reports_is_given_up_with_the_budget(
     assert list((cache.root / "scratch").iterdir()) == []
     with Budget(None).within(0.5):
         assert interruptible(lambda one: one.kind, src) == "onnx"
+
+
+def test_a_swallowed_ctrl_c_ends_the_run_after_the_stage(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if accel goes on after Ctrl-C because the library under a stage swallowed the error, or if it caches the
+    stage's result."""
+    path = tmp_path / "a.onnx"
+    onnx.save(onnx.parser.parse_model(MODEL), path)
+    monkeypatch.setattr(cancel, "_interrupted", threading.Event())
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_stage("silent", open_onnx(path), StageConfig(), stage=stage("deaf_to_ctrl_c"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not list(own_cache.rglob("*.onnx"))
 
 
 def test_a_child_that_reports_nothing_is_killed() -> None:
