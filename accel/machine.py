@@ -59,7 +59,7 @@ def cpu_limit() -> int:
         else:
             quota, period = (_CGROUP.joinpath("cpu", f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         found = math.ceil(int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # no Linux, no control group, or "max" for no limit
+    except (OSError, ValueError, ZeroDivisionError):  # not on Linux, no control group, or no limit ("max")
         return 0
     return found if 0 < found < _cores() else 0
 

@@ -169,11 +169,11 @@ def in_flight(layout: Layout) -> tuple[float, float]:
     rank of the last stage.
 
     The numbers are m and m for GPipe, and p and 1 for 1F1B (Narayanan et al. 2021, section 2.2). Interleaved schedules
-    with v chunks in rounds of r micro-batches hold ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v. For r = p the
-    first number is the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3. In a zero-bubble schedule (Qi et al.
-    2024, section 6), the rank where the V turns holds p micro-batches. The zero-bubble rank with the first and the last
-    stage begins with 2 p - 1 forward passes of the first stage and ends with one forward pass of the last stage. No
-    number is larger than m.
+    with v chunks in rounds of r micro-batches hold the activations of ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v
+    micro-batches. For r = p the first number is the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3. In a
+    zero-bubble schedule (Qi et al. 2024, section 6), the rank where the V turns holds p micro-batches. The zero-bubble
+    rank with the first and the last stage begins with 2 p - 1 forward passes of the first stage and ends with one
+    forward pass of the last stage. No number is larger than m.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:

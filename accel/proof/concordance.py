@@ -13,7 +13,7 @@ from .compare import holds_floats
 if TYPE_CHECKING:
     import numpy as np
 
-# A sample smaller than the largest sample by this factor is within the float32 rounding of the largest sample.
+# A sample whose norm is less than this fraction of the largest norm may be float32 rounding of the largest sample.
 _NOISE = 1e-6
 
 

@@ -32,7 +32,7 @@ _LEVELS = {
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
-# The messages of operators whose index is out of range.
+# Matches ONNX Runtime's error messages about an index out of range.
 _OUT_OF_BOUNDS = re.compile("out of data bounds|out of bounds|within bounds")
 # Dtypes of ml_dtypes that NumPy itself lacks. ONNX Runtime gets tensors of these dtypes as integers of the same bits.
 _BY_BITS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")

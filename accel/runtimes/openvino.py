@@ -219,8 +219,8 @@ class OpenVinoSession(BaseSession):
         low, high = self._values[name]
         if value.size and not (low <= value.min() and value.max() <= high):
             raise BadFeeds(
-                f"input {name!r} has values from {value.min()} to {value.max()}, the model takes {low} to {high}; "
-                "correct them, or export the model with their range"
+                f"input {name!r} has values from {value.min()} to {value.max()}, but the model takes only {low} to "
+                f"{high}; correct the values, or export the model with the range of the input"
             )
 
     def _array(self, tensor: Any, name: str) -> np.ndarray:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BenchReport", "Candidate", "measure"]
 
-# A process counts as hung after this many times the planned time of its block.
+# A process counts as hung if a block with its warm-up takes longer than ``_PATIENCE`` times the block's planned time,
+# and longer than ``_PATIENCE_SECONDS``.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
 # A block ends after this many times its planned time, so a block that begins with a slow run still gets enough runs for

@@ -63,8 +63,10 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """Yields the nodes whose results become integers or inputs that have to be float32. A size rounded to 11 bits
-    would be another size."""
+    """Yields the nodes that cast floats to integers. Also yields the index arithmetic that leads to such a node, to a
+    float32 input of a node that can be cast, or to Range, TopK, or a Resize that can't be cast. In 16 bits, a large
+    size or position could be rounded to another one.
+    """
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
         if node.op_type == "Cast" and source.is_float(node.input[0]):

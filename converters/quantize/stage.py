@@ -51,7 +51,8 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each kind of target. Quantized for another kind, a model was up to four times slower.
+# The quantization for each kind of target. A model that was quantized for another kind was up to four times
+# slower.
 # For ort-cpu, activations are uint8 with a zero point and weights are int8. Everything between two
 #     convolutions is quantized, too. Mode dynamic quantizes activations at run time, without calibration.
 # For openvino, NNCF decides where to quantize, by rules made for OpenVINO's kernels.

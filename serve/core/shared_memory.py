@@ -49,7 +49,7 @@ class SharedMemory:
         self._lock = threading.Lock()
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Register as ``name`` the ``byte_size`` bytes from ``offset`` of the object ``key``.
+        """Registers ``byte_size`` bytes of the object ``key``, from ``offset`` on, under the name ``name``.
 
         Raises ``ServeError`` ALREADY_EXISTS if the name is taken, NOT_FOUND if there is no such object, and
         INVALID_ARGUMENT if the object is too small or ``key`` cannot be the name of an object.

@@ -104,8 +104,8 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # If classes may be on axis 1 or on the last axis, axis 1 is taken. If some output can have classes only on axis
-        # 1, outputs [samples, ..., n] hold features of each pixel, not classes.
+        # An output that fits both layouts counts as [samples, classes, ...]. If an output fits only that layout, the
+        # outputs that fit only [samples, ..., n] count as features of each pixel, not as classes.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 

@@ -50,7 +50,7 @@ def _streams(cores: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _onnxruntime(objective: Objective, cores: int, vary_threads: bool) -> list[tuple[str, dict[str, Any]]]:
     if objective == "throughput":
-        # Streams that spin take cores from each other.
+        # Idle threads that spin would take cores from the streams that compute.
         return _streams(cores, spinning=False)
     found = [*_fewer_threads(cores, vary_threads), ("extended graph level", {"graph_level": "extended"})]
     return found + ([("no spinning", {"spinning": False})] if cores > 1 else [])

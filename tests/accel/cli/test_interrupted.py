@@ -173,7 +173,8 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# No command in ``KILLS`` runs these stages. Each of these stages is killed in its last command in ``COMMANDS``.
+# No command in ``KILLS`` runs these stages. A test runs the last command of each stage in ``COMMANDS``, and kills the
+# command in that stage.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"

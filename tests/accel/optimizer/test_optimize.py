@@ -100,7 +100,8 @@ def test_the_page_of_a_real_run(result: Any) -> None:
 
 
 def test_the_command_does_the_same(result: Any) -> None:
-    """Fails if accel doesn't accept the command in the report, or if the command has other options than the search."""
+    """Fails if accel doesn't accept the reported command, or if the command has another metric, number of rounds,
+    target, or file name of the model or the data than the search."""
     words = shlex.split(result.command)
     assert words[:2] == ["accel", "optimize"]
     asked = command.make_context("optimize", words[2:]).params
@@ -240,7 +241,7 @@ def test_the_rule_of_choice() -> None:
 
 
 def test_unmeasured_targets_prefer_fp16() -> None:
-    """Fails if, when nothing can be measured, int8 is chosen over fp16, or a rejected candidate is chosen."""
+    """Fails if, without measurements, fp16 isn't preferred to int8 and int8 to fp32, or a rejected one is chosen."""
     rows = [replace(_row(p, 1.0, ""), precision=p) for p in ("fp32", "int8", "fp16")]
     assert likeliest(rows).precision == "fp16"
     rows[2].status = "rejected"

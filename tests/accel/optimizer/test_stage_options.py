@@ -170,8 +170,9 @@ def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path
     ],
 )
 def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, read: int) -> None:
-    """Fails if calibration doesn't read the requested number of samples although the judge has other data, or if
-    calibration leaves the judge no sample."""
+    """Fails if calibration doesn't read the requested number of samples (128 by default), or the largest allowed
+    number if that is smaller. Calibration may read half of the samples, but at least one. If a number is requested and
+    the judge has other data, calibration may read all samples."""
     assert samples_to_calibrate(count, asked, apart=apart) == read
 
 
