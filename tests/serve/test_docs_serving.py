@@ -111,7 +111,7 @@ def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
     np.testing.assert_allclose(found, np.ones((2, 4)) @ WEIGHTS, rtol=1e-5)
     for words, says in (
         (["counter" if word == "scores" else word for word in infer], "the token 'web' is not for model 'counter'"),
-        (["wrong" if word == "secret" else word for word in infer], "a known token"),
+        (["wrong" if word == "secret" else word for word in infer], "a valid token"),
     ):
         ran = cli(*words[1:], "--url", address, "-q")
         assert ran.code == 1
