@@ -339,7 +339,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (["examples/digits.toml", "stray"], "write --key=value"),
         (["examples/digits.toml", "--nnodes", "2"], "pass the same --rendezvous HOST:PORT on each"),
         (["examples/digits.toml", "--nnodes", "1:2"], "pass the same --rendezvous HOST:PORT on each"),
-        (["examples/digits.toml", "--nnodes", "2:1"], "write a number of machines, or MIN:MAX"),
+        (["examples/digits.toml", "--nnodes", "2:1"], "write a number of machines, or a range MIN:MAX"),
         (["examples/digits.toml", "--nnodes", "3", "--rendezvous", "localhost:1"], "use --global-batch=96"),
         (
             ["examples/digits.toml", "--parallel.tp=2", "--nproc", "2", "--micro-batch=32"],
