@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
 # A shape is run twice if its first run takes fewer than this many seconds, because the first run of a shape is often
-# slower.
+# slower. A shape whose runs are short is run again until they would fill _ENOUGH seconds, at most _MOST_RUNS times,
+# because an interruption by another process is longer than such a run.
 _REPEAT_BELOW = 0.25
+_ENOUGH = 0.002
+_MOST_RUNS = 10
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # More rows or longer rows never cost less; a lower measurement is noise.
-        table = np.asarray(self.seconds, dtype=float)
-        return np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
+        # A smaller input never costs more. Noise only adds to a time, so the lower of two such measurements is right.
+        table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
+        return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 
     def by_rows(self, length: int, most: int) -> np.ndarray:
         """Returns an array of ``most + 1`` times: at n, the seconds of a run of n rows padded to ``length``."""
@@ -78,12 +81,12 @@ def measure_costs(
         if count >= 3 and clock() + tokens * per_token > end:
             continue
         feeds = session.example_inputs(**{batch: sizes[i], dim: lengths[j]})
-        best = np.inf
+        best, runs = np.inf, 0
         try:
-            for _ in range(2):
+            while runs < 2 or (runs * best < _ENOUGH and runs < _MOST_RUNS):
                 start = clock()
                 session.run(feeds)
-                best = min(best, clock() - start)
+                best, runs = min(best, clock() - start), runs + 1
                 if best > _REPEAT_BELOW:
                     break
         except BadFeeds:  # shape outside the engine's optimization profiles, so no batch has this shape

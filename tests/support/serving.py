@@ -211,6 +211,14 @@ class Load:
             thread.join(30)
 
 
+def until(true: Callable[[], bool]) -> None:
+    """Waits for at most a minute until the condition holds."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def pids(served: Any) -> list[int]:
     """Returns the ids of the processes that serve, in the order of their start."""
     return [line["process"] for line in served.log if line["message"] == "serving"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import queue
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from accel.runtimes.base import BaseSession
 from tests.support import onnx_builder as build
-from tests.support.serving import FLOAT, Start, assert_refused, client, tensor
+from tests.support.serving import FLOAT, Start, assert_refused, client, tensor, until
 
 RAGGED = """
 max_batch_size: 16
@@ -27,8 +29,21 @@ def squares(folder: Path, *dims: str) -> None:
     build.artifact(folder / "model.onnx", [node], {"x": (FLOAT, shape)}, {"y": (FLOAT, shape)})
 
 
+def hold_first_run(monkeypatch: pytest.MonkeyPatch, model: Any, waiting: int) -> None:
+    """Makes the next run of a session last until ``waiting`` requests are in the queue of ``model``."""
+    run = BaseSession.run
+    held = threading.Lock()
+
+    def held_run(self: BaseSession, *args: Any, **kwargs: Any) -> Any:
+        if held.acquire(blocking=False):
+            until(lambda: model.statistics().queue_depth == waiting)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(BaseSession, "run", held_run)
+
+
 @pytest.mark.parametrize("ragged", [True, False])
-def test_a_ragged_input(tmp_path: Path, start: Start, ragged: bool) -> None:
+def test_a_ragged_input(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, ragged: bool) -> None:
     """Fails if requests of different lengths don't run together although the config allows ragged batches. Also fails
     if requests of different lengths run together without the setting, because padding could change the answers of a
     model without a mask. Also fails if an output isn't cut to the length of its input."""
@@ -39,6 +54,7 @@ def test_a_ragged_input(tmp_path: Path, start: Start, ragged: bool) -> None:
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((1 + n % 2, n)).astype(np.float32) for n in range(1, 11)]
     answers: queue.Queue[Any] = queue.Queue()
+    hold_first_run(monkeypatch, process.server.repository.get("square"), len(inputs) - 1)
     with client(process.ports["grpc"]) as made:
         assert made.get_model_config("square").config.input[0].allow_ragged_batch is ragged
         made.start_stream(lambda result, error: answers.put((result, error)))

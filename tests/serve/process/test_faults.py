@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from accel.serve.protocol import messages as proto
-from tests.support.serving import WEIGHTS, plain
+from tests.support.serving import WEIGHTS, plain, until
 
 
 def ask(client: Any, name: str, mark: float = 0, **options: Any) -> np.ndarray:
@@ -40,14 +39,6 @@ def ask(client: Any, name: str, mark: float = 0, **options: Any) -> np.ndarray:
 
 def client_of(process: Any) -> Any:
     return triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}")
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Waits for at most a minute until the condition holds."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def idle(process: Any) -> bool:

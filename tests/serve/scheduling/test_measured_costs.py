@@ -47,6 +47,23 @@ def test_costs_are_measured(budget: float) -> None:
     assert grid(4, 4) == [4]
 
 
+def test_an_interrupted_measurement() -> None:
+    """Fails if one run that another process interrupted makes larger batches look more expensive than they are. Such
+    a table kept requests from running together, because each run alone seemed cheaper."""
+    clock = FakeClock()
+
+    class Interrupted(SlowText):
+        def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+            found = TextSession.run(self, feeds)
+            self.clock.now += 0.01 if feeds["ids"].shape == (2, 4) else 0.00003
+            return found
+
+    table = measure_costs(
+        Interrupted(clock), dim="length", batch="batch", sizes=grid(1, 8), lengths=grid(1, 64), clock=clock
+    )
+    assert table.by_rows(10, 8) == pytest.approx(0.00003)
+
+
 def test_a_model_that_refuses_random_inputs(caplog: pytest.LogCaptureFixture) -> None:
     """Fails if a model whose run costs can't be measured can't be loaded."""
 

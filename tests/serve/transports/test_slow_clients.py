@@ -17,7 +17,7 @@ import pytest
 
 from accel.serve.protocol import messages as proto
 from accel.serve.transports.grpc.arrivals import Arrivals
-from tests.support.serving import FLOAT, ask, client, identity, linear
+from tests.support.serving import FLOAT, ask, client, identity, linear, until
 
 INFER = f"/{proto.SERVICE}/ModelInfer"
 STREAM = f"/{proto.SERVICE}/ModelStreamInfer"
@@ -186,10 +186,3 @@ def test_ten_thousand_connections_left_open(served: Any, record_property: Any) -
 
 def open_files(served: Any) -> int:
     return len(list(Path(f"/proc/{served.process.pid}/fd").iterdir()))
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
