@@ -1,4 +1,4 @@
-"""accel turns a trained model into the fastest correct form for the machine you name, and proves it.
+"""accel turns a trained model into the fastest correct form for the machine you name, and proves the form correct.
 
 The public names are imported at first use, so that ``import accel`` takes less than 60 ms and loads neither torch nor
 onnxruntime.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 if os.path.isfile(os.path.join(os.path.dirname(__file__), "kernels")):  # noqa: PTH113, PTH118, PTH120 (quicker)
     raise ImportError(
-        "this checkout has text files where accel/converters, accel/kernels and accel/serve are links; run: "
+        "this checkout has text files in place of the links accel/converters, accel/kernels and accel/serve; run: "
         "git config core.symlinks true && git checkout -- accel (or install a wheel, which needs no links)"
     )
 

@@ -52,7 +52,7 @@ def finite_json(value: Any) -> Any:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the folder of ``path`` to write to.
+    """Yields a temporary path to write to, in the folder of ``path``.
 
     Renames the temporary file to ``path`` at the end, or removes the file if the block raises an error.
     """
@@ -132,7 +132,8 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Returns the manifest in ``path``. Raises ``ChainBroken`` if any byte was changed after accel wrote it."""
+        """Returns the manifest in ``path``. Raises ``ChainBroken`` if any byte was changed after accel wrote the
+        manifest."""
         broken = ChainBroken(f"{path} was changed after accel wrote it; make the artifact again")
         try:
             text = path.read_bytes().decode("utf-8")
@@ -143,7 +144,7 @@ class Manifest:
         # The digest covers only the values. Therefore the text, with its white space and escapes, is compared below.
         if body.get("format") != FORMAT:
             raise ChainBroken(
-                f"{path} has manifest format {body.get('format')}, this accel reads {FORMAT}; export again"
+                f"{path} has manifest format {body.get('format')}, but this accel reads {FORMAT}; export again"
             )
         if manifest.to_text() != text:
             raise broken
@@ -177,6 +178,10 @@ class Artifact:
     notes: Mapping[str, Any] = field(default_factory=dict)
     companions: tuple[str, ...] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        stages = f", made by {' > '.join(record['name'] for record in self.history)}" if self.history else ""
+        return f"<accel {self.kind} artifact {self.path}: {self.signature}{stages}>"
 
     @property
     def history(self) -> tuple[Mapping[str, Any], ...]:
@@ -237,7 +242,7 @@ class Artifact:
         names = _names_beside(path, list(manifest.files), manifest.kind)
         manifest = replace(manifest, files=dict(zip(names, manifest.files.values(), strict=True)))
         if (kind_of(path) or manifest.kind) != manifest.kind:
-            raise ChainBroken(f"{sidecar} is of kind {manifest.kind}, {path.name} is not; make the artifact again")
+            raise ChainBroken(f"{sidecar} is of kind {manifest.kind}, but {path.name} is not; make the artifact again")
         return cls(
             path=path,
             kind=manifest.kind,
@@ -251,7 +256,7 @@ class Artifact:
     def copy_to(self, out: Path) -> Artifact:
         """Copies the artifact, its companions and its manifest to ``out``. Renames each file once it is complete.
 
-        Writes the manifest last: an interrupted copy has no manifest, or one whose hashes don't match.
+        Writes the manifest last, so an interrupted copy has no manifest or an old manifest with other hashes.
         """
         if self.manifest is None:
             raise InvalidModel(f"{self.path} has no manifest yet and can't be published")

@@ -68,7 +68,7 @@ class StageCache:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(
-                f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to another"
+                f"can't write the cache folder {self.root} ({error.strerror}); set ACCEL_CACHE_DIR to another folder"
             ) from error
 
     def entry(self, key: str) -> Path:
@@ -124,10 +124,18 @@ class StageCache:
     def store(self, key: str, folder: Path, main: str) -> Artifact:
         """Renames a finished ``folder`` to the entry ``key``. Returns the artifact with the main file ``main``."""
         (folder / "main").write_text(main)
+        return Artifact.open(self.keep(key, folder) / main)
+
+    def keep(self, key: str, folder: Path) -> Path:
+        """Renames a finished ``folder`` to the entry ``key``. Returns the path of the entry."""
         with contextlib.suppress(OSError):  # another process may have stored the entry first
             folder.rename(self.entry(key))
         self._prune(keep=key)
-        return Artifact.open(self.entry(key) / main)
+        return self.entry(key)
+
+    def holds(self, path: Path) -> bool:
+        """Tells whether ``path`` is a file of an entry."""
+        return path.resolve().parent.parent == self._stages.resolve()
 
     def get_record(self, kind: str, key: str) -> Any | None:
         """Returns the JSON value that ``put_record`` kept under ``key``, such as a measurement, or None."""
@@ -142,14 +150,19 @@ class StageCache:
         with beside(self._records / f"{kind}-{key}.json") as temporary:
             temporary.write_text(json.dumps(value))
 
+    def result_folder(self) -> Path:
+        """Returns a new folder for a result that the caller names no folder for. The folder is removed after a week."""
+        self._drop_stale()
+        return self.root / "results" / uuid.uuid4().hex
+
     def _drop_stale(self) -> None:
-        """Removes the folders that killed processes left behind."""
+        """Removes the folders that killed processes left behind, and old results."""
         for folder in self._scratch.iterdir():
             pid = folder.name.partition("-")[0]
             with contextlib.suppress(OSError):
                 if not _alive(pid) or time.time() - folder.stat().st_mtime > _STALE_SECONDS:
                     shutil.rmtree(folder, ignore_errors=True)
-        for folder in (self.root / "unfinished").glob("*"):
+        for folder in (*(self.root / "unfinished").glob("*"), *(self.root / "results").glob("*")):
             with contextlib.suppress(OSError):
                 if time.time() - folder.stat().st_mtime > _UNFINISHED_SECONDS:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -1,16 +1,18 @@
-"""Ends work under way. The caller that starts the work sets a check. An error that the check raises ends the work.
+"""Ends work that is under way. The caller that starts the work sets a check. An error that the check raises ends the
+work.
 
 Work that reports no progress ends too, because the check is called in three places:
 
 - Long loops and all progress reports call ``check_cancelled``.
 - ``interruptible`` runs a function that may never call a check, such as a stage. A watching thread calls the check.
-- A ``Child`` that waits for an answer calls the check, and kills its process when the time is over (``accel.child``).
+- A ``Child`` that waits for an answer calls the check, and kills its process if the check raises (``accel.child``).
 """
 
 from __future__ import annotations
 
 import contextvars
 import ctypes
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ Check = Callable[[], None]
 # A watching thread or a waiting child calls the check at intervals of this many seconds.
 INTERVAL = 0.5
 
-# Set by Ctrl-C. The exporters of some libraries swallow KeyboardInterrupt.
+# Set by Ctrl-C, because the exporters of some libraries swallow KeyboardInterrupt.
 _interrupted = threading.Event()
 
 _checks: contextvars.ContextVar[tuple[Check, ...]] = contextvars.ContextVar("accel_cancel_checks", default=())
@@ -44,20 +46,29 @@ def cancelled_by(check: Check) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Calls each check. A check raises an error to end the work. Returns at once if no check
-    is set."""
+    """Calls each check. A check raises an error to end the work. Returns at once if no check is set."""
     for check in _checks.get():
         check()
 
 
-def on_interrupt(*_: object) -> None:
-    """Handles SIGINT and SIGTERM: raises ``KeyboardInterrupt``, and remembers the signal for ``check_interrupted``."""
+class Terminated(KeyboardInterrupt):
+    """Raised for SIGTERM, which ends all work. Ctrl-C lets ``accel optimize`` publish the best candidate so far."""
+
+
+def on_interrupt(number: int = signal.SIGINT, *_: object) -> None:
+    """Handles SIGINT and SIGTERM: raises ``KeyboardInterrupt`` or ``Terminated``, and remembers the signal for
+    ``check_interrupted``."""
     _interrupted.set()
-    raise KeyboardInterrupt
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def forget_interrupt() -> None:
+    """Forgets the signal that ``on_interrupt`` remembered, because the caller has handled it."""
+    _interrupted.clear()
 
 
 def check_interrupted() -> None:
-    """Raises ``KeyboardInterrupt`` if a signal came before. The first ``KeyboardInterrupt`` was swallowed then."""
+    """Raises ``KeyboardInterrupt`` again if ``on_interrupt`` raised one that a library swallowed."""
     if _interrupted.is_set():
         raise KeyboardInterrupt
 

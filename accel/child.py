@@ -42,9 +42,9 @@ def resolve(target: str) -> Callable[..., Any]:
 def own_temporary(folder: str) -> dict[str, str]:
     """Returns the environment variables that send a process's temporary files to ``folder``.
 
-    The caller removes ``folder`` after the process, because libraries leave files behind, such as TensorFlow's
-    generated code, torchrun's logs and multiprocessing's sockets. The code that torch compiled stays in the usual
-    folder for later processes.
+    The caller removes ``folder`` after the process has ended, because libraries leave files behind, such as
+    TensorFlow's generated code, torchrun's logs and multiprocessing's sockets. The code that torch compiled stays in
+    the usual folder for later processes.
     """
     try:
         user = getpass.getuser()
@@ -107,7 +107,7 @@ class Child:
                 raise
 
     def call(self, name: str, /, timeout: float | None = None, **arguments: Any) -> Any:
-        """Returns the result of ``name`` in the child.
+        """Calls ``name`` in the child and returns the result.
 
         Kills the child if the call is canceled (``accel.cancel``) or takes more than ``timeout`` seconds. Raises
         ``TimeoutError`` after ``timeout`` seconds.

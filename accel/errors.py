@@ -44,7 +44,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def no_space(error: BaseException | None) -> OSError | None:
     """Returns the error of a full disk that caused ``error``, or None. Also finds an error that a library wrapped in
-    its own."""
+    another error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return error
@@ -165,8 +165,8 @@ class SignatureDrift(StageFailed):
 class GateFailed(AccelError):
     """A stage's output differs from its input by more than the gate's limit.
 
-    ``value`` is the relative error, or None if the input or the output could not run. ``finding`` is the message
-    without the path of the rejected file, or empty if no rejected file was saved.
+    ``value`` is the relative error, or None if the model before or after the stage could not run. ``finding`` is the
+    message without the path of the rejected file, or empty if no rejected file was saved.
     """
 
     value: float | None = None

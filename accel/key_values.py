@@ -11,8 +11,8 @@ from accel.errors import BadInputSpec
 def read_key_values(
     flag: str, texts: Iterable[str], known: Mapping[str, tuple[Callable[[str], Any], str]], *, underscores: bool = False
 ) -> dict[str, Any]:
-    """Parses ``texts`` of the form ``KEY=VALUE`` and returns the values by key. If a key with a tuple repeats, the
-    tuples are joined.
+    """Parses ``texts`` of the form ``KEY=VALUE`` and returns the values by key. If a key repeats and its values are
+    tuples, joins the tuples.
 
     ``known`` maps each key to a parser and an example. The parser raises ``KeyError`` or ``ValueError`` for a bad
     value. ``underscores`` accepts underscores in place of the hyphens of a key.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 from accel.cancel import check_cancelled
 
@@ -31,3 +35,38 @@ def watched_by(sink: Sink) -> Iterator[None]:
         yield
     finally:
         _sink.reset(token)
+
+
+_Result = TypeVar("_Result")
+_Given = ParamSpec("_Given")
+# The length of a line of progress, which fits every notebook and terminal.
+_LINE = 78
+
+
+def shows_progress(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Decorates a public function: in a notebook or an interactive Python, its progress is a line on stderr that
+    vanishes at the end. Shows nothing in a script, or if the caller watches already."""
+
+    @functools.wraps(function)
+    def shown(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if _sink.get() is not None or not _is_interactive():
+            return function(*args, **kwargs)
+
+        def show(message: str, fraction: float | None) -> None:
+            done = "" if fraction is None else f" {fraction:.0%}"
+            sys.stderr.write("\r" + f"accel: {message}{done}"[:_LINE].ljust(_LINE))
+            sys.stderr.flush()
+
+        with watched_by(show):
+            try:
+                return function(*args, **kwargs)
+            finally:
+                sys.stderr.write("\r" + " " * _LINE + "\r")
+                sys.stderr.flush()
+
+    return shown
+
+
+def _is_interactive() -> bool:
+    """Tells whether this process is a notebook or an interactive Python."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")

@@ -50,7 +50,9 @@ class TensorSpec:
     """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
 
     ``values`` is the range of valid integers, such as token ids. Example inputs are drawn from this range, so that they
-    cover exactly the rows of an embedding table. ``optional`` is True if the model has a default for this input.
+    cover exactly the rows of an embedding table. ``seen`` is the range of the integers in an example. Example inputs
+    are drawn from ``seen`` if there are no ``values``, but other integers may be valid too. ``optional`` is True if the
+    model has a default for this input.
     """
 
     name: str
@@ -58,6 +60,7 @@ class TensorSpec:
     shape: tuple[Dim, ...]
     values: tuple[int, int] | None = None
     optional: bool = False
+    seen: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -129,7 +132,7 @@ class DimRange:
         if odd := [size for size in sizes if size % self.step]:
             nearest = ":".join(str(self.up(size - self.step // 2)) for size in sizes)
             raise BadInputSpec(
-                f"in the dim range {self} {odd[0]} is no multiple of the step {self.step}; write {nearest}:{self.step}"
+                f"in the dim range {self}, {odd[0]} is no multiple of the step {self.step}; write {nearest}:{self.step}"
             )
 
     def __str__(self) -> str:
@@ -181,9 +184,8 @@ class DimRange:
         return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
 
     def over(self, known: DimRange | None) -> DimRange:
-        """Returns this range, which replaces the range ``known``.
-
-        The result gets the step of ``known`` if this range has no step and its sizes are multiples of that step.
+        """Returns this range as the replacement of the range ``known``. If this range has no step, but its sizes are
+        multiples of the step of ``known``, the result gets that step.
         """
         if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
             return self
@@ -222,6 +224,9 @@ class Signature:
                 has = ", ".join(known) or "none"
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dynamic dims are: {has}")
         object.__setattr__(self, "dims", {d: self.dims.get(d) or DimRange.default(d) for d in known})
+
+    def __str__(self) -> str:
+        return f"{self.describe_inputs()} -> {', '.join(map(str, self.outputs))}"
 
     @property
     def dynamic_dims(self) -> tuple[str, ...]:
@@ -299,8 +304,8 @@ class Signature:
     def example_inputs(self, *, seed: int = 0, **sizes: int) -> dict[str, np.ndarray]:
         """Returns random inputs that the model accepts, equal for equal seeds. ``sizes`` gives sizes of dynamic dims.
 
-        Floats are normally distributed. Integers lie inside their ``values``, or are 0 or 1 if the spec has no
-        ``values``. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in
+        Floats are normally distributed. Integers lie inside their ``values``, else inside ``seen``, else are 0 or
+        1. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in
         each row. Optional inputs are left out.
         """
         import numpy as np
@@ -319,7 +324,7 @@ class Signature:
                 lengths = rng.integers((shape[-1] + 1) // 2, shape[-1] + 1, size=(*shape[:-1], 1))
                 feeds[spec.name] = (np.arange(shape[-1]) < lengths).astype(kind)
             elif spec.dtype.startswith(("int", "uint")):
-                low, high = spec.values or (0, 1)
+                low, high = spec.values or spec.seen or (0, 1)
                 feeds[spec.name] = rng.integers(low, high, size=shape, endpoint=True).astype(kind)
             elif spec.dtype == "bool":
                 feeds[spec.name] = rng.integers(0, 2, size=shape).astype(bool)
@@ -380,6 +385,7 @@ class Signature:
         def spec_json(spec: TensorSpec) -> dict[str, Any]:
             body: dict[str, Any] = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
             body |= {"values": list(spec.values)} if spec.values else {}
+            body |= {"seen": list(spec.seen)} if spec.seen else {}
             return body | ({"optional": True} if spec.optional else {})
 
         return {
@@ -398,6 +404,7 @@ class Signature:
                     tuple(r["shape"]),
                     tuple(r["values"]) if r.get("values") else None,
                     bool(r.get("optional")),
+                    tuple(r["seen"]) if r.get("seen") else None,
                 )
                 for r in rows
             )

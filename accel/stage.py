@@ -93,8 +93,8 @@ class Proof:
     """Checks a file that the stage made from ``src``: first the contract, then every gate of the run.
 
     A stage that tries several files gets the ``Proof`` of its run and checks each file. In the stage table, ``proves``
-    marks the stages that try several files. ``run_stage`` checks the returned file again. The results of the last file
-    are cached, so that a model runs once at each shape.
+    marks the stages that try several files. ``run_stage`` also checks the returned file. If the stage checked this file
+    last, the cached results are returned, so that a model runs only once at each shape.
     """
 
     def __init__(self, stage: Stage, src: Artifact, config: StageConfig, gates: Sequence[Gate] = ()) -> None:

@@ -7,8 +7,8 @@ accurate?
 Each row is a model at one batch size. In paired blocks, a row compares PyTorch (eager, torch.compile), ONNX Runtime
 (fp32, quantize_static, quantize_dynamic), OpenVINO by hand with NNCF, and accel's choice. Each measured row is written
 at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells whether the
-goal is met. The script needs a quiet machine. On two cores the script should take less than 25 minutes (the page shows
-the time of each row), and less with ``--rounds 7 --seconds 0``.
+goal is met. The script needs a quiet machine. The page shows the time of each row. On two cores the script should take
+less than 25 minutes. The options ``--rounds 7 --seconds 0`` make it shorter.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     """Returns the same computation compiled by torch.compile with max-autotune."""
-    torch._dynamo.reset()  # without a reset, torch.compile doesn't compile the lambda after eight calls of compiled()
+    # Without a reset, torch.compile no longer compiles the lambda from the ninth call of ``compiled`` on.
+    torch._dynamo.reset()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
     act = spec.epilogue.act
     function = torch.compile(lambda a, w, bias: reference.act_torch(act, torch.nn.functional.linear(a, w, bias)),
@@ -159,7 +160,8 @@ def gpu_answers() -> bool:
 
 
 def measure(spec: GemmSpec, table: Table) -> dict[str, Any]:
-    """Returns one row: microseconds of each implementation, the chosen kernel, and the kernel's error / bound."""
+    """Returns one row: microseconds of each implementation, the chosen kernel, and the kernel's error divided by its
+    bound."""
     device = torch.device("cuda")
     sets = tune.rotated_operands(spec, device)
     tuned = tune.tune(spec, table)
@@ -344,7 +346,9 @@ def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
         other.append("rows")
     if other:
         file = folder / "gpu_gemm.json"
-        raise SystemExit(f"{file} differs in {', '.join(other)}, so no row is added; without --go-on it is replaced")
+        raise SystemExit(
+            f"{file} differs in {', '.join(other)}, so no row is added; leave out --go-on to replace the file"
+        )
     return before
 
 

@@ -3,7 +3,7 @@
     python benchmarks/on_gpu.py                # `make gpu`; writes benchmarks/results/gpu_run.json and .md
     python benchmarks/on_gpu.py --seconds 300  # less time
     python benchmarks/on_gpu.py --out results  # all files there: gpu_run and gpu_gemm, .json and .md
-    python benchmarks/on_gpu.py --go-on        # a second run: the benchmark adds the rows the first had no time for
+    python benchmarks/on_gpu.py --go-on        # adds the rows that the benchmark had no time for in the first run
 
 Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
 still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded. The

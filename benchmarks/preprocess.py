@@ -1,11 +1,11 @@
-"""Is preprocessing cheaper inside the graph, which then takes bytes, than in numpy before the graph?
+"""Is preprocessing cheaper inside the graph than in numpy before the graph?
 
     python benchmarks/preprocess.py                    # measures every row that has no result yet
     python benchmarks/preprocess.py digits --again
 
-Both variants run alternately, on one thread, in ONNX Runtime. Each measured row is written to
-benchmarks/results/preprocess.json and .md at once: the median and the 99th percentile of both variants, and the
-difference between their outputs. Needs a quiet machine.
+With preprocessing inside, the graph takes bytes. Both variants run alternately, on one thread, in ONNX Runtime. Each
+measured row is written to benchmarks/results/preprocess.json and .md at once: the median and the 99th percentile of
+both variants, and the difference between their outputs. Needs a quiet machine.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 One `accel serve` process serves MiniLM (real weights) twice, as `grouped` with the defaults, and as `padded` with the
 parameter `length_grouping: none`. The batches of `padded` are in the order of arrival, and each batch is padded to its
 longest text. The texts are a mix of the documents of the Lee corpora, the sentences of these documents, and the words
-of WordSim353. In every round each model first gets the maximum load (64 requests in flight). Then, to measure the
-latency, each model gets half of that rate at random instants. Every answer is compared with the unbatched answer for
-the same text. Needs a quiet machine. All requests go to 127.0.0.1.
+of WordSim353. In every round each model first gets the maximum load (64 requests in flight). Then each model gets
+requests at random instants, at half of its maximum rate, to measure the latency. Every answer is compared with the
+unbatched answer for the same text. Needs a quiet machine. All requests go to 127.0.0.1.
 """
 
 from __future__ import annotations

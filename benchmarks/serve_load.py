@@ -98,8 +98,8 @@ class Row:
 @dataclass(frozen=True)
 class Overhead:
     """The time that serving adds for one caller, as medians over the rounds. ``rpc_us`` is the p50 of a remote call.
-    ``run_us`` is the p50 of ``session.run`` with one thread on the same request. ``overhead_us`` is the median of the
-    differences, which ``rounds`` has for each round."""
+    ``run_us`` is the p50 of ``session.run`` with one thread on the same request. ``rounds`` has the difference in each
+    round, and ``overhead_us`` is the median of these differences."""
 
     scenario: str
     rpc_us: float
@@ -111,7 +111,7 @@ class Overhead:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--peers", type=Path, help="venv with mlserver, litserve, onnxruntime; without it accel and the floor"
+        "--peers", type=Path, help="venv with mlserver, litserve and onnxruntime; default: only accel and the floor"
     )
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)

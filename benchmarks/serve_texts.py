@@ -155,7 +155,7 @@ def until_ready(ask: Ask, feeds: Feeds, patience: float = 120.0) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", type=Path, help="without it accel and the floor")
+    parser.add_argument("--peers", type=Path, help="default: only accel and the floor")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -9,11 +9,11 @@ accel's loop is a complete training step: data, forward and backward pass, the c
 log. The bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and FSDP2 without resharding after forward at ZeRO 2. The
 loss of the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. DeepSpeed takes part
 with the same stage and optimizer if it is installed beside accel. DeepSpeed may also be in a separate environment of
-the same Python, if ``--deepspeed`` names the interpreter of the environment: `python -m venv PATH && PATH/bin/pip
-install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack` (torch and the rest come
-from accel's environment; this script sets DS_ACCELERATOR=cpu). In each turn, a loop's time is divided by the bare
-loop's time. Each result is the median of this ratio over the turns, less 1, with the 95 % bootstrap interval. Needs a
-quiet machine: other work on the cores makes the interval wider than the result.
+the same Python, whose interpreter ``--deepspeed`` names. These commands make the environment: `python -m venv PATH &&
+PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack`. Torch and the
+other packages come from accel's environment. This script sets DS_ACCELERATOR=cpu. In each turn, a loop's time is
+divided by the bare loop's time. Each result is the median of this ratio over the turns, less 1, with the 95 % bootstrap
+interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RESULT = Path(__file__).parent / "results" / "train_overhead.json"
 STEPS, BATCH, LENGTH = 2, 8, 128
 # The bare loop to compare with at each ZeRO stage.
 LOOPS = {0: "DDP", 2: "FSDP2, parameters kept (ZeRO 2)", 3: "FSDP2"}
-_TURNS = "TRAIN_OVERHEAD_TURNS"  # set in the processes of the ranks
+_TURNS = "TRAIN_OVERHEAD_TURNS"  # this environment variable is set in the processes of the ranks
 SHAPE = GPTConfig(vocab=4096, layers=4, hidden=384, heads=6, seq=LENGTH)
 
 

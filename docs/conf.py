@@ -41,7 +41,7 @@ def whole_metavars(_: Sphinx, context: click.Context, lines: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Allows code blocks named pbtxt, completes the options, and regenerates the page of all messages."""
+    """Allows code blocks named pbtxt, completes the metavars of options, and regenerates the page of all messages."""
     from messages import page
 
     app.add_lexer("pbtxt", TextLexer)

@@ -33,7 +33,7 @@ LEFT, RIGHT, TOP, BOTTOM = 430, 930, 46, 270
 
 
 def candidates() -> list[dict[str, Any]]:
-    """Name, median latency in ms and task metric of every candidate that was measured."""
+    """Returns the name, the median latency in ms and the task metric of every candidate that was measured."""
     run = json.loads(RUN.read_text(encoding="utf-8"))["optimize"]
     chosen = run["chosen"]["name"]
     return [

@@ -1,4 +1,4 @@
-"""Collects every error message of the source for the page "Messages": each raised text, with … for values."""
+"""Collects every error message of the source for the page "Messages", with … for values."""
 
 from __future__ import annotations
 

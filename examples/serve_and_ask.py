@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    # One folder per model, with one folder per version: Triton's layout.
+    # Triton's layout has a folder for each model, and in it a folder for each version.
     Path("models/scores/1").mkdir(parents=True, exist_ok=True)
     inputs = {"x": ("float32", ("batch", 16))}
     accel.export(f"{__file__}:make", inputs=inputs, dims={"batch": (1, 1, 32)}, out="models/scores/1/model.onnx")

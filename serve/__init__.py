@@ -1,6 +1,7 @@
-"""The inference server. `accel infer` uses `client`. Imports go downwards only:
+"""The inference server, and in `client` the client of `accel infer`. A folder may import only the folders to its right:
 
     deploy > process > transports > core > models > scheduling > generate | security | client > protocol
 
-In: a repository of models in Triton's layout, and `ServeOptions`. Out: the Open Inference Protocol over gRPC and HTTP.
+Takes a repository of models in Triton's layout, and `ServeOptions`. Serves the models by the Open Inference Protocol,
+over gRPC and HTTP.
 """

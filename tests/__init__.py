@@ -1,1 +1,2 @@
-"""The tests: folders mirror the source; what several of them share is in ``tests.support``."""
+"""The tests. Their folders mirror the folders of the source. ``tests.support`` has the code that tests of several
+folders share."""

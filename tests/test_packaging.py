@@ -84,8 +84,8 @@ def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
 
 
 def test_nothing_that_runs_names_the_tuner() -> None:
-    """Fails if a module holds the name ``accel.kernels.choose.tune`` as a string, to load it at first use. A server
-    would load the tuner and, worse, might time kernels while it serves. (import-linter checks the imports.)"""
+    """Fails if a module holds the name ``accel.kernels.choose.tune`` as a string, from which it could load the tuner at
+    first use. Then a server might time kernels while it serves. (import-linter checks the imports.)"""
     tuner = re.compile(r"accel\.kernels\.choose\.tune([.:]|$)")
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,5 @@
 """The public functions, one per file. The command line only parses options and calls these functions.
 
-In: a ``Source`` (or its spec) and keywords. Out: an ``Artifact``, a session or a report with ``to_json``.
+A function takes a ``Source``, or the spec of a source, and keywords. It returns an ``Artifact``, a session, or a report
+with ``to_json``.
 """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import UsageError
+from accel.proof.data import check_values
 from accel.proof.gates import OutputGate
 from accel.proof.runs import check_runs, check_samples, nan_words
 from accel.sources.source import Source
@@ -44,13 +46,17 @@ class Exported:
         ), nan
 
 
-def as_onnx(source: Source, cache: StageCache) -> Exported:
-    """Opens ``source``, and exports it to ONNX if it isn't an ONNX model.
+def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exported:
+    """Opens ``source``, and exports it to ONNX if it isn't an ONNX model. Before the export, checks the integers in
+    ``data`` against the ranges that the source declares.
 
     Raises the errors of ``accel.export``, and ``UsageError`` for an engine or an IR. Raises
     ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
     """
     src = source.open()
+    if src.kind == "torch" or source.inputs:  # a range derived from a graph is a guess
+        for path in data:
+            check_values(path, src.signature)
     if src.kind in TO_ONNX:
         limit = usual_limit(src)
         config, gates = to_onnx_config(src.kind), [OutputGate(limit=limit)]

@@ -7,17 +7,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, manifest_path
 from accel.errors import BadData, BadInputSpec, BadSource, ChildCrashed, RunFailed, UnknownName, UsageError
-from accel.progress import report
+from accel.progress import report, shows_progress
 from accel.proof.data import widened
 from accel.proof.runs import failed_on_data
 from accel.runtimes.base import RUNTIMES, default_runtime, get_runtime
 from accel.signature import DimRange
 from accel.sources.main_file import main_file
-from accel.sources.source import Model, Source, SourceOptions, shared
+from accel.sources.source import Model, Source, SourceOptions, declared_dims, is_live, shared
 from accel.sources.tensorflow.source import saved_model_file
 from accel.spelling import option
 from accel.tables.kinds import KINDS, kind_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from accel.signature import Signature
-    from accel.sources.declare import Dims, Inputs
 
 # A benchmark uses at most this many batches of the user's data, in turn. The times are averages over these batches.
 _DATA_BATCHES = 8
@@ -39,6 +38,7 @@ _OPENERS = dict.fromkeys(("tensorflow", "tflite"), "accel.runtimes.tensorflow:op
 _NAMES = {"torch": "eager", "torch-compile": "torch.compile"}
 
 
+@shows_progress
 def bench(
     candidates: Sequence[Model],
     *,
@@ -53,13 +53,7 @@ def bench(
     streams: int | None = None,
     cuda_graph: bool = False,
     seed: int = 0,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
+    **about: Unpack[SourceOptions],
 ) -> BenchReport:
     """Times ``candidates`` beside ``against`` (default: the first candidate), each in a process of its own.
 
@@ -69,11 +63,12 @@ def bench(
     an .npz file whose first batches are the inputs. By default the inputs are random.
 
     ``threads`` and ``streams`` are the numbers of threads and concurrent runs of every candidate. By default a
-    candidate has its recorded numbers, or else one thread for each core of this process and one stream. With several
-    streams the report compares throughputs. ``cuda_graph`` launches the kernels of engines as CUDA graphs.
-    ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``, ``budget_seconds`` and ``seed``.
+    candidate uses the numbers that were recorded with it. A candidate without recorded numbers uses one stream, and one
+    thread for each core of this process. With several streams the report compares throughputs. ``cuda_graph`` launches
+    the kernels of engines as CUDA graphs. ``accel.timing.paired.measure`` describes ``rounds``, ``block_seconds``,
+    ``budget_seconds`` and ``seed``.
 
-    The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for all candidates that
+    The other arguments set the fields of ``accel.Source`` for all candidates that
     are sources. An option for one TensorFlow file format applies only to models of that format. A source that doesn't
     declare its inputs gets the inputs of the first artifact.
 
@@ -84,19 +79,10 @@ def bench(
     >>> report = accel.bench(["out/"], against="accel.examples.minilm:model")  # doctest: +SKIP
     >>> report.row("out/model.xml (openvino)").speedup                         # doctest: +SKIP
     """
-    options: SourceOptions = {
-        "inputs": inputs,
-        "weights": weights,
-        "dims": dims,
-        "graph_inputs": graph_inputs,
-        "graph_outputs": graph_outputs,
-        "signature": signature,
-        "strip_training_ops": strip_training_ops,
-    }
-    ready = _candidates(candidates, against, also, cuda_graph, options)
+    ready = _candidates(candidates, against, also, cuda_graph, about)
     samples = Path(data) if data else None
-    declared = Source.of(candidates[0] if against is None else against, dims=dims).dims
-    first = widened(ready[0].artifact, samples, dict(declared or {}))
+    declared = declared_dims(candidates[0] if against is None else against, about)
+    first = widened(ready[0].artifact, samples, declared)
     _check_declared(ready, sizes or {})
     feeds = _feeds(first, sizes or {}, samples, seed)
     try:
@@ -127,37 +113,26 @@ def sweep(
     data: str | Path | None = None,
     cuda_graph: bool = False,
     seed: int = 0,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
-    **how: Any,
+    rounds: int = 9,
+    block_seconds: float = 0.2,
+    budget_seconds: float = 30.0,
+    threads: int | None = None,
+    streams: int | None = None,
+    **about: Unpack[SourceOptions],
 ) -> Sweep:
     """Runs ``bench`` for every pair of a batch from ``batches`` and a length from ``lengths``. Returns a report for
     each pair, ordered by batch.
 
-    The length is the only dynamic dim besides the batch. Samples of ``data`` are cut or repeated to each shape. ``how``
-    takes ``rounds``, ``block_seconds``, ``budget_seconds`` (for each shape), ``threads`` and ``streams``. All other
-    arguments are those of ``bench``. Raises ``UsageError`` if the model doesn't have the dims to vary.
+    The length is the size of the only dynamic dim other than the batch. Samples of ``data`` are cut or repeated to each
+    shape. ``budget_seconds`` is for each shape. All other arguments are those of ``bench``. Raises ``UsageError`` if
+    the model doesn't have the dims to vary.
 
     >>> accel.api.bench.sweep(["out/"], batches=[1, 8], lengths=[32, 128]).write("sweep.html")  # doctest: +SKIP
     """
-    options: SourceOptions = {
-        "inputs": inputs,
-        "weights": weights,
-        "dims": dims,
-        "graph_inputs": graph_inputs,
-        "graph_outputs": graph_outputs,
-        "signature": signature,
-        "strip_training_ops": strip_training_ops,
-    }
-    ready = _candidates(candidates, against, also, cuda_graph, options)
+    ready = _candidates(candidates, against, also, cuda_graph, about)
     samples = Path(data) if data else None
-    declared = Source.of(candidates[0] if against is None else against, dims=dims).dims
-    first = widened(ready[0].artifact, samples, dict(declared or {}))
+    declared = declared_dims(candidates[0] if against is None else against, about)
+    first = widened(ready[0].artifact, samples, declared)
     reports = []
     shapes = _shapes(first.signature, batches, lengths, sizes or {})
     for shape in shapes:
@@ -170,7 +145,18 @@ def sweep(
             from accel.proof.data import Dataset
 
             feeds = Dataset.load(samples, first.signature).shaped(first.signature.sizes(**shape))
-        reports.append(measure(ready, feeds, seed=seed, **how))
+        reports.append(
+            measure(
+                ready,
+                feeds,
+                rounds=rounds,
+                block_seconds=block_seconds,
+                budget_seconds=budget_seconds,
+                threads=threads,
+                streams=streams,
+                seed=seed,
+            )
+        )
     return Sweep(reports=tuple(reports))
 
 
@@ -185,7 +171,7 @@ def _shapes(
     if lengths and len(others) != 1:
         has = f"has {', '.join(others)}" if others else "has none"
         raise UsageError(
-            f"{option('lengths')} is for a model with one dynamic dim besides the batch, this {has}; use "
+            f"{option('lengths')} is for a model with one dynamic dim besides the batch, but this model {has}; use "
             f"{option('sizes')}"
         )
     axes = [(batch, batches), *([(others[0], lengths)] if lengths else [])]
@@ -200,8 +186,8 @@ def _check_declared(ready: Sequence[Candidate], sizes: Mapping[str, int]) -> Non
     """Raises ``BadInputSpec`` for a size outside the range that the user declared for a dim, or outside the range an
     engine was built for. A default range that accel assumed doesn't limit the sizes.
 
-    A source may have its range from an artifact among the candidates. The error then names the artifact, because the
-    artifact would still lack the size if the user widened the range of the source.
+    A source may have its range from an artifact among the candidates. The error then names the artifact. A wider range
+    of the source would not help, because the artifact would still lack the size.
     """
     sources = [kind.name for kind in KINDS.values() if kind.framework]
     for dim, size in sizes.items():
@@ -231,7 +217,7 @@ def _candidates(
     against: Model | None,
     also: Sequence[str],
     cuda_graph: bool,
-    options: SourceOptions,
+    about: SourceOptions,
 ) -> list[Candidate]:
     """Opens and names every model to time, the baseline first."""
     for runtime in also:
@@ -241,7 +227,7 @@ def _candidates(
     models = [*([against] if against is not None else []), *candidates]
     if not models:
         raise UsageError("there is nothing to time; give an artifact or a source")
-    sources = shared([expanded for model in models for expanded in _expand(Source.of(model))], options)
+    sources = shared([expanded for model in models for expanded in _expand(model)], about)
     made = next((source for source in sources if not source.native), None)
     like = partial(_signature, made) if made is not None else None
     artifacts = [_open(source, like) for source in sources]
@@ -258,9 +244,12 @@ def _candidates(
     return ready
 
 
-def _expand(source: Source) -> list[Source]:
-    """Returns a source for each artifact in the folder, if ``source`` is a folder without a main file. Returns any
-    other source as it is."""
+def _expand(model: Model) -> list[Model]:
+    """If ``model`` is a folder without a main file, returns a source for each artifact in the folder. Returns any other
+    model as it is."""
+    if is_live(model):
+        return [model]
+    source = Source.of(model)
     folder = Path(source.text)
     if isinstance(source.spec, Artifact) or not source.text or not folder.is_dir() or main_file(folder) is not None:
         return [source]
@@ -287,7 +276,7 @@ def _open(source: Source, like: Callable[[], Signature] | None) -> Artifact:
 
 
 def _name(artifact: Artifact, runtime: str, taken: set[str]) -> str:
-    """Returns a unique name: ``eager`` or ``torch.compile`` for the first source, ``file (runtime)`` for an
+    """Returns a unique name, which is ``eager`` or ``torch.compile`` for the first source and ``file (runtime)`` for an
     artifact."""
     if artifact.kind == "torch":
         short = _NAMES.get(runtime, runtime)

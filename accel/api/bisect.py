@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact
 from accel.errors import BadData, UnsupportedHere, UsageError
+from accel.progress import shows_progress
 from accel.proof.compare import Difference
-from accel.sources.source import Model, Source, SourceOptions, shared
+from accel.sources.source import Model, Source, SourceOptions, declared_dims, shared, with_declared
 from accel.spelling import option
 from accel.tables.limits import BISECT_LIMITS, VERIFY_LIMITS
+
+from .export import TO_ONNX, to_onnx_unjudged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from accel.proof.bisect import Divergence
-    from accel.sources.declare import Dims, Inputs
 
 _BATCH = 8
 
@@ -29,11 +31,12 @@ class BisectReport:
     """The result of a bisection.
 
     ``divergence`` is the first difference, or None if the outputs agree within ``limit``. ``tensors`` is the number of
-    paired tensors, and ``by_structure`` is how many of them were paired by structure. ``unmatched`` is the number of
-    tensors without a counterpart. ``harmless`` lists tensors that differ without an effect on the outputs. ``earlier``
-    lists differing tensors before the first difference, and is None without ``scan``. ``notes`` names the ONNX files
-    that were compared in place of an engine or an IR. ``as_run`` is set if the candidate's ONNX file agrees with the
-    reference but the candidate in its own runtime doesn't. ``as_run`` is then the output with the largest difference.
+    paired tensors. ``by_structure`` is the number of pairs with different names, which were paired by their operators
+    and inputs. ``unmatched`` is the number of tensors without a counterpart. ``harmless`` lists tensors that differ
+    without an effect on the outputs. ``earlier`` lists the tensors that differ before ``divergence`` in the order of
+    the graph, and is None without ``scan``. ``notes`` names the ONNX files that were compared in place of an engine or
+    an IR. ``as_run`` is set if the candidate's ONNX file agrees with the reference, but the candidate itself differs
+    from this ONNX file. ``as_run`` is then the output with the largest difference.
     """
 
     divergence: Divergence | None
@@ -64,6 +67,7 @@ class BisectReport:
         }
 
 
+@shows_progress
 def bisect(
     reference: Model,
     candidate: Model,
@@ -72,26 +76,21 @@ def bisect(
     samples: int = 8,
     limit: float | None = None,
     scan: bool = False,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
+    **about: Unpack[SourceOptions],
 ) -> BisectReport:
     """Finds the first node at which ``candidate`` differs from ``reference``. Both are ONNX models with the same inputs
-    and outputs, after any stages (such as simplification, a cast or quantization).
+    and outputs, after any stages (such as simplification, a cast or quantization). A source of PyTorch or TensorFlow is
+    exported first.
 
     For an engine or an OpenVINO model, searches the last ONNX file that the model was made from, if the file still has
     its recorded sha256. Also compares the outputs of the engine or the OpenVINO model with those of that ONNX file, if
     this machine can run both.
 
-    Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to its
-    own dtype. Two tensors count as equal if ||candidate - reference||₂ / ||reference||₂ is at most ``limit``. The
-    default depends on the candidate's precision, and 0 asks for equal bits. Takes O(log n) runs. Only the tensors that
-    cross one cut of the graph are in memory at a time. ``scan`` also compares every tensor before the difference. The
-    arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``.
+    Both models run on ``samples`` samples of ``data``, or on random inputs. The result of every node is rounded to the
+    dtype that the node's output has in the model. Two tensors count as equal if ||candidate - reference||₂ /
+    ||reference||₂ is at most ``limit``. The default limit depends on the candidate's precision, and a limit of 0 asks
+    for equal bits. Takes O(log n) runs. Only the tensors that cross one cut of the graph are in memory at a time.
+    ``scan`` also compares every tensor before the difference. The other arguments set the fields of ``accel.Source``.
 
     Raises ``UnsupportedHere`` if a model is no ONNX model and its manifest names no ONNX file, ``UsageError`` if the
     inputs or outputs differ, ``BadData`` if the data doesn't fit.
@@ -101,20 +100,11 @@ def bisect(
     from accel.sources.onnx.weights import read_detached
 
     notes: list[str] = []
-    options: SourceOptions = {
-        "inputs": inputs,
-        "weights": weights,
-        "dims": dims,
-        "graph_inputs": graph_inputs,
-        "graph_outputs": graph_outputs,
-        "signature": signature,
-        "strip_training_ops": strip_training_ops,
-    }
-    one, two = shared((reference, candidate), options)
+    one, two = shared((reference, candidate), about)
     given = two.open()
-    first = _onnx_of(Source.of(one, inputs=inputs, weights=weights, dims=dims).open(), notes)
+    first = _onnx_of(with_declared(one, about).open(), notes)
     second = _onnx_of(given, notes)
-    first = widened(first, Path(data) if data else None, dict(Source.of(reference, dims=dims).dims or {}))
+    first = widened(first, Path(data) if data else None, declared_dims(reference, about))
     for role, ours, theirs in (
         ("inputs", first.signature.inputs, second.signature.inputs),
         ("outputs", first.signature.outputs, second.signature.outputs),
@@ -173,6 +163,9 @@ def _as_run(given: Artifact, looked_into: Artifact, feeds: Sequence[Mapping[str,
 def _onnx_of(artifact: Artifact, notes: list[str]) -> Artifact:
     if artifact.kind == "onnx":
         return artifact
+    if artifact.kind in TO_ONNX:
+        notes.append(f"{artifact.path.name} was exported to ONNX to be compared")
+        return to_onnx_unjudged(artifact)
     made_from = _last_onnx(artifact)
     if made_from is None:
         raise UnsupportedHere(

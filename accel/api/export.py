@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.child import resolve
 from accel.errors import BadInputSpec, GateFailed, UnknownName, UnsupportedHere, UsageError
-from accel.sources.source import Model, Source, check_name
+from accel.progress import shows_progress
+from accel.sources.source import Model, Source, SourceOptions, check_name
 from accel.spelling import option, options
 from accel.stage import StageConfig, run_stage
 from accel.tables.kinds import Kind, export_formats
@@ -31,24 +32,19 @@ CHANNELS = ("auto", "first", "last")
 TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tflite": "onnx_from_tflite"}
 
 
+@shows_progress
 def export(
     source: Model,
     *,
     out: str | Path,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
     opset: int | None = None,
     simplify: bool = True,
     use_cache: bool = True,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
     channels: str = "auto",
     to: str = "onnx",
     preprocess: PreprocessConfig | None = None,
     limit: float | None = None,
+    **about: Unpack[SourceOptions],
 ) -> Artifact:
     """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
     same outputs as ``source``.
@@ -56,14 +52,14 @@ def export(
     ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
     or ``torch``. Formats other than ``onnx`` are written to the folder ``out``.
 
-    ``accel.Source`` describes ``source`` and the arguments from ``inputs`` to ``strip_training_ops``. The source may
-    also be an ONNX file whose opset, shapes or pre- and postprocessing are to change. With a ``preprocess`` that
-    resizes images, the dims ``height`` and ``width`` are the sizes of the images before resizing. ``opset`` is the
-    opset of the file; by default 20, or the opset of a source that is ONNX already. ``preprocess`` is pre- and
-    postprocessing to put into the graph. ``channels`` is the position of the channels (``first``, ``last`` or ``auto``)
-    inside the graph of a TensorFlow model; the inputs keep TensorFlow's layout. ``auto`` takes the position with fewer
-    transposes. ``limit`` is the largest allowed relative error of an output after each stage. A model whose float32
-    rounding exceeds the usual 1e-4 needs a larger limit.
+    ``accel.Source`` describes ``source`` and the arguments that aren't listed here (``inputs``, ``example``,
+    ``dims``...). The source may also be an ONNX file whose opset, shapes or pre- and postprocessing are to change. With
+    a ``preprocess`` that resizes images, the dims ``height`` and ``width`` are the sizes of the images before resizing.
+    ``opset`` is the opset of the file; by default 20, or the opset of a source that is ONNX already. ``preprocess`` is
+    pre- and postprocessing to put into the graph. ``channels`` is the position of the channels (``first``, ``last`` or
+    ``auto``) inside the graph of a TensorFlow model; the inputs keep TensorFlow's layout. ``auto`` takes the position
+    with fewer transposes. ``limit`` is the largest allowed relative error of an output after each stage. A model whose
+    float32 rounding exceeds the usual 1e-4 needs a larger limit.
 
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
     correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
@@ -72,16 +68,7 @@ def export(
     formats = export_formats()
     _check_arguments(out, to, opset, channels, limit)
     check_writable(out if to == "onnx" else out / formats[to].main_file)
-    named = Source.of(
-        source,
-        inputs=inputs,
-        weights=weights,
-        dims=dims,
-        graph_inputs=graph_inputs,
-        graph_outputs=graph_outputs,
-        signature=signature,
-        strip_training_ops=strip_training_ops,
-    )
+    named = Source.of(source, **about)
     inputs = named.inputs
     dims, preprocess = _dims_of_each(named.dims, preprocess)
     is_onnx = Path(named.text).suffix == ".onnx"
@@ -228,7 +215,7 @@ def _to_onnx(
     if not simplify:
         return run_stage(stage, src, config, gates=gates, out=out, cache=cache)
     exported = run_stage(stage, src, config, gates=gates, cache=cache)
-    if src.properties.get("precision") == "int8":  # both files that the next gate compares are ONNX
+    if src.properties.get("precision") == "int8":  # the next gate compares two ONNX files
         gates = [OutputGate(limit=limit or EXPORT_LIMITS["fp32"])]
     return run_stage("simplify", exported, SimplifyConfig(), gates=gates, out=out, cache=cache)
 
@@ -241,7 +228,8 @@ def usual_limit(src: Artifact) -> float:
 
 
 def to_onnx_config(kind: str, **fields: Any) -> StageConfig:
-    """Returns the config of the stage that exports a source of this kind to ONNX, with these fields set."""
+    """Returns the config of the stage that exports a source of this ``kind`` to ONNX. ``fields`` are the config's
+    fields."""
     from accel.converters.from_tensorflow.onnx_from_tensorflow import OnnxFromTensorFlowConfig
     from accel.converters.from_tensorflow.onnx_from_tflite import OnnxFromTfliteConfig
     from accel.converters.from_torch.onnx_from_torch import OnnxFromTorchConfig
@@ -283,13 +271,13 @@ def open_cache(stack: ExitStack, use_cache: bool) -> StageCache:
 
 
 def check_writable(out: Path) -> None:
-    """Before any work starts, raises the system's ``OSError`` if ``out`` can't be written."""
+    """Raises the system's ``OSError`` if ``out`` can't be written. Called before any work starts."""
     from tempfile import NamedTemporaryFile
 
     check_name(out)
     if out.is_dir():
         raise IsADirectoryError(21, "is a folder", str(out))
-    # Creating the folder later would fail if a broken symlink has its name.
+    # Creating a missing folder later would fail if a broken symlink had the folder's name.
     for folder in out.absolute().parents:
         if folder.is_symlink() and not folder.exists():
             raise FileExistsError(17, "a link that leads nowhere", str(folder))

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, manifest_path
 from accel.child import run_in_child
 from accel.errors import RandomOps, UnsupportedHere, UsageError
 from accel.proof.chain import Link, check_chain
-from accel.sources.source import Model, Source
+from accel.sources.source import Model, Source, SourceOptions
 from accel.spelling import option
 
 if TYPE_CHECKING:
     from accel.graph.read import ReadGraph
-    from accel.sources.declare import Dims, Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +66,18 @@ def inspect(
     page: str | Path | None = None,
     against: Model | None = None,
     sizes: Mapping[str, int] | None = None,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
+    **about: Unpack[SourceOptions],
 ) -> Inspection:
     """Returns the signature, properties and history of ``model``.
 
     For everything but engines, also counts operators, parameters and FLOPs at ``sizes`` (default: the usual sizes) and
-    lists warnings. To count, exports a TensorFlow, TFLite or PyTorch model to ONNX. A ``check`` without a ``page``
-    counts nothing for these models. ``check`` computes every hash of the model's chain again, from the file back to the
-    weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
+    lists warnings. A TensorFlow, TFLite or PyTorch model is exported to ONNX to be counted. With ``check`` and without
+    ``page``, such a model is not counted. ``check`` computes every hash of the model's chain again, from the file back
+    to the weights. ``check`` also loads an engine with its toolkit, if the toolkit is installed.
 
-    ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The arguments from
-    ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a
-    ``.pb`` or ``.meta`` file default to its likely inputs and outputs.
+    ``page`` writes an HTML file that shows the graph, beside the graph of ``against`` if given. The other arguments set
+    the fields of ``accel.Source``. ``graph_inputs`` and ``graph_outputs`` of a ``.pb`` or ``.meta`` file default to its
+    likely inputs and outputs.
 
     Raises ``BadSource`` if the model is not found, ``ChainBroken`` if a model to ``check`` has no manifest, and
     ``UnsupportedHere`` for the page of an engine.
@@ -94,16 +87,7 @@ def inspect(
             f"{option('against')} shows two graphs on one page; name the page with {option('page', 'out.html')}"
         )
     warnings: list[str] = []
-    source = Source.of(
-        model,
-        inputs=inputs,
-        weights=weights,
-        dims=dims,
-        graph_inputs=graph_inputs,
-        graph_outputs=graph_outputs,
-        signature=signature,
-        strip_training_ops=strip_training_ops,
-    )
+    source = Source.of(model, **about)
     artifact = _open_unchecked(source) if check else _open(source, warnings)
     size = sum(f.stat().st_size for f in artifact.files if f.is_file())
     links = tuple(check_chain(artifact)) if check else ()
@@ -166,8 +150,8 @@ def _open(source: Source, warnings: list[str]) -> Artifact:
 
 
 def _open_bare_graph(source: Source, path: Path, warnings: list[str]) -> Artifact:
-    """Opens a frozen graph or TF1 checkpoint with the named inputs and outputs, or the likely ones if none are
-    named."""
+    """Opens a frozen graph or TF1 checkpoint with the named inputs and outputs. If none are named, takes the likely
+    inputs and outputs."""
     from accel.sources.tensorflow.process import in_tensorflow
     from accel.sources.tensorflow.source import TensorFlowSpec, form_of
 

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias, Unpack
 
 from accel.cache import StageCache
 from accel.optimizer.budget import Budget
 from accel.optimizer.judge.comparison import Metric
 from accel.optimizer.publish import check_out
 from accel.optimizer.request import OptimizeRequest
-from accel.optimizer.result import Optimization
 from accel.optimizer.run import run
 from accel.optimizer.stage_options import CastOptions, QuantizeOptions
+from accel.progress import shows_progress
+from accel.proof.batches import write_batches
 from accel.proof.data import widened
 from accel.sources.main_file import REPORT
-from accel.sources.source import Model, Source
+from accel.sources.source import Model, Source, SourceOptions
 
 from .as_onnx import Exported, as_onnx
 from .export import check_writable, open_cache
+from .optimized import Optimized
 
-if TYPE_CHECKING:
-    from accel.sources.declare import Dims, Inputs
+# Samples: the path of an .npz file or of a folder of them, a batch, or an iterable of batches such as a DataLoader. A
+# batch is an array, a dict of arrays, or a tuple of arrays in the order of the inputs.
+Data: TypeAlias = "str | PathLike[str] | Mapping[str, Any] | Iterable[Any]"
 
-__all__ = ["CastOptions", "Optimization", "QuantizeOptions", "optimize"]
+__all__ = ["CastOptions", "Optimized", "QuantizeOptions", "optimize"]
 
 
+@shows_progress
 def optimize(
     model: Model,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     target: str = "auto",
     precision: str | Sequence[str] | None = None,
-    data: str | Path | None = None,
-    eval_data: str | Path | None = None,
+    data: Data | None = None,
+    eval_data: Data | None = None,
     metric: str | Metric | None = None,
     labels: str | Path | None = None,
     label_metric: str | None = None,
@@ -51,19 +57,13 @@ def optimize(
     vary_session: bool = True,
     rounds: int = 9,
     budget_seconds: float | None = None,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
     kernels: bool = False,
     engine: Sequence[str] = (),
     quantize: QuantizeOptions | Sequence[str] = (),
     cast: CastOptions | Sequence[str] = (),
     use_cache: bool = True,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
-) -> Optimization:
+    **about: Unpack[SourceOptions],
+) -> Optimized:
     """Makes, checks, judges and measures the candidates for ``target``, and publishes the fastest one that passes.
 
     The folder ``out`` gets ``model.onnx``, ``model.xml`` or ``model.engine`` with its manifest, ``optimize.json``, and
@@ -72,8 +72,7 @@ def optimize(
     The model:
 
     - ``model``: an ONNX file, an artifact, or any source that ``accel.export`` takes, which is exported first.
-    - ``inputs``, ``weights``, ``dims``, ``graph_inputs``, ``graph_outputs``, ``signature``, ``strip_training_ops``: as
-      ``accel.export`` takes them.
+    - the fields of ``accel.Source``, such as ``example``, ``inputs``, ``weights`` and ``dims``.
 
     The candidates:
 
@@ -99,19 +98,20 @@ def optimize(
 
     Speed:
 
-    - ``sizes``: the sizes of the dims to measure at. The default is the sizes of a sample of the data, or without data
-      the dims' usual sizes with batch 1.
+    - ``sizes``: the sizes of the dims to measure at. The default is the sizes of a sample of the data. Without data,
+      the default is batch 1 and the usual sizes of the other dims.
     - ``batch``: the batch to measure at. ``lengths``: a mix of lengths to measure (``8,16,128``), a file of whole
       numbers, or ``data`` for the lengths of the samples.
     - ``objective`` is ``latency`` (one request after the other) or ``throughput`` (as many requests as the session
       takes at once).
-    - ``vary_session``: try the best candidates with other threads, streams, graph levels and spinning, too. The
-      manifest records the chosen options for ``accel.load``, ``accel bench`` and ``accel serve``.
+    - ``vary_session``: also try the best candidates with other numbers of threads and streams, with other graph levels,
+      and without spinning threads. The manifest records the chosen options for ``accel.load``, ``accel bench`` and
+      ``accel serve``.
     - ``threads``: measure with this number of threads only. 0 means all cores, or fewer if fewer are faster.
     - ``rounds``: rounds of the measurement, at least 5.
-    - ``budget_seconds``: the time for everything, building included. Successive halving measures the candidates, and
-      begins with the candidates that are likely fastest. The result lists each candidate that is skipped or abandoned
-      to save time. No candidate is chosen unmeasured. The budget doesn't stop an export.
+    - ``budget_seconds``: the time for everything, building included. The candidates are measured by successive halving,
+      the likely fastest first. The result lists each candidate that is skipped or abandoned to save time. Only a
+      measured candidate can be chosen. The budget doesn't stop an export.
     - ``use_cache``: if False, all stages and measurements run again.
 
     If no candidate is measurably faster than the source, the source itself is chosen. For a target that can't run here,
@@ -121,51 +121,50 @@ def optimize(
     Raises ``UsageError`` or a subclass if the arguments contradict each other, the model or this machine. Raises
     ``NothingPassed`` if the target can't run here and no candidate is right.
     """
-    named = Source.of(
-        model,
-        inputs=inputs,
-        weights=weights,
-        dims=dims,
-        graph_inputs=graph_inputs,
-        graph_outputs=graph_outputs,
-        signature=signature,
-        strip_training_ops=strip_training_ops,
-    )
-    request = OptimizeRequest(
-        source=named,
-        out=Path(out),
-        target=target,
-        precision=(precision,) if isinstance(precision, str) else tuple(precision or ()),
-        data=_path(data),
-        eval_data=_path(eval_data),
-        metric=metric,
-        labels=_path(labels),
-        label_metric=label_metric,
-        max_drop=max_drop,
-        profiles=tuple(profiles),
-        compute_capabilities=tuple(compute_capabilities),
-        sizes=sizes,
-        objective=objective,
-        batch=batch,
-        lengths=lengths if lengths is None or isinstance(lengths, str) else tuple(lengths),
-        threads=threads,
-        vary_session=vary_session,
-        rounds=rounds,
-        budget_seconds=budget_seconds,
-        kernels=kernels,
-        engine=tuple(engine),
-        quantize=quantize if isinstance(quantize, QuantizeOptions) else tuple(quantize),
-        cast=cast if isinstance(cast, CastOptions) else tuple(cast),
-        use_cache=use_cache,
-    )
-    check_out(request.out, named.text)
-    check_writable(request.out / REPORT)
-    chosen_metric = request.loaded_metric()
-    budget = Budget(request.budget_seconds)
+    named = Source.of(model, **about)
     with ExitStack() as stack:
-        cache = open_cache(stack, request.use_cache)
+        cache = open_cache(stack, use_cache)
+        samples = Path(stack.enter_context(TemporaryDirectory(prefix="accel-")))
+        request = OptimizeRequest(
+            source=named,
+            out=Path(out) if out is not None else StageCache().result_folder(),
+            target=target,
+            precision=(precision,) if isinstance(precision, str) else tuple(precision or ()),
+            data=_as_files(data, named, samples / "data"),
+            eval_data=_as_files(eval_data, named, samples / "eval_data"),
+            metric=metric,
+            labels=_path(labels),
+            label_metric=label_metric,
+            max_drop=max_drop,
+            profiles=tuple(profiles),
+            compute_capabilities=tuple(compute_capabilities),
+            sizes=sizes,
+            objective=objective,
+            batch=batch,
+            lengths=lengths if lengths is None or isinstance(lengths, str) else tuple(lengths),
+            threads=threads,
+            vary_session=vary_session,
+            rounds=rounds,
+            budget_seconds=budget_seconds,
+            kernels=kernels,
+            engine=tuple(engine),
+            quantize=quantize if isinstance(quantize, QuantizeOptions) else tuple(quantize),
+            cast=cast if isinstance(cast, CastOptions) else tuple(cast),
+            use_cache=use_cache,
+        )
+        check_out(request.out, named.text)
+        check_writable(request.out / REPORT)
+        chosen_metric = request.loaded_metric()
+        budget = Budget(request.budget_seconds)
         opened = _opened(request, cache, budget)
-        return run(request, opened, chosen_metric, cache, budget)
+        return Optimized.of(run(request, opened, chosen_metric, cache, budget), opened.source)
+
+
+def _as_files(data: Data | None, source: Source, folder: Path) -> Path | None:
+    """Returns the path of the samples. Writes samples in memory to ``folder``."""
+    if data is None or isinstance(data, str | PathLike):
+        return Path(data) if data else None
+    return write_batches(data, [spec.name for spec in source.open().signature.inputs], folder)
 
 
 def _path(given: str | Path | None) -> Path | None:
@@ -174,9 +173,10 @@ def _path(given: str | Path | None) -> Path | None:
 
 def _opened(request: OptimizeRequest, cache: StageCache, budget: Budget) -> Exported:
     """Opens the model, exports it unless it is ONNX, and widens its dims to the sizes of the user's samples."""
+    given = [path for path in (request.data, request.eval_data) if path is not None]
     with budget.spending("opening the model"):
-        exported = as_onnx(request.source, cache)
+        exported = as_onnx(request.source, cache, given)
     src = exported.artifact
-    for given in (request.data, request.eval_data):
-        src = widened(src, given, dict(request.source.dims or {}))
+    for path in given:
+        src = widened(src, path, dict(request.source.dims or {}))
     return replace(exported, artifact=src)

@@ -19,8 +19,9 @@ def plan(spec: ModelSpec, layout: Layout, machine: Machine | None = None) -> Pla
 
 
 def spec_of_config(config: TrainConfig) -> ModelSpec:
-    """Returns the ``ModelSpec`` of the config's model. Uses a complete ``[shape]`` table, else calls the config's
-    factories and measures the model. Raises ``BadConfig`` if the config has neither.
+    """Returns the ``ModelSpec`` of the config's model. If the ``[shape]`` table is complete, uses the table. Else calls
+    the config's factories and measures the model. Raises ``BadConfig`` if the config has no complete table and names no
+    model.
     """
     shape = config.shape
     given = {name: value for name, value in vars(shape).items() if value}
@@ -70,8 +71,9 @@ def search_for_config(
 ) -> list[Plan]:
     """Returns the plans of every layout that fits, fastest first, for the config's model and global batch.
 
-    ``fixed`` holds the required values of fields of ``Layout``. Every layout keeps the config's replicas, ZeRO++ and
-    offload, and leaves out sequence parallel if the config does. Raises ``BadConfig`` if no layout fits.
+    ``fixed`` holds the required values of fields of ``Layout``. Every layout keeps the config's settings of replicas,
+    ZeRO++ and offload. If the config turns sequence parallelism off, every layout does. Raises ``BadConfig`` if no
+    layout fits.
     """
     p, usual = config.parallel, type(config.parallel)()
     kept = {

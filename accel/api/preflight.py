@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact
 from accel.errors import BadInputSpec, GateFailed, UnsupportedHere, UsageError
-from accel.sources.source import Model, Source
+from accel.sources.source import Model, Source, SourceOptions
 from accel.spelling import option
 from accel.stage import run_stage
 from accel.tables.limits import STAGE_LIMITS
@@ -19,11 +19,10 @@ from .export import check_writable, open_cache
 
 if TYPE_CHECKING:
     from accel.converters.to_tensorrt.preflight import Refusal
-    from accel.sources.declare import Dims, Inputs
 
-# The largest relative error that rewriting a graph may cause, by the graph's precision. Requantizing uint8 as symmetric
-# int8 loses up to one of eight bits, so values of an 8-bit graph may round to the next step. A graph with float64 nodes
-# has the limit of its own precision.
+# The largest relative error that rewriting a graph may cause, by the graph's precision. A quantized graph has a large
+# limit, because requantizing uint8 as symmetric int8 loses up to one of eight bits. Values may then round to the next
+# step.
 FIX_LIMITS = {precision: STAGE_LIMITS[precision] for precision in ("fp32", "fp16", "bf16")}
 FIX_LIMIT_QUANTIZED = STAGE_LIMITS["fp16-in-int8"]
 
@@ -66,20 +65,14 @@ def preflight(
     out: str | Path | None = None,
     data: str | Path | None = None,
     use_cache: bool = True,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
+    **about: Unpack[SourceOptions],
 ) -> PreflightReport:
     """Lists every node of an ONNX model that an engine build for ``target`` (``tensorrt-rtx`` or ``tensorrt``) refuses,
     with the cause and the fix.
 
     ``fix`` rewrites the refused nodes that can be rewritten safely and writes the model to ``out``. A gate compares the
     new model with ``model``, on ``data`` if given. The gate allows a relative error of 1e-3 for float32 and 0.1 for a
-    quantized graph, as in ``accel.optimize``. The arguments from ``inputs`` to ``strip_training_ops`` set the fields of
+    quantized graph, as in ``accel.optimize``. The other arguments set the fields of
     ``accel.Source``; only ``inputs`` and ``dims`` apply to an ONNX file.
 
     Raises ``UsageError`` if ``out`` is missing, does not end in ``.onnx`` or is given without ``fix``. Raises
@@ -92,16 +85,7 @@ def preflight(
     from accel.proof.gates import OutputGate
     from accel.runtimes.tensorrt_toolkit import check_capability, toolkit_runtime
 
-    source = Source.of(
-        model,
-        inputs=inputs,
-        weights=weights,
-        dims=dims,
-        graph_inputs=graph_inputs,
-        graph_outputs=graph_outputs,
-        signature=signature,
-        strip_training_ops=strip_training_ops,
-    )
+    source = Source.of(model, **about)
     toolkit_runtime(target)
     for text in compute_capabilities:
         check_capability(text)

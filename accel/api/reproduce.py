@@ -55,9 +55,9 @@ def reproduce(artifact: Model, *, data: Sequence[str | Path] = (), out: str | Pa
     """Makes ``artifact`` again from its source by the stages in its manifest, without the cache.
 
     Compares the result of each stage with the recorded sha256. If the bytes differ, runs the recorded gate of the stage
-    again. ``data`` lists the files that the stages read, such as calibration data, matched by sha256. ``out`` is the
-    folder of the result. Raises ``ChainBroken`` if the source is gone or has changed, ``UsageError`` if ``data`` lacks
-    a file.
+    again. ``data`` lists the files that the stages read, such as calibration data. Each file is recognized by its
+    sha256. ``out`` is the path of the new artifact. Raises ``ChainBroken`` if the source is gone or has changed,
+    ``UsageError`` if ``data`` lacks a file.
     """
     from accel.proof.reproduce import remake
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from accel.artifact import Artifact, finite_json
 from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
-from accel.progress import report
+from accel.progress import report, shows_progress
 from accel.proof.compare import Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
 from accel.signature import BATCH, DimRange, Feeds, Signature
-from accel.sources.source import Model, Source, SourceOptions, shared
+from accel.sources.source import Model, Source, SourceOptions, declared_dims, shared, with_declared
 from accel.spelling import option
 from accel.tables.limits import VERIFY_LIMITS
 from accel.tables.precision import PRECISIONS
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from accel.sources.declare import Dims, Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,7 @@ class Verification:
         }
 
 
+@shows_progress
 def verify(
     reference: Model,
     candidate: Model,
@@ -61,23 +60,17 @@ def verify(
     data: str | Path | None = None,
     limit: float | None = None,
     samples: int = 64,
-    inputs: Inputs | None = None,
-    weights: str | Path | None = None,
-    dims: Dims | None = None,
-    graph_inputs: Sequence[str] = (),
-    graph_outputs: Sequence[str] = (),
-    signature: str = "",
-    strip_training_ops: bool = False,
+    **about: Unpack[SourceOptions],
 ) -> Verification:
     """Runs both models on the same inputs and compares every output by name.
 
     Runs on ``samples`` samples of ``data``, an .npz file or a folder of .npz files. Without data, runs on random inputs
     with batch 1, 2 and the largest batch, and every other dim at the ends of its range. ``limit`` is the largest
     allowed ||candidate - reference||₂ / ||reference||₂, both for a whole output and for its median sample. The default
-    depends on the candidate's precision. If a quantized candidate fails on random inputs, the last problem asks for
-    ``data``.
+    depends on the candidate's precision. If a quantized candidate differs too much on random inputs, the last of the
+    ``problems`` advises to pass ``data``.
 
-    The arguments from ``inputs`` to ``strip_training_ops`` set the fields of ``accel.Source`` for the models that are
+    The other arguments set the fields of ``accel.Source`` for the models that are
     sources. An option for one TensorFlow file format applies only to models of that format. ``inputs`` and ``dims``
     also apply to the reference if it is a file. A source that doesn't declare its inputs gets the inputs of the other
     model.
@@ -94,17 +87,8 @@ def verify(
     from accel.proof.gates import cast_feeds, gate_runtime
     from accel.proof.runs import failed_on_data
 
-    options: SourceOptions = {
-        "inputs": inputs,
-        "weights": weights,
-        "dims": dims,
-        "graph_inputs": graph_inputs,
-        "graph_outputs": graph_outputs,
-        "signature": signature,
-        "strip_training_ops": strip_training_ops,
-    }
-    first, second = _open(reference, candidate, options)
-    first = widened(first, Path(data) if data else None, dict(Source.of(reference, dims=dims).dims or {}))
+    first, second = _open(reference, candidate, about)
+    first = widened(first, Path(data) if data else None, declared_dims(reference, about))
     for artifact in (first, second):
         if gate_runtime(artifact) is None:
             raise UnsupportedHere(
@@ -190,13 +174,13 @@ def _by_sample(artifact: Artifact, feeds: Feeds, output: np.ndarray) -> bool:
     return own and output.shape[:1] == samples and holds_floats(output)
 
 
-def _open(reference: Model, candidate: Model, options: SourceOptions) -> tuple[Artifact, Artifact]:
+def _open(reference: Model, candidate: Model, about: SourceOptions) -> tuple[Artifact, Artifact]:
     """Opens both models. ``inputs`` and ``dims`` also apply to a reference that is a file, because both models run on
     the inputs of the reference."""
-    one, two = shared((reference, candidate), options)
-    one = Source.of(one, inputs=options["inputs"], dims=options["dims"])
+    one, two = shared((reference, candidate), about)
+    one = with_declared(one, about)
     if not one.native and not two.native:
-        one = Source.of(one, weights=options["weights"])  # raises an error, because neither model takes weights
+        one = Source.of(one, weights=about.get("weights"))  # raises an error, because neither model takes weights
     if two.native:
         first = one.open()
         return first, two.open(like=partial(getattr, first, "signature"))
@@ -255,7 +239,8 @@ def _common(first: Artifact, second: Artifact) -> Signature:
 
 
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the intersection of two ranges of integers. A range of None means all integers."""
+    """Returns the intersection of two ranges of integers. A range of None means all integers. If the ranges don't
+    overlap, returns ``other``."""
     if one is None or other is None:
         return one or other
     low, high = max(one[0], other[0]), min(one[1], other[1])

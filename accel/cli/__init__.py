@@ -1,7 +1,7 @@
 """The command line, with a file for each click command. ``__init__.py`` loads a command when the command is used, shows
 progress and prints errors.
 
-In: the command-line arguments. Out: text or, with ``--json``, one JSON object on stdout, and an exit code.
+Takes the command-line arguments. Prints text, or with ``--json`` one JSON object on stdout, and ends with an exit code.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def group() -> None:
 
 def main() -> None:
     """The ``accel`` command."""
-    # SIGTERM ends a run like Ctrl-C, and cleans up child processes and half-written files. SIGINT may be ignored,
-    # because a shell ignores SIGINT for background jobs.
+    # SIGTERM ends a run like Ctrl-C, and cleans up child processes and half-written files. A shell makes its background
+    # jobs ignore SIGINT, and such a job goes on ignoring SIGINT here.
     signal.signal(signal.SIGTERM, on_interrupt)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
@@ -135,7 +135,7 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> Any:
         say = Output(as_json=as_json, quiet=quiet)
-        # What the user's factory or metric prints must not mix with the JSON object on stdout.
+        # The user's factory or metric may print, and its text must not mix with the JSON object on stdout.
         aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         with aside, say.progress():
             return function(*args, say=say, **kwargs)

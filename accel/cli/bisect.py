@@ -44,7 +44,7 @@ def command(
     source: SourceOptions,
     say: Output,
 ) -> None:
-    """Find the first node at which CANDIDATE differs from REFERENCE, two ONNX files of one model.
+    """Find the first node at which CANDIDATE differs from REFERENCE. Both are ONNX files of one model.
 
     Exit code 1 if the outputs differ, 0 if they agree.
     """
@@ -69,8 +69,8 @@ def _human(found: BisectReport, scan: bool) -> Any:
     if found.as_run is not None:
         off = f"{found.as_run.output} is off by {found.as_run.rel_l2:.3g} (rel_l2)"
         looked += (
-            f"\nits own runtime computes something else: {off} from that file, of which no node is to blame; take "
-            "another --precision or --target"
+            f"\nits own runtime computes something else: {off} from that file, but every node of the file is right; "
+            "take another --precision or --target"
         )
     if found.divergence is None:
         inside = (

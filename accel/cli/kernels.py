@@ -94,7 +94,7 @@ def build_(
         raise click.UsageError(
             "nothing to build is named; pass --arch sm_90a, --onnxruntime-include DIR, or --tensorrt-include DIR"
         )
-    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # before nvcc, which is slow
+    check_headers(onnxruntime=onnxruntime_include, tensorrt=tensorrt_include)  # fails before nvcc runs, which is slow
     body: dict[str, Any] = {}
     kernels: Path | None = None
     words = []
@@ -167,7 +167,7 @@ def tune_(
 ) -> None:
     """Time products and convolutions on this machine's GPU and remember the fastest correct kernel of each problem.
 
-    Tunes int8 and fp8 for fp16 and for bf16 output.
+    With --dtype int8 or fp8, each problem is tuned for fp16 outputs and for bf16 outputs.
     """
     from accel.kernels.choose.tune import CONVOLUTIONS, conv_specs, specs, tune
     from accel.kernels.choose.tuned import Table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,6 @@ from . import output_options
 from .options import read_sizes, sizes_option, source_options
 
 if TYPE_CHECKING:
-    from accel.api.optimize import Optimization
     from accel.sources.source import SourceOptions
 
     from . import Output
@@ -121,11 +120,13 @@ def command(
     say: Output,
     **options: Any,
 ) -> None:
-    """Make and verify the fastest version of MODEL for a target within the loss budget.
+    """Make and verify the fastest version of MODEL for a target. The quality loss of this version is at most
+    --max-drop.
 
     MODEL is an ONNX file, or any source that accel export takes.
     """
     from accel.api.optimize import optimize
+    from accel.optimizer.report.table import table
 
     result = optimize(
         model,
@@ -140,27 +141,3 @@ def command(
     if not say.quiet:  # the table and the JSON also contain the warnings
         for warning in result.warnings:
             click.echo(f"accel: warning: {warning}", err=True)
-
-
-def table(result: Optimization) -> Any:
-    """Returns a table of every candidate with its figures, and the notes. The chosen candidate is bold."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from accel.optimizer.candidate import Status
-    from accel.timing.columns import named
-
-    shown = Table(title=Text(f"{result.artifact.path}: {result.chosen}"), title_justify="left")
-    second = "samples/s" if result.objective == "throughput" else "p99 ms"
-    columns = named("candidate", "median ms", second, "speedup", "drop", "metric", "MB", "verdict")
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column.right else "left"
-        shown.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold")
-    for one in result.candidates:
-        row = one.bench_row()
-        texts = [Text(column.text(row) or "-") for column in columns]
-        if one.status == Status.CHOSEN:
-            texts[-1].stylize("bold", 0, len(one.status))
-        shown.add_row(*texts)
-    return Group(shown, *map(Text, result.notes))

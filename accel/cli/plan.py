@@ -78,8 +78,8 @@ def command(config: Path | None, world: int, out: Path | None, choose: int, say:
     --heads, --vocab and --seq.
 
     --hbm lists every layout that fits, fastest first. Options such as --zero, --tp and --micro-batch restrict the list
-    to layouts with the given values. Layouts that round more are listed only with --qwz or --qgz. Equally fast layouts
-    are ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
+    to layouts with the given values. Layouts that send int8 (ZeRO++) are listed only with --qwz or --qgz. Equally fast
+    layouts are ordered by fewest bytes sent, fewest pipeline stages, largest micro-batch and lowest ZeRO stage.
     """
     machine = _machine(given)
     base = _config(config, given)
@@ -228,7 +228,7 @@ def _size(value: float | None) -> str:
 
 
 def _more(layout: Layout, before: str = "") -> str:
-    """Returns a description of a layout's options besides its mesh axes and its ZeRO stage."""
+    """Describes the options of a layout, except its mesh axes and its ZeRO stage."""
     said = [
         *([f"{layout.replicate} replicas"] if layout.replicate > 1 else []),
         *([f"hpZ {layout.hpz}"] if layout.hpz else []),

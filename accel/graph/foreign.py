@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation. ``kind`` is the format's name of the operator. ``inputs`` and ``outputs`` name values and
+    """An operation. ``kind`` is the operator's name in its format. ``inputs`` and ``outputs`` name values and
     constants.
 
     ``shape`` is the shape of the first output. ``product`` and ``quantized`` mean the same as in ``NodeCost``.
@@ -54,7 +54,7 @@ class ForeignGraph:
     warnings: tuple[str, ...] = ()
 
     def cost(self, signature: Signature, sizes: Mapping[str, int]) -> GraphCost:
-        """Returns the counts as a ``GraphCost``, like an ONNX graph's."""
+        """Returns the counts as a ``GraphCost``, in the same form as for an ONNX graph."""
         nodes = tuple(
             NodeCost(
                 name=op.name,

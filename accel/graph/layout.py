@@ -12,8 +12,8 @@ def layout(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[tuple[int
     """Returns the center of each of ``count`` nodes, and the width and the height of the drawing, in pixels.
 
     ``edges`` lead from lower to higher node numbers, as in topological order. A node's layer is the length of its
-    longest path from an input (Sugiyama's method). Within a layer, nodes move by turns to the mean position of their
-    neighbors above and of their neighbors below.
+    longest path from an input (Sugiyama's method). Within a layer, nodes move to the mean position of the neighbors
+    above in one pass, and of the neighbors below in the next pass.
     """
     above: list[list[int]] = [[] for _ in range(count)]
     below: list[list[int]] = [[] for _ in range(count)]

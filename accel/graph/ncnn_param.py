@@ -1,4 +1,4 @@
-"""The graph of an ncnn net: layers from the text of its ``.param``, shapes from a run in ncnn."""
+"""The graph of an ncnn net. The layers come from the text of the ``.param`` file, the shapes from a run in ncnn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FREE = frozenset(
     }
 )  # fmt: skip
 _ELEMENT = {"Softmax": 5, "Sigmoid": 4, "TanH": 4, "GELU": 8, "LayerNorm": 8, "Swish": 5}
-_ARRAY = -23300  # a list whose option is number i has the key _ARRAY - i
+_ARRAY = -23300  # option i has the key _ARRAY - i if its value is a list
 
 
 @dataclass(frozen=True)

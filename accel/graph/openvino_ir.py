@@ -1,4 +1,4 @@
-"""Counts the graph of an OpenVINO IR, which OpenVINO reads in a child process."""
+"""Counts the FLOPs and weights of an OpenVINO IR. OpenVINO reads the IR in a child process."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from .layout import layout
 if TYPE_CHECKING:
     import onnx
 
-# The largest number of nodes that a browser pans without stuttering. The page of a larger graph shows only its first
-# nodes and says so.
+# A browser can move a drawing of at most this many nodes without stuttering. The page of a larger graph shows only its
+# first nodes and says so.
 MAX_NODES = 4000
 
 
 def graph_data(title: str, model: onnx.ModelProto, cost: GraphCost) -> dict[str, Any]:
-    """Returns the page's data of one model: nodes with their positions and details, edges, and a summary."""
+    """Returns the data of one model for the page: nodes with their positions and details, edges, and a summary."""
     graph = model.graph
     constants = {t.name: t for t in graph.initializer}
     nodes: list[dict[str, Any]] = []

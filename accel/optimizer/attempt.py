@@ -21,8 +21,8 @@ from .judge.comparison import Judge, Judgement
 from .mixed.search import assign
 from .recipes.recipe import Recipe
 
-# Shares of a budget. No work begins after the first share is spent. Running work is stopped when the second share is
-# spent. Work stops earlier if measuring needs the time (``Budget.over``).
+# Shares of a budget. After the share ``_BUILDING``, no new step begins. After the share ``_GIVING_UP``, the running
+# step is stopped. Both happen earlier if measuring needs the time (``Budget.over``).
 _BUILDING = 0.6
 _GIVING_UP = 0.75
 
@@ -38,7 +38,8 @@ def attempt(
 ) -> CandidateResult:
     """Makes one candidate and judges it. Returns the candidate's row, with the reason if the candidate fails.
 
-    Raises only ``UsageError`` and ``CannotWrite``, which would fail every other candidate too.
+    Raises only ``UsageError`` and ``CannotWrite``, which would fail every other candidate too, and
+    ``KeyboardInterrupt`` if no candidate is built yet.
     """
     row = CandidateResult(
         name=recipe.name,
@@ -52,6 +53,9 @@ def attempt(
     try:
         with budget.within(_GIVING_UP if recipe.runnable else math.inf):
             work.run(recipe)
+    except KeyboardInterrupt as error:
+        budget.interrupt(error)
+        row.skip(budget.reason(work.unfinished or "it was begun"), out_of_time=True)
     except OutOfTime:
         row.skip(budget.reason(work.unfinished), out_of_time=True)
     except UnsupportedHere as error:  # other candidates may still be possible
@@ -70,8 +74,8 @@ def attempt(
 
 @dataclass(kw_only=True)
 class _Attempt:
-    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is a clause for messages that says which
-    step is running."""
+    """The steps of an attempt. ``stage`` is the running stage. ``unfinished`` is the clause after "before" in a
+    message, such as "it was judged"."""
 
     row: CandidateResult
     src: Artifact
@@ -118,7 +122,8 @@ class _Attempt:
         return recipe
 
     def _built(self, recipe: Recipe, share: float) -> Artifact | None:
-        """Runs the stages. Returns the last artifact that this machine can run, or None if the time is over."""
+        """Runs the stages in order and returns the last result that this machine can run. Returns None if the time is
+        over."""
         artifact = runnable = self.src
         for stage, config, limit in recipe.stages:
             if self._late(share, f"its stage {stage}"):
@@ -136,7 +141,7 @@ class _Attempt:
         return runnable
 
     def _late(self, share: float, step: str) -> bool:
-        """Tells whether it is too late for ``step``, and if so notes that in the row."""
+        """Tells whether it is too late for ``step``. If so, writes the reason into the row."""
         if not self.budget.over(share):
             return False
         self.row.skip(self.budget.reason(step), out_of_time=True)

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from accel.cancel import cancelled_by
+from accel.cancel import Terminated, cancelled_by, forget_interrupt
 from accel.errors import AccelError
+from accel.progress import report
 from accel.spelling import option
 
-# The largest number of steps, and of candidates, that a note names.
+# A note names at most this many steps, and at most this many candidates.
 _NAMED = 4
 # The seconds that a short measurement takes for each process: loading, warm-up and five short blocks.
 SECONDS_A_CANDIDATE = 4.0
@@ -37,6 +38,19 @@ class Budget:
         self._taken: dict[str, float] = {}
         self._quantizing: set[str] = set()
         self._built = 0
+        self.interrupted = False
+
+    def interrupt(self, error: KeyboardInterrupt) -> None:
+        """Ends the making of candidates, and leaves the time for a short measurement of those that are built.
+
+        Raises ``error`` if there is nothing to keep: no candidate is built, or this is the second interrupt.
+        """
+        if self.interrupted or not self._built or isinstance(error, Terminated):
+            raise error
+        forget_interrupt()
+        self.interrupted = True
+        self.seconds = self.spent + (self._built + SOURCES + 1) * SECONDS_A_CANDIDATE
+        report("interrupted: measuring what is made for a few seconds; another Ctrl-C ends at once")
 
     def built(self) -> None:
         """Counts one more candidate to measure. Building ends early enough to measure all candidates, because an
@@ -62,8 +76,8 @@ class Budget:
         """Tells whether ``share`` of the budget is spent, or whether measuring needs the rest. Measuring needs time for
         the source, for the candidates that are built, and for one more candidate.
         """
-        if self.seconds is None:
-            return False
+        if self.seconds is None or self.interrupted:
+            return self.interrupted
         kept = (self._built + 1 + SOURCES) * SECONDS_A_CANDIDATE if self._built else 0.0
         return self.spent >= min(share * self.seconds, self.seconds - kept)
 
@@ -83,7 +97,10 @@ class Budget:
             yield
 
     def reason(self, what: str) -> str:
-        """Returns the reason why a step was skipped or stopped. ``what`` is a clause such as "it was measured"."""
+        """Returns the reason why a step was skipped or stopped. ``what`` is the clause after "before", such as "it was
+        measured"."""
+        if self.interrupted:
+            return f"Ctrl-C came before {what}"
         return f"{self.spent:.0f} s of the budget of {self.seconds:g} s were spent before {what}"
 
     @contextmanager
@@ -110,6 +127,8 @@ class Budget:
         took = ", ".join(f"{what} took {seconds:.{0 if seconds >= 10 else 1}f} s" for what, seconds in longest)
         names = ", ".join(missed[:_NAMED])
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
+        if self.interrupted:
+            return f"Ctrl-C came before {names}{more}: {took or 'no step was begun'}; run it again to go on from there"
         quantized = any(what in self._quantizing for what, _ in longest)
         fewer = f", or calibrate on fewer samples ({option('quantize', ['samples=32'])})" if quantized else ""
         return (

@@ -26,6 +26,7 @@ def calibration_samples(request: OptimizeRequest, stream: SampleStream | None) -
 
 def samples_to_calibrate(count: int, asked: int | None, *, apart: bool) -> int:
     """Returns the number of calibration samples: at most half of ``count``, so that the other half can judge. With
-    separate samples for judging (``apart``), the user may request up to all ``count`` samples.
+    separate samples for judging (``apart``), the number that the user requests (``asked``) is limited only by
+    ``count``.
     """
     return min(asked or _USUAL_SAMPLES, count if asked and apart else max(1, count // 2))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accel.artifact import Artifact
+from accel.errors import AccelError
+from accel.graph.read import read_graph
 from accel.spelling import option
 from accel.tables.precision import PRECISIONS
 
 from .candidate import CandidateResult
 from .judge.comparison import Judge
 
+# A model with at least this share of its FLOPs in int8 is called int8 without a note.
+_MOSTLY = 0.5
+
 
 def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | None) -> list[str]:
-    """Returns notes on how the candidates were made: on samples, on plugins, and on float layers that were not
-    confirmed on held-out data.
+    """Returns notes on how the candidates were made: on samples, on plugins, on int8 models that are mostly float, and
+    on float layers that were not confirmed on held-out data.
 
     ``samples`` is the number of calibration samples, ``asked`` the number that the user requested.
     """
@@ -21,9 +27,29 @@ def notes_on_making(rows: Sequence[CandidateResult], samples: int, asked: int | 
     if asked is not None and samples < asked:
         found.append(f"calibrated on {samples} samples, not {asked}: the others are needed to judge")
     found += dict.fromkeys(filter(None, map(_plugin_note, rows)))
+    for row in rows:
+        if row.precision.startswith("int8") and row.artifact is not None and (said := partly_quantized(row.artifact)):
+            found.append(f"{row.name}: {said}")
     for reason in dict.fromkeys(row.trajectory.not_confirmed for row in rows if row.trajectory is not None):
         found += [f"mixed: the layers left float were not confirmed on a held-out half: {reason}"] if reason else []
     return found
+
+
+def partly_quantized(artifact: Artifact) -> str:
+    """Returns which shares of an int8 model are in int8, if most of its products aren't, else "". The model may still
+    be smaller or faster, for example if only an embedding is in int8."""
+    if artifact.kind not in ("onnx", "openvino"):
+        return ""
+    try:
+        cost = read_graph(artifact, None, lambda one: one).cost
+    except AccelError:  # a note is not worth an error
+        return ""
+    if cost is None or cost.quantized_share >= _MOSTLY or not any(node.product and node.flops for node in cost.nodes):
+        return ""
+    numbers = {dtype: count for dtype, count in cost.weight_bytes.items() if not dtype.startswith(("int64", "int32"))}
+    small = sum(count for dtype, count in numbers.items() if dtype.endswith("int8"))
+    share = small / max(sum(numbers.values()), 1)
+    return f"{cost.quantized_share:.0%} of the FLOPs of its products and {share:.0%} of its weights' bytes are in int8"
 
 
 def not_as_asked(source: CandidateResult, chosen: CandidateResult, asked: Sequence[str] | None) -> str:

@@ -94,8 +94,7 @@ class OptimizeRequest:
 
     @property
     def judged_on(self) -> Path | None:
-        """Returns the samples that the judge reads, which are ``eval_data``, else ``data``, or None for random
-        inputs."""
+        """Returns the samples that the judge reads: ``eval_data`` if given, else ``data``. None means random inputs."""
         return self.eval_data or self.data
 
     def loaded_metric(self) -> str | Metric | None:

@@ -12,7 +12,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import MissingExtra
 from accel.proof.stream import SampleStream
-from accel.sources.notes import renaming_note, training_note
+from accel.sources.notes import batch_note, renaming_note, training_note
 
 from .attempt import attempt
 from .budget import Budget
@@ -97,7 +97,7 @@ def run(
         not_as_asked(source, outcome.chosen, for_recipes.precisions),
     ]
     said = [text for text in warnings if text]
-    notes += [*outcome.notes, *said, *filter(None, [renaming_note(src), training_note(src)])]
+    notes += [*outcome.notes, *said, *filter(None, [batch_note(src), renaming_note(src), training_note(src)])]
     outcome.chosen.status = Status.CHOSEN
     result = Optimization(
         artifact=outcome.chosen.artifact or src,
@@ -133,8 +133,8 @@ def _check_source(
 
     Raises ``BadData`` if the source can't run on a sample, ``UsageError`` if the metric fails.
     """
-    # The judge runs its own samples below. If an exported model is compared with its source, ``opened.check`` runs
-    # these samples too.
+    # Without ``data``, only an exported model is checked here, on ``eval_data``. The judge runs the source on
+    # ``eval_data`` below in any case.
     real = request.data or (request.eval_data if opened.source else None)
     with budget.spending("running the source on the data"):
         apart, nan = opened.check(real, samples or _COMPARED_SAMPLES, cache) if real else ("", "")

@@ -106,8 +106,8 @@ class Search:
         by_name = {base.name: base for base in (self.source, *bases)}
         for row in made:
             base = by_name[row.base]
-            # If the same candidate with default options isn't faster than the source, the row is compared only with the
-            # source.
+            # A row is compared with its base if the base is the source, or a candidate that is faster than the source.
+            # ``fastest`` compares every row with the source.
             if row.passed and (base is self.source or base.is_faster):
                 not_faster(row, base, self._floor())
         contenders = [row for row in (*measurable, *made) if row.passed and not row.reason]
@@ -126,7 +126,7 @@ class Search:
             ranked = sorted((r for r in rows if r.passed), key=lambda r: -(r.measured or {})["speedup"])
             rows = ranked[: max(1, len(ranked) // 2)]
             for row in ranked[len(rows) :]:
-                row.reason = f"slower than {rows[0].name} in a short measurement: all at once don't fit into memory"
+                row.reason = f"slower than {rows[0].name} in a short measurement: they don't all fit in memory at once"
                 row.missed_final = True
         return rows
 
@@ -182,8 +182,15 @@ class Search:
         return (count + SOURCES) * SECONDS_A_CANDIDATE
 
     def _measure(self, rows: Sequence[CandidateResult], effort: Effort) -> None:
+        """Measures ``rows``. After an interrupt, keeps the figures of an earlier measurement, or measures briefly."""
         with self.budget.spending("measuring"):
-            self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)
+            try:
+                self.environment = measured(self.source, rows, self.workload, self.threads, effort, self.cache)
+            except KeyboardInterrupt as error:
+                self.budget.interrupt(error)
+                if any(row.measured is None for row in (self.source, *rows)):
+                    brief = Effort(rounds=MIN_ROUNDS, block_seconds=_SHORT_BLOCK_SECONDS, limit=self.budget.left)
+                    self.environment = measured(self.source, rows, self.workload, self.threads, brief, self.cache)
 
     def _floor(self) -> float:
         return float(self.environment.get("noise_floor") or 0.0)

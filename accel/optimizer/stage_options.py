@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from accel.artifact import Artifact
     from accel.converters.quantize.stage import QuantizeConfig
 
-# The config fields of each quantization mode. A mode doesn't get other fields.
+# The fields of ``QuantizeConfig`` that each quantization mode reads. Other options of the user are not passed to the
+# mode.
 _ACTIVATIONS = ("calibration", "percentile", "smooth")
 _OF_WEIGHTS = ("keep", "block_size", "smallest")
 OPTIONS_BY_MODE = {
@@ -159,7 +160,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _block(text: str) -> int:
-    """Reads a block size. MatMulNBits requires a power of two, at least 16."""
+    """Reads a block size. The operator MatMulNBits requires a block size that is a power of two and at least 16."""
     value = int(text)
     if value < 16 or value & (value - 1):
         raise ValueError(text)

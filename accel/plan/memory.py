@@ -1,7 +1,9 @@
 """Estimates the bytes on a rank: model states, activations, temporary buffers, and the KV cache of inference.
 
-Symbols: L layers, h hidden size, a heads, V vocabulary, s sequence, b micro-batch, t/p/d
-tensor/pipeline/data-parallel size, c context-parallel size.
+In the formulas, L is the number of layers, h the hidden size, a the number of heads, V the size of the vocabulary, s
+the length of a sequence and b the micro-batch. A step has m micro-batches. The tensor-, pipeline-, data- and
+context-parallel sizes are t, p, d and c. P is the number of parameters of the model, and Psi is the number on a rank
+before ZeRO shards them.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from .spec import MOMENTS, PRECISIONS, WEIGHT_BYTES, Layout, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes on a device, for the rank that needs the most. ``host`` holds the bytes of that rank on the host under
-    CPU offload.
+    """The bytes on the device of the rank that needs the most memory. ``host`` holds the bytes of this rank on the host
+    under CPU offload.
 
-    ``activations`` is None if the model's shape isn't known. ``stepping`` is the bytes of the optimizer's step, after
-    activations and ``temporary`` are freed.
+    ``activations`` is None if the model's shape isn't known. ``stepping`` is the bytes of the optimizer's step, which
+    begins after activations and ``temporary`` are freed.
     """
 
     parameters: float
@@ -47,9 +49,9 @@ class Memory:
 def stage_params(spec: ModelSpec, layout: Layout) -> float:
     """Returns the number of parameters on a rank of the largest pipeline stage, before ZeRO shards them.
 
-    The number is P / t on a single stage, else (ceil(L / p) layers + the embedding) / t, because the first stage has
-    the embedding and the last stage the head. If t doesn't divide the vocabulary V, the first ranks hold one more row
-    of the embedding, ceil(V / t) in all.
+    A single stage has P / t parameters. Of several stages, the largest has (ceil(L / p) layers + the embedding) / t
+    parameters, because the first stage has the embedding and the last stage has the head. If t doesn't divide V, the
+    first ranks hold one more row of the embedding, ceil(V / t) rows in all.
     """
     more = (-spec.vocab % layout.tp) / layout.tp * spec.hidden
     if layout.pp == 1:
@@ -67,9 +69,10 @@ def stage_params(spec: ModelSpec, layout: Layout) -> float:
 def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
     """Returns the bytes of parameters, gradients and optimizer states on a rank.
 
-    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. The ZeRO stages divide the optimizer states (1),
-    the gradients (2) and the parameters (3) by the data-parallel size N, which gives 2 Psi + 2 Psi + K Psi / N, 2 Psi +
-    (2 + K) Psi / N and (2 + 2 + K) Psi / N (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and figure 1).
+    Mixed precision with Adam takes 2 Psi + 2 Psi + K Psi with K = 12. ZeRO stage 1 divides the optimizer states by the
+    data-parallel size N, stage 2 also the gradients, and stage 3 also the parameters. This gives 2 Psi + 2 Psi + K Psi
+    / N, 2 Psi + (2 + K) Psi / N and (2 + 2 + K) Psi / N (Rajbhandari et al. 2020, "ZeRO", section 3.1, section 5 and
+    figure 1).
     """
     weight, gradient, master, moment, _, _ = PRECISIONS[layout.precision]
     psi = stage_params(spec, layout)
@@ -80,7 +83,8 @@ def model_states(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
 
 
 def offloaded(spec: ModelSpec, layout: Layout) -> tuple[float, float, float]:
-    """Under CPU offload, returns the bytes of parameters and of gradients on the device, and all bytes on the host.
+    """Returns three numbers of bytes under CPU offload: parameters on the device, gradients on the device, and
+    everything on the host.
 
     The host holds the shards of parameters, gradients and optimizer states, and runs the optimizer. The device holds
     the gathered parameters at ZeRO stages 1 and 2, and the accumulated gradients at ZeRO stage 1.
@@ -138,8 +142,8 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
     the rank of a pipeline's first or last stage. A rank of L / p layers holds the activations of as many micro-batches
     as are ``in_flight``. The last stage also holds the tensors after the last layer: 4 s b V / t of float32
     log-probabilities, the inputs of the last norm and of the head, token ids and targets. A rank of the last stage
-    holds its additional tensors for one micro-batch, and in GPipe for all micro-batches. ``full`` recomputation holds
-    one whole layer at a time.
+    holds its additional tensors for one micro-batch, and in GPipe for all micro-batches. With ``full`` recomputation,
+    the rank also holds the activations of one whole layer at a time.
     """
     if not spec.is_transformer:
         if not spec.activation_bytes:
@@ -163,7 +167,7 @@ def activations(spec: ModelSpec, layout: Layout) -> float | None:
 
 
 def in_flight(layout: Layout) -> tuple[float, float]:
-    """Returns how many micro-batches' activations a rank holds at the peak, as two numbers.
+    """Returns the number of micro-batches whose activations a rank holds at the peak, for two ranks.
 
     The first number is for the rank of the first stage, and is the largest of all ranks. The second number is for the
     rank of the last stage.
@@ -171,9 +175,9 @@ def in_flight(layout: Layout) -> tuple[float, float]:
     The numbers are m and m for GPipe, and p and 1 for 1F1B (Narayanan et al. 2021, section 2.2). Interleaved schedules
     with v chunks in rounds of r micro-batches hold the activations of ((v - 1) r + 2 p - 1) / v and ((v - 1) r + 1) / v
     micro-batches. For r = p the first number is the p + (p - 1) / v of Korthikanti et al. 2022, section 4.2.3. In a
-    zero-bubble schedule (Qi et al. 2024, section 6), the rank where the V turns holds p micro-batches. The zero-bubble
-    rank with the first and the last stage begins with 2 p - 1 forward passes of the first stage and ends with one
-    forward pass of the last stage. No number is larger than m.
+    zero-bubble schedule (Qi et al. 2024, section 6), the stages run down the ranks and back up in a V. The rank where
+    the V turns holds p micro-batches. One rank has the first and the last stage: it begins with 2 p - 1 forward passes
+    of the first stage and ends with one forward pass of the last stage. No number is larger than m.
     """
     p, m, v = layout.pp, layout.accumulation, layout.chunks
     if p == 1:
@@ -193,8 +197,8 @@ def temporary(spec: ModelSpec, layout: Layout) -> float:
     ZeRO 3 takes two gathered blocks of parameters (one in use, one prefetched), the parameters outside the blocks, and
     one block of gradients. ZeRO 2 takes one block of gradients before its reduction. Autocast keeps a 2-byte copy of
     every weight that the backward pass needs. The loss takes the float32 gradients of log-probabilities and logits, 8 s
-    b V / t. The gradient of a sharded embedding takes its whole size, V h, until it is sharded. Under accumulation the
-    gradient is sharded after the last micro-batch.
+    b V / t. The gradient of a sharded embedding takes the whole size V h until it is sharded, which under accumulation
+    is after the last micro-batch.
     """
     weight, gradient, *_ = PRECISIONS[layout.precision]
     block = spec.block / layout.tp

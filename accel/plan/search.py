@@ -122,7 +122,7 @@ def layouts(
     The tp or cp size is at most the size of a node, and the pp size at most the number of layers. Micro-batches are
     powers of two. ZeRO shards over all data-parallel ranks or within each node (HSDP), and keeps shards on the device
     or on the host. Layouts are tried with and without second shards in the node (hpZ). Pipelines are not combined with
-    ZeRO 3, which would gather for every micro-batch. The methods that round (qwZ, qgZ) are used only if ``fixed``
+    ZeRO 3, which would gather for every micro-batch. qwZ and qgZ round values, so layouts have them only if ``fixed``
     requires them. ``fixed`` holds the required values of fields of ``Layout``.
     """
     for tp, pp, cp in _cuts(spec, machine, world):

@@ -13,7 +13,7 @@ from accel.spelling import option
 from accel.tables.precision import PRECISIONS as _WEIGHTS
 
 # The bytes of a parameter, its gradient, its float32 master copy, one optimizer moment, an activation element, and an
-# element sent to another rank. "fp16" and "bf16" are mixed precision as in the ZeRO paper: 2 + 2 + 4.
+# element sent to another rank. "fp16" and "bf16" are mixed precision as in the ZeRO paper, with 2 + 2 + 4 bytes.
 PRECISIONS: dict[str, tuple[int, int, int, int, int, int]] = {
     "fp32": (4, 4, 0, 4, 4, 4),
     "autocast-bf16": (4, 4, 0, 4, 2, 4),
@@ -49,12 +49,13 @@ def quantity(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The size of a model. A field of 0 means unknown. ``layers`` to ``seq`` describe a decoder-only transformer.
+    """The size of a model. A field of 0 means unknown. The fields from ``layers`` to ``seq`` describe a decoder-only
+    transformer.
 
-    ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32, ``flops`` for the forward
-    pass only. The measured numbers are used if the model isn't a transformer of known shape. ``largest`` is the number
-    of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is the number of parameters outside
-    all blocks, which ZeRO 3 gathers only once.
+    ``activation_bytes`` and ``flops`` are measured on fake tensors for one sample in float32. ``flops`` counts the
+    forward pass only. The measured numbers are used if the model isn't a transformer of known shape. ``largest`` is the
+    number of parameters of the largest block, which ZeRO 3 gathers at once. ``outside`` is the number of parameters
+    outside all blocks, which ZeRO 3 gathers only once.
     """
 
     params: int

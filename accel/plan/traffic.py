@@ -1,4 +1,7 @@
-"""Estimates the bytes that a rank sends over each mesh axis in a step, and the time of the step."""
+"""Estimates the bytes that a rank sends over each mesh axis in a step, and the time of the step.
+
+The module ``memory`` explains the letters in the formulas.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ QUANTIZED = 1 + 4 / 256
 
 
 def ring(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends in a ring to gather ``size`` bytes, or to reduce and scatter them: (n - 1) /
-    n of ``size``.
+    """Returns the bytes that a rank sends in a ring to gather ``size`` bytes, or to reduce and scatter them. Of n
+    ranks, each sends (n - 1) / n of ``size``.
 
     A ring all-reduce scatters and gathers, and sends 2 (n - 1) / n of ``size`` (Patarasuk and Yuan 2009, "Bandwidth
     optimal all-reduce algorithms for clusters of workstations").
@@ -30,8 +33,8 @@ def data_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 def data_parallel_parts(spec: ModelSpec, layout: Layout) -> list[tuple[float, int]]:
     """Returns the transfers of a rank over dp in a step, each as (bytes, span).
 
-    The span counts the ranks from the first to the last receiver. If a node holds that many ranks, the transfer stays
-    inside it.
+    The span counts the ranks from the first to the last receiver. If the span is at most the size of a node, the
+    transfer stays inside the node.
 
     ZeRO 0 all-reduces Psi bytes of gradients (2 Psi). ZeRO 1 scatters the gradients and gathers the parameters once (2
     Psi). ZeRO 2 scatters after every micro-batch and never keeps full gradients ((m + 1) Psi). In each micro-batch,
@@ -84,8 +87,8 @@ def context_parallel_bytes(spec: ModelSpec, layout: Layout) -> float:
 
     Each layer and micro-batch takes all-to-alls of the rank's query and output, s b h / c each, and of its share of key
     and value. A rank sends (c - 1) / c of each tensor. The backward pass sends as many bytes (Jacobs et al. 2023,
-    "DeepSpeed Ulysses", section 3.2), and recomputation repeats the forward part. Gloo has no such all-to-all. Gloo
-    uses a gather, which sends c times as many bytes.
+    "DeepSpeed Ulysses", section 3.2), and recomputation repeats the forward part. With Gloo the real traffic is c times
+    as large, because Gloo uses a gather instead of these all-to-alls.
     """
     if layout.cp == 1:
         return 0.0
@@ -107,7 +110,7 @@ def pipeline_bytes(spec: ModelSpec, layout: Layout) -> float:
     in an interleaved or zero-bubble schedule. With only two ranks, each rank has one end of the pipeline. In an
     interleaved schedule with v chunks, the busier of two ranks sends 2 v - 1 times. In a zero-bubble schedule (V), the
     busier of two ranks sends twice, because the two stages at the turn of the V are on one rank. With two ranks of one
-    stage each, one rank only sends forward and the other only back.
+    stage each, one rank only sends outputs and the other only sends gradients.
     """
     if layout.pp == 1:
         return 0.0
@@ -133,8 +136,9 @@ def traffic(spec: ModelSpec, layout: Layout) -> dict[str, float]:
 def host_bytes(spec: ModelSpec, layout: Layout) -> float:
     """Returns the bytes that a rank copies between its host and its device in a step under CPU offload.
 
-    A rank copies its shard of the parameters for every gather (one at ZeRO 1 and 2, two per micro-batch at ZeRO 3), and
-    its shard of the gradients after every reduction.
+    A rank copies its shard of the parameters for every gather and its shard of the gradients after every reduction.
+    Parameters are gathered once at ZeRO 1 and 2, and twice per micro-batch at ZeRO 3. With hpZ, the second gather of a
+    micro-batch copies nothing.
     """
     if not layout.offload:
         return 0.0
@@ -169,7 +173,7 @@ def flops(spec: ModelSpec, layout: Layout) -> float:
 
     A token takes 6 P + 12 L h s (Chowdhery et al. 2022, "PaLM", appendix B). Full recomputation repeats the forward
     pass: 8 P + 16 L h s (Narayanan et al. 2021, equation 3). A model of unknown shape takes three times its measured
-    forward pass, or without a measurement 6 P per sample and position.
+    forward pass. Without a measurement, a token takes 6 P.
     """
     passes = 4 if layout.recompute == "full" else 3
     if spec.flops and not spec.is_transformer:
@@ -195,10 +199,10 @@ class StepTime:
 def step_time(spec: ModelSpec, layout: Layout, machine: Machine) -> StepTime:
     """Estimates the time of a step.
 
-    A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap and is added to the compute
-    time, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, so only the longer of the two
-    is counted. The pipeline traffic of one micro-batch is added. CPU offload adds the copies to and from the host, and
-    one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
+    A rank computes at ``machine.flops``. Tensor- and context-parallel traffic can't overlap with computing, so its time
+    is added, and the bubble stretches the sum. Data-parallel traffic overlaps with computing, so only the longer of the
+    two is counted. The pipeline traffic of one micro-batch is added. CPU offload adds the copies to and from the host,
+    and one read and one write of everything that the optimizer holds on the host, at the speed of the copies.
 
     Rank numbers vary fastest over tensor- and context-parallel ranks, then over a shard group, then over replicas. A
     transfer that reaches beyond a node runs at ``machine.bandwidth``.

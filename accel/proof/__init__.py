@@ -1,4 +1,5 @@
 """Proof that two versions of a model compute the same: gates, comparison, bisection, the chain of hashes, reproduction.
 
-In: two artifacts and inputs (random, or the user's data). Out: differences, gate results, the first node that differs.
+Takes two artifacts, and inputs that are random or the user's data. Returns differences, results of gates, and the first
+node that differs.
 """

@@ -42,7 +42,7 @@ SCAN_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node's ONNX name, operator and torch module path. The first output replaces a missing name."""
+    """A node's ONNX name, operator and torch module path. A node without a name has the name of its first output."""
 
     name: str
     operator: str
@@ -182,7 +182,7 @@ class Bisection:
         return bool(found.problem) or not found.rel_l2 <= self.limit
 
     def _boundary(self, order: _Order, outputs: Sequence[str]) -> int:
-        """Returns the position of a tensor that differs, while all tensors across the cut before it agree."""
+        """Returns the position of a tensor that differs. All tensors that cross the cut before this position agree."""
         agrees, differs = -1, len(order.names) - 1
         while differs - agrees > 1:
             middle = (agrees + differs) // 2
@@ -290,13 +290,13 @@ def _differ(name: str, reference: np.ndarray, candidate: np.ndarray) -> Differen
 
 
 def _maker(graph: Graph, name: str) -> Node:
-    """Returns the node that computes a tensor, ignoring casts and QDQ nodes after it."""
+    """Returns the node that computes a tensor. Skips casts and QDQ nodes."""
     root = graph.root(name)
     return Node.of(graph.nodes[graph.producer[root if root in graph.producer else name]])
 
 
 def _between(graph: Graph, name: str, stop: set[str]) -> tuple[Node, ...]:
-    """Returns the nodes between the tensors ``stop`` and the tensor ``name``, in order and including the node of
+    """Returns the nodes between the tensors ``stop`` and the tensor ``name``, in order. The last node computes
     ``name``."""
     found: set[int] = set()
     queue = [name]

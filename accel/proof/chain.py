@@ -91,7 +91,7 @@ def _continuity(manifest: Manifest) -> list[Link]:
 
 
 def _made(record: Any, cache: StageCache) -> list[Link]:
-    """Returns the links of a stage's output, which is in the cache."""
+    """Returns the links of a stage's output in the cache."""
     folder = cache.entry(record["key"])
     name = folder / "main"
     what = f"output of {record['name']}"

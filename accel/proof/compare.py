@@ -78,7 +78,7 @@ def rel_l2(reference: np.ndarray, candidate: np.ndarray) -> float:
 
 
 def cosines(ref: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """Returns float64[samples]: the cosine similarity of each sample (axis 0) of two finite arrays of one shape.
+    """Returns float64[samples]: the cosine similarity of two finite arrays of equal shape, for each sample (axis 0).
 
     A vector is one sample. The similarity of two zero samples is 1.
     """

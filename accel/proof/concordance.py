@@ -13,15 +13,16 @@ from .compare import holds_floats
 if TYPE_CHECKING:
     import numpy as np
 
-# A sample whose norm is less than this fraction of the largest norm may be float32 rounding of the largest sample.
+# If a sample's norm is below this fraction of the largest sample's norm, the sample may consist of float32 rounding
+# errors.
 _NOISE = 1e-6
 
 
 def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
     """Returns float64[samples]: ||candidate - reference||₂ / ||reference||₂ of each sample (axis 0).
 
-    The denominator is at least the float32 rounding of the largest sample. If the whole reference is zero, the error is
-    0 for a zero sample and infinity for others.
+    The denominator is at least ``_NOISE`` times the norm of the largest sample. If the whole reference is zero, the
+    error is 0 for a zero sample and infinity for any other sample.
     """
     import numpy as np
 
@@ -34,15 +35,16 @@ def sample_errors(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
 def discordance(
     reference: Sequence[np.ndarray], candidate: Sequence[np.ndarray], *, about_the_mean: bool = True
 ) -> float:
-    """Returns the distance of one output's batches from their reference, 0 if equal and 1 if unrelated. The distance is
-    1 - c, averaged over the samples (axis 0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance. The
-    concordance is the cosine similarity if both norms are equal, and smaller if the scale is wrong.
+    """Returns the distance between the batches of one output and their reference: 0 if equal, 1 if unrelated. The
+    distance is 1 - c, averaged over the samples (axis 0), where c = 2⟨a, b⟩ / (||a||₂² + ||b||₂²) is the concordance.
+    The concordance is the cosine similarity if both norms are equal, and smaller if the scale is wrong.
 
     Samples of one number have no direction. The distance of samples of one number is the larger of their median
     distance and Lin's distance over all samples. Lin's distance is 1 - l, where l = 2 cov / (σ_a² + σ_b² + (μ_a -
     μ_b)²) is Lin's coefficient (Lin 1989, Biometrics 45). Lin's coefficient detects errors in an output that varies
-    little compared with its size. ``about_the_mean=False`` leaves out Lin's coefficient, because the variation of
-    outputs on random inputs means nothing. For integers and strings the distance is the share of values that differ.
+    little compared with its size. ``about_the_mean=False`` replaces Lin's coefficient by the concordance over all
+    samples, because the variation of outputs on random inputs means nothing. For strings, and for samples of one
+    integer, the distance is the share of values that differ.
     """
     import numpy as np
 

@@ -127,9 +127,9 @@ _held: WeakValueDictionary[str, Dataset] = WeakValueDictionary()
 
 
 def widened(artifact: Artifact, data: Path | None, declared: Collection[str]) -> Artifact:
-    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Widens only undeclared
-    ranges: those of an ONNX file without a manifest, for dims that are not in ``declared``. Skips unreadable files,
-    which ``Dataset.load`` reports.
+    """Returns ``artifact`` with the ranges of its dims widened to hold the sizes in ``data``. Widens only ranges that
+    nobody declared: the artifact is an ONNX file without a manifest, and the dim is not in ``declared``. Skips
+    unreadable files, which ``Dataset.load`` reports.
     """
     if data is None or artifact.kind != "onnx" or artifact.manifest is not None:
         return artifact
@@ -166,6 +166,24 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
             return ()
         shape: tuple[int, ...] = reader(stream)[0]
         return shape
+
+
+def check_values(data: Path, signature: Signature) -> None:
+    """Raises ``BadData`` for the first integer in ``data`` that is outside the range of its input. Reads only the
+    inputs with a range. Skips arrays that are missing or no integers, which ``Dataset.load`` reports."""
+    ranged = {spec.name: spec for spec in signature.inputs if spec.values is not None}
+    for file in data_files(data) if ranged else ():
+        with open_npz(file) as archive:
+            for name in ranged.keys() & set(archive.files):
+                value, (low, high) = archive[name], ranged[name].values or (0, 0)
+                if value.dtype.kind not in "iu" or not value.size or (low <= value.min() and value.max() <= high):
+                    continue
+                outside = (value < low) | (value > high)
+                sample = int(outside.reshape(len(value), -1).any(1).argmax()) if value.ndim else 0
+                raise BadData(
+                    f"{file}: {name!r} holds {value[outside].flat[0]} in sample {sample}, the model takes {low}..{high}"
+                    f"; correct the sample, or declare the range with {option('inputs', [str(ranged[name])])}"
+                )
 
 
 def single_array(file: Path) -> BadData:

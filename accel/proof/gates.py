@@ -36,7 +36,8 @@ class OutputGate:
 
     Runs every case of ``signature.cases()``, on random inputs or on ``data``. The samples of ``data`` are cut or
     repeated to the shape of the case. ``samples`` is the number of samples of ``data`` that also run unchanged.
-    ``seeds`` is the number of different inputs for the first case. Several seeds run several branches of a model.
+    ``seeds`` is the number of different inputs for the first case. Different inputs may take different branches of a
+    model.
     """
 
     name: str = "outputs"
@@ -157,7 +158,7 @@ def case_name(sizes: Mapping[str, int]) -> str:
 
 
 def cast_feeds(session: Session, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns ``feeds`` in the dtypes of this session's inputs, such as float16 for a cast model."""
+    """Returns ``feeds`` in the dtypes of the session's inputs, such as float16 for a cast model."""
     from accel.signature import numpy_dtype
 
     dtypes = {spec.name: spec.dtype for spec in session.signature.inputs}
@@ -185,7 +186,7 @@ def gate_runtime(artifact: Artifact) -> str | None:
 
 
 class Outputs:
-    """The outputs of an artifact. Opens a session at the first feeds whose outputs aren't cached."""
+    """The outputs of an artifact. Opens a session only if outputs are not in the cache."""
 
     def __init__(self, artifact: Artifact, runtime: str | None, stack: ExitStack) -> None:
         self._artifact = artifact
@@ -220,6 +221,6 @@ def _digest(feeds: Mapping[str, np.ndarray]) -> str:
 
 
 def worst_result(results: Sequence[GateResult]) -> GateResult | None:
-    """Returns the result with the largest share of its limit, or None if no outputs were compared."""
+    """Returns the result whose value is the largest fraction of its limit, or None if no outputs were compared."""
     compared = [r for r in results if r.value is not None and r.limit]
     return max(compared, key=lambda r: (r.value or 0.0) / (r.limit or 1.0), default=None)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessGate:
-    """Compares the new model on raw images with the old model on images preprocessed by numpy, at every case.
+    """Compares two models at every case: the new model on raw images, and the old model on images that numpy
+    preprocessed.
 
     The gate has the fields of ``PreprocessConfig``. Indices of ``argmax`` and ``topk`` may differ if their scores are
     equal within the limit.

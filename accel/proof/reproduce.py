@@ -1,4 +1,5 @@
-"""Reproduces an artifact by running the stages of its manifest again and comparing each with its record."""
+"""Reproduces an artifact by running the stages of its manifest again and comparing each stage's output with the
+record."""
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ def config_of(record: Mapping[str, Any], given: Mapping[str, Path]) -> StageConf
     for name, value in record["options"].items():
         if name not in known:
             raise ChainBroken(
-                f"stage {record['name']} has no option {name!r} any more; use the accel that made it "
-                f"({record['versions'].get('accel', 'unknown')})"
+                f"stage {record['name']} has no option {name!r} any more; use the version of accel that made "
+                f"the artifact ({record['versions'].get('accel', 'unknown')})"
             )
         values[name] = _value(record["name"], value, given)
     config: StageConfig = kind(**values)
@@ -110,7 +111,8 @@ def _source(manifest: Manifest) -> Artifact:
         raise ChainBroken("the manifest names no source, so the artifact can't be made again")
     arguments: dict[str, Any] = {"weights": Path(weights)} if weights else {}
     dims = manifest.signature.dims
-    if any(found.step != 1 for found in dims.values()):  # at other sizes the source may fail to open
+    # The source may fail to open at sizes that are no multiple of the step.
+    if any(found.step != 1 for found in dims.values()):
         arguments["dims"] = dims
     spec = _where_it_was(spec, [entry["path"] for entry in source.get("files", ())])
     named = Source(spec, **arguments)
@@ -137,8 +139,8 @@ def _source(manifest: Manifest) -> Artifact:
 
 
 def _where_it_was(spec: str, files: Sequence[str]) -> str:
-    """Returns ``spec`` with an absolute path from ``files`` if its relative path doesn't exist in the current
-    folder."""
+    """Returns ``spec``. If its relative path doesn't exist in the current folder, uses an absolute path from
+    ``files``."""
     path, colon, factory = spec.partition(".py:")
     name = Path(path + (".py" if colon else ""))
     if name.is_absolute() or name.exists():

@@ -96,7 +96,7 @@ def check_samples(
     the first samples on which a float output differs from the source by more than ``tolerance``.
     """
     of = source.digest if source is not None else ""
-    key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}\nnan")
+    key = text_sha256(f"{src.digest}\n{of}\n{path_sha256(data)}\n{limit}\n{tolerance:g}\nnan")
     if cache is not None and (known := cache.get_record("samples", key)) is not None:
         return Furthest(**known)
     left = len(SampleStream(data, src.signature)) if limit is None else limit
@@ -142,9 +142,9 @@ def nan_words(nan: int, samples: int, data: Path | None) -> str:
     if not nan:
         return ""
     return (
-        f"the source itself gives NaN for {nan} of {samples} samples of {data or 'random inputs'}: where it does, "
-        "nothing but NaN is right for a candidate; mend the model (a logarithm, a root or a division of what may be "
-        "0 or less, say), or leave such samples out"
+        f"the source itself gives NaN for {nan} of {samples} samples of {data or 'random inputs'}: a "
+        "candidate has to give NaN there too; mend the model (a logarithm, a root or a division of what may be 0 or "
+        "less, say), or leave such samples out"
     )
 
 
@@ -160,9 +160,9 @@ def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[st
 def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
     why = problem or f"off by {apart.rel_l2:.2g} of its size"
     fix = (
-        "write what overflows there in another way (x - x.max() before an exponential, say)"
+        "write the part that overflows in another way (x - x.max() before an exponential, say)"
         if problem
-        else "what it decides by values has to be in its graph: write torch.where or torch.cond (tf.where, tf.cond)"
+        else "a choice by values has to be in the graph: write torch.where or torch.cond (tf.where, tf.cond)"
     )
     return GateFailed(
         f"on {apart.where} the ONNX form of {src.source['spec']} gives another {apart.output!r} ({why}); {fix}"
@@ -172,9 +172,9 @@ def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
 def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[TensorSpec]) -> AccelError:
     """Returns the error to raise for ``error``, which a model raised on ``feeds`` from ``data``.
 
-    If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. Data with
-    an integer outside its range is refused only after a failed run. A range derived from a graph is a guess, because a
-    negative index may count from the end.
+    If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. An integer
+    outside its range is an error only if the run fails. A range derived from a graph is a guess, because a negative
+    index may count from the end.
     """
     for spec in specs:
         value = feeds.get(spec.name)
@@ -189,7 +189,7 @@ def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[
         if isinstance(error, ChildCrashed):
             if str(wrong) not in str(error):
                 continue  # The process may have died for another reason.
-            why = ""  # Leaves out the library's text, which names its own nodes.
+            why = ""  # Leaves out the library's text, which names nodes that only the library knows.
         return BadData(
             f"{_file_with(data, spec.name, wrong)}: {spec.name!r} holds {wrong}, outside {low}..{high}, and the model "
             f"fails on it{why}; correct it or leave it out"

@@ -59,8 +59,8 @@ class SampleStream:
                     number += 1
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns the feeds of ``Dataset.shaped``. If the file has enough samples, reads only as many as a feed
-        takes."""
+        """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only if the feed continues at the file's
+        front."""
         import numpy as np
 
         files = data_files(self.path)
@@ -201,7 +201,7 @@ class _Member:
         if len(body) < values * self._dtype.itemsize:
             raise EOFError("it ends before its last sample")
         if self._at == len(self):
-            self._stream.read(1)  # at the end, zipfile checks the checksum
+            self._stream.read(1)  # reading at the end makes zipfile check the checksum
         return np.frombuffer(body, self._dtype)
 
 

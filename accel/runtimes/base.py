@@ -107,6 +107,17 @@ class BaseSession(ABC):
         self.signature.check_feeds(feeds)
         return self._run(feeds)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of the model for the arguments of the source's own call: tensors in, tensors out, in the
+        same structure (see ``accel.runtimes.call``)."""
+        from .call import call
+
+        return call(self, args, kwargs)
+
+    def __repr__(self) -> str:
+        runtime = type(self).__name__.removesuffix("Session")
+        return f"<accel session of {self.artifact.path.name} on {runtime}: {self.signature}>"
+
     def run_many(self, requests: Sequence[Feeds]) -> list[dict[str, np.ndarray]]:
         """Returns the outputs of each request, in the order of the requests. Runs ``streams`` requests concurrently."""
         if self.streams == 1:
@@ -235,7 +246,7 @@ def has_nvidia_gpu() -> bool:
 def get_runtime(name: str) -> Runtime:
     """Returns the runtime called ``name``.
 
-    Raises ``UnknownName``, which lists the runtimes, if no runtime has this name.
+    Raises ``UnknownName`` with a list of the runtimes if no runtime has this name.
     """
     if name not in RUNTIMES:
         raise UnknownName(f"unknown runtime {name!r}; use one of {', '.join(RUNTIMES)}")
@@ -243,8 +254,8 @@ def get_runtime(name: str) -> Runtime:
 
 
 def default_runtime(artifact: Artifact) -> Runtime:
-    """Returns the runtime that the manifest names, else the kind's first runnable runtime, else the kind's first
-    runtime."""
+    """Returns the runtime that the manifest names. Otherwise returns the first runtime of the artifact's kind that this
+    machine can run, or else the kind's first runtime."""
     chosen = (artifact.manifest.session if artifact.manifest else {}).get("runtime")
     if chosen:
         return get_runtime(chosen)
@@ -267,8 +278,8 @@ def recorded_options(artifact: Artifact) -> Mapping[str, Any]:
 def detached(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns copies of a run's outputs, for callers that keep them longer than the session.
 
-    An output of ONNX Runtime is in its session's memory. Holding the output keeps all of that memory, which has room
-    for the results of all layers at the largest shape.
+    An output of ONNX Runtime shares its session's memory. While the output exists, none of this memory is freed, and
+    the memory has room for the results of all layers at the largest shape.
     """
     return {name: value.copy() for name, value in outputs.items()}
 

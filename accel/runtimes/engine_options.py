@@ -1,4 +1,4 @@
-"""The options of an engine's build on the command line, such as ``--engine builder-level=5 --engine workspace=2GB``."""
+"""The command-line options for building an engine, such as ``--engine builder-level=5 --engine workspace=2GB``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def parse_engine_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_option_words(options: dict[str, Any]) -> list[str]:
-    """Returns the command-line words that ``parse_engine_options`` reads as ``options``."""
+    """Returns the command-line words for ``options``. ``parse_engine_options`` turns the words into ``options``
+    again."""
     words: list[str] = []
     for key, (field, _, _) in _OPTIONS.items():
         value = options.get(field)

@@ -66,7 +66,7 @@ class Net:
 
         batch = {len(value) for value in feeds.values()}
         if len(batch) != 1:
-            raise BadFeeds("the inputs of an ncnn net need the same batch size as their first dim")
+            raise BadFeeds("the first dim of all inputs of an ncnn net has to be the same batch size")
         rows = [self._sample({name: value[i] for name, value in feeds.items()}) for i in range(batch.pop())]
         return {spec.name: np.stack([row[spec.name] for row in rows]) for spec in self.signature.outputs}
 

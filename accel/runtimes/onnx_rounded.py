@@ -55,7 +55,7 @@ _INLINE_ELEMENTS = 1024
 
 _GIVEN = "given"
 
-# The session lets ONNX Runtime pack at most this many bytes of weights, because packing keeps a second copy.
+# Above this many bytes of weights, ONNX Runtime doesn't pack the weights, because packing keeps a second copy.
 _LARGE_BYTES = 1 << 30
 
 
@@ -179,7 +179,8 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tensor_types(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns ``model`` without its weights. Its ``value_info`` has the inferred dtype and shape of every tensor."""
+    """Returns ``model`` without its weights. The result's ``value_info`` has the inferred dtype and shape of every
+    tensor."""
     light = without_weights(model)
     found: onnx.ModelProto = onnx.shape_inference.infer_shapes(light, data_prop=True)
     return found
@@ -203,7 +204,7 @@ def in_chunks(model: onnx.ModelProto, names: Sequence[str], feeds: Feeds, limit:
 
 
 def _sizes(model: onnx.ModelProto, feeds: Feeds) -> dict[str, int]:
-    """Returns the bytes of each inner tensor whose shape follows from the shapes of the inputs."""
+    """Returns the number of bytes of each inner tensor whose shape follows from the shapes of the inputs."""
     light = without_weights(model)
     del light.graph.value_info[:]
     for value in light.graph.input:
@@ -296,7 +297,7 @@ def _rounded(node: onnx.NodeProto, types: Mapping[str, int]) -> Iterator[onnx.No
 
 
 def _widen(tensor: TensorProto) -> None:
-    """Turn a 16-bit float tensor into float32, in place. A tensor without its bytes only changes its dtype."""
+    """Turn a 16-bit float tensor into float32, in place. If the tensor's bytes are missing, changes only the dtype."""
     if tensor.data_type not in LOW:
         return
     bare = not (tensor.raw_data or tensor.int32_data)

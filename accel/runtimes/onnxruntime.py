@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OPERATORS = "ACCEL_ONNXRUNTIME_LIBRARY"  # The environment variable that names a library of operators to register.
 CONVOLUTION = "FusedConv2d"  # The prefix of the names of accel's convolutions.
-_FATAL = 4  # this log level hides error messages, which exceptions repeat
+_FATAL = 4  # this log level hides error messages, which the exceptions contain anyway
 _LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
@@ -72,9 +72,9 @@ class OnnxRuntimeSession(BaseSession):
             raise RunFailed(f"{failed}; check the inputs' values") from error
 
     def _outside(self, feeds: Feeds) -> str:
-        """Returns a phrase for the first integer input that is out of the range of the input's constant table.
+        """Returns a phrase that names the first integer input with an index outside the input's constant table.
 
-        Returns "" if no input is out of range. If no input is out of range, the model itself computed the bad index.
+        Returns "" if all indices are inside, because the model itself then computed the bad index.
         """
         for name, (low, high) in self._rows.items():
             value = feeds[name]
@@ -86,7 +86,8 @@ class OnnxRuntimeSession(BaseSession):
 
     @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
-        """Returns the index range of each input that selects rows of a table, read from the file after a failed run."""
+        """Returns the range of indices of each input that selects rows of a table. Reads the file, but only after a
+        failed run."""
         from accel.sources.onnx.file import describe
 
         return {spec.name: spec.values for spec in describe(self.artifact.path)[0].inputs if spec.values}
@@ -163,7 +164,7 @@ def _open(artifact: Artifact, options: SessionOptions, provider: str) -> Any:
         return _session(path, settings, provider)
     except native.NotImplemented as error:
         raise UnsupportedHere(
-            f"ONNX Runtime has no kernel that {path} needs ({_reason(error)}); cast or re-export it"
+            f"ONNX Runtime has no kernel that the model {path} needs ({_reason(error)}); cast or re-export it"
         ) from error
     except (native.InvalidProtobuf, native.InvalidGraph, native.InvalidArgument) as error:
         raise InvalidModel(f"{path} is no valid ONNX model ({_reason(error)}); export it again") from error
@@ -175,8 +176,9 @@ def _session(path: Path, settings: Any, provider: str) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), settings, providers=[provider])
     except native.InvalidGraph as error:
-        # ONNX Runtime fuses float8 QDQ into an int8 product and then calls its own node invalid. A second load without
-        # optimizations accepts such a valid file. If the second load fails too, the first error is reported.
+        # ONNX Runtime fuses float8 QDQ into an int8 product and then rejects this product. The file itself is valid,
+        # and a second load without optimizations accepts the file. If the second load fails too, the first error is
+        # reported.
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             return onnxruntime.InferenceSession(str(path), settings, providers=[provider])

@@ -241,7 +241,7 @@ class OpenVinoSession(BaseSession):
 
 
 def reason(error: BaseException, most: int = 300) -> str:
-    """Returns OpenVINO's message without the source lines of its C++, shortened to ``most`` characters."""
+    """Returns OpenVINO's message without the places in its C++ source, shortened to ``most`` characters."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [re.sub(r"^Check '.*?' failed at \S+:\d+:?", "", re.sub(r"^Exception from \S+:\d+:?", "", n)) for n in lines]
     return shortened(one_line(" ".join(said), None).strip(". "), most) or type(error).__name__

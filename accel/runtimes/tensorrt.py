@@ -347,8 +347,9 @@ def load_plugins(trt: Any, artifact: Artifact, capability: str) -> None:
         return
     if load_plugin_library(trt, capability) is None:
         raise UnsupportedHere(
-            f"{artifact.path} calls accel's plugins for TensorRT and none for this GPU are here; run accel kernels "
-            f"build --arch native --tensorrt-include DIR, or build it again without them: {rebuild(artifact)}"
+            f"{artifact.path} calls accel's plugins for TensorRT, and there are none for this GPU here; run accel "
+            "kernels build --arch native --tensorrt-include DIR, or build the engine again without plugins: "
+            f"{rebuild(artifact)}"
         )
 
 

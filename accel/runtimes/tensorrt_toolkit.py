@@ -1,5 +1,5 @@
-"""The common interface of TensorRT and TensorRT-RTX for building and running engines. Features are probed on a
-toolkit's module, because the two toolkits have unrelated version numbers.
+"""The common interface of TensorRT and TensorRT-RTX for building and running engines. accel looks for a feature in a
+toolkit's module and compares no versions, because the two toolkits have unrelated version numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accel.spelling import option
 from .base import RUNTIMES, Runtime
 
 TOOLKITS = ("tensorrt-rtx", "tensorrt")
-PLUGIN_LIBRARY = "plugin library"  # the engine's property with the path of the library that holds its plugins
+PLUGIN_LIBRARY = "plugin library"  # in a manifest, marks an operator that runs in accel's plugin library
 
 _CAPABILITY = re.compile(r"^(\d+)\.(\d)$")
 _MEMBER = re.compile(r"^SM(\d+)(\d)$")
@@ -71,7 +71,7 @@ def field_dtype(trt: Any, dtype: Any) -> str:
 
 
 def check_capability(text: str) -> str:
-    """Returns ``text``. Raises ``BadInputSpec`` if ``capability`` is not written like a compute capability."""
+    """Returns ``text``. Raises ``BadInputSpec`` if ``text`` is not written like a compute capability."""
     if _CAPABILITY.match(text) is None:
         raise BadInputSpec(f"can't read the compute capability {text!r}; write major.minor, e.g. 8.6")
     return text
@@ -92,12 +92,12 @@ def choose_capabilities(toolkit: str, offered: dict[str, Any], asked: tuple[str,
     if asked and not offered:
         raise UnsupportedHere(
             f"{toolkit} builds only for the GPU of the machine it runs on; leave out "
-            f"{option('compute_capabilities')}, or for an RTX GPU build with {option('target', 'tensorrt-rtx')}"
+            f"{option('compute_capabilities')}, or build for an RTX GPU with {option('target', 'tensorrt-rtx')}"
         )
     for text in asked:
         if check_capability(text) not in offered:
             build = option("target", "tensorrt")
-            other = f", or for a data-center GPU build with {build} on a machine with that GPU"
+            other = f", or build for a data-center GPU with {build} on a machine with that GPU"
             raise UnsupportedHere(
                 f"{toolkit} can't build for compute capability {text}; it offers {', '.join(offered)}: "
                 f"name one of these{other if toolkit != 'tensorrt' else ''}"
@@ -139,8 +139,8 @@ def make_logger(trt: Any, log: Log) -> Any:
 
 
 def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
-    """Returns the problems that the toolkit finds in an engine's header, or None if it finds none or can't check
-    headers. Without a GPU, the toolkit finds only malformed headers.
+    """Returns the problems that the toolkit finds in an engine's header, or None if there are no problems or the
+    toolkit can't check headers. Without a GPU, the toolkit finds only malformed headers.
     """
     if not hasattr(runtime, "get_engine_validity"):
         return None
@@ -153,10 +153,10 @@ def engine_problem(trt: Any, log: Log, runtime: Any, data: bytes) -> str | None:
 
 
 def load_plugin_library(trt: Any, capability: str) -> Path | None:
-    """Registers accel's plugins for GPUs of this compute capability (``9.0``) with TensorRT, once per process.
+    """Registers accel's plugins with TensorRT, once per process, for GPUs of a compute capability such as ``9.0``.
 
-    Returns the path of the plugin library, or None if none was built. Sessions, builds and checks of engines all call
-    this function.
+    Returns the path of the plugin library, or None if no library was built. Sessions, builds and checks of engines all
+    call this function.
 
     Raises ``BadConfig`` if the environment variable names a library that TensorRT can't load, ``UnsupportedHere`` if
     TensorRT can't load the library that was built here.

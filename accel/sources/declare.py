@@ -70,7 +70,7 @@ def declare(
 
 
 def parse_inputs(inputs: Inputs) -> tuple[TensorSpec, ...]:
-    """Returns inputs in any accepted notation as specs. Raises ``BadInputSpec`` for any other value."""
+    """Turns inputs in any accepted notation into specs. Raises ``BadInputSpec`` for any other notation."""
     if isinstance(inputs, str):
         inputs = [inputs]
     specs: list[TensorSpec] = []

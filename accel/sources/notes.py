@@ -16,6 +16,12 @@ def renaming_note(artifact: Artifact) -> str | None:
     return None
 
 
+def batch_note(artifact: Artifact) -> str | None:
+    """Returns a note about the batch dim of a live model, which was found by a run with another batch size, else
+    None."""
+    return (artifact.source.get("live") or {}).get("note") or None
+
+
 def training_note(artifact: Artifact) -> str | None:
     """Returns a warning if layers run in training mode although accel set the model to evaluation mode, else None."""
     layers = artifact.source.get("in_training")

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# ``step_advice`` tries these divisors of a dim's size. Nets with downsampling or windows commonly require such a
-# divisor.
+# ``step_advice`` tries these divisors of a dim's size. Nets with downsampling or windows often run only at multiples of
+# one of them.
 _STEPS = (2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 28, 32, 56, 64)
 
 
 def probe_cases(signature: Signature) -> list[dict[str, int]]:
-    """Returns the usual sizes, and for each dynamic dim the usual sizes with only this dim changed."""
+    """Returns the sizes of several runs. The first run has the usual sizes. For each dynamic dim, a further run changes
+    only this dim."""
     cases = [dict(signature.sizes())]
     for dim, bounds in signature.dims.items():
         others = (bounds.opt + steps * bounds.step for steps in (1, 2, -1, -2))
@@ -107,7 +108,7 @@ def step_advice(signature: Signature, run: Callable[[Feeds], object]) -> str:
                 if fits(every):
                     stepped = every
                     break
-        if not any(stepped.dims[d].step == step for d in found):  # no step helps, only another size would
+        if not any(stepped.dims[d].step == step for d in found):  # the model needs other ends of the ranges, not a step
             return ""
         ranges = {d: str(stepped.dims[d]) for d in found if stepped.dims[d] != signature.dims[d]}
         return f"; it runs at multiples of {step}: pass {option('dims', ranges)}"

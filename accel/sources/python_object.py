@@ -87,13 +87,30 @@ def raised(what: str, error: Exception | SystemExit) -> BadSource:
     user's file, even if a library raised the exception. ``what`` names the raising code in the message.
     """
     frames = [f for f in reversed(traceback.extract_tb(error.__traceback__)) if not _within(f.filename, _ACCEL)]
-    frame = next((f for f in frames if Path(f.filename).is_file() and not _within(f.filename, *_INSTALLED)), None)
-    frame = frame or next(iter(frames), None)
-    place = f"{Path(frame.filename).name} line {frame.lineno}" if frame else ""
+    place = place_in_user_code(error) or (
+        f" ({Path(frames[0].filename).name} line {frames[0].lineno})" if frames else ""
+    )
     if isinstance(error, SyntaxError) and error.filename:  # a syntax error has no stack frame in the file
-        place = f"{Path(error.filename).name} line {error.lineno}"
-    there = f" ({place}); correct that line" if place else "; correct it"  # a wrong call has no frame
+        place = f" ({Path(error.filename).name} line {error.lineno})"
+    there = f"{place}; correct that line" if place else "; correct it"  # a wrong call has no frame
     return BadSource(f"{what} raised {type(error).__name__}: {one_line(error, 200)}{there}")
+
+
+def place_in_user_code(error: BaseException) -> str:
+    """Returns the file and the line of the user's code that raised ``error``, as in `` (net.py line 7)``, or ""."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).is_file() and not _within(frame.filename, _ACCEL, *_INSTALLED):
+            return f" ({Path(frame.filename).name} line {frame.lineno})"
+    return ""
+
+
+def is_installed(module: str) -> bool:
+    """Tells whether ``module`` is loaded and belongs to an installed package or to Python."""
+    found = sys.modules.get(module)
+    if found is None or module == "__main__":
+        return False
+    file = getattr(found, "__file__", None)
+    return module in sys.builtin_module_names if file is None else _within(file, *_INSTALLED)
 
 
 def _within(file: str, *folders: Path) -> bool:

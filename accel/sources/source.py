@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from accel.artifact import Artifact, manifest_path
 from accel.errors import BadSource, UsageError
@@ -13,18 +14,23 @@ from accel.spelling import option
 from accel.tables.kinds import framework_suffixes, kind_of
 
 from .declare import Dims, Inputs, parse_dims, parse_inputs
+from .live import captured, facts_about
 from .main_file import main_file
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
+    from torch.export import ExportedProgram
+
     from accel.signature import Signature
 
-Model: TypeAlias = "str | Path | Artifact | Source"
+# A live model is callable, such as an nn.Module, or is an exported program or an ONNX ModelProto.
+Model: TypeAlias = "str | Path | Artifact | Source | Callable[..., Any] | ExportedProgram | ModelProto"
 
 TENSORFLOW_OPTIONS = ("graph_inputs", "graph_outputs", "signature", "strip_training_ops")
 
 
 class SourceOptions(TypedDict, total=False):
-    """The fields of a ``Source`` besides ``spec``, as the keywords of the public functions."""
+    """The keywords of the public functions that take a model. They are the fields of ``Source`` except ``spec``."""
 
     inputs: Inputs | None
     weights: str | Path | None
@@ -33,6 +39,8 @@ class SourceOptions(TypedDict, total=False):
     graph_outputs: Sequence[str]
     signature: str
     strip_training_ops: bool
+    example: Any
+    dynamic: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,18 @@ class Source:
     ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, or a folder of transformers'
     ``save_pretrained`` or of ``accel train``. A TensorFlow model is a SavedModel, a Keras file, a frozen ``.pb``, a TF1
     ``.meta``, a ``.tflite`` file or a factory. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
-    artifact.
+    artifact. A ``spec`` may also be a live model: a module of PyTorch, Keras or TensorFlow, a function of tensors, an
+    exported program or an ONNX ``ModelProto``. accel writes a live model to the cache and works on this copy; ``spec``
+    becomes the path of the copy.
+
+    ``example`` holds the arguments of a call of a live model, as a tuple, as a dict by name, or as a single tensor.
+    ``dynamic`` names the dynamic axes of these arguments, as in ``{"x": {0: "batch", 2: "height"}}``. By default the
+    first axis is dynamic if the model runs with another batch size.
 
     ``inputs`` declares the inputs if the spec doesn't, as ``["x:float32[batch,3,32,32]"]`` or ``dict(x=("float32",
-    ("batch", 3, 32, 32)))``, where a named dim is dynamic. For an ONNX file, ``inputs`` gives the range of an integer
-    input, or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for the
-    module of a factory. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
+    ("batch", 3, 32, 32)))``. A named dim is dynamic. For an ONNX file, ``inputs`` gives the range of an integer input,
+    or the size of a dim that the file leaves open. ``weights`` is a state dict or a training checkpoint for the module
+    of a factory. ``dims`` are the ranges of dynamic dims as (min, opt, max) or (min, opt, max, step).
 
     ``graph_inputs`` and ``graph_outputs`` are tensor names (``x:0``) of a ``.pb`` or ``.meta`` file. ``signature`` is
     the name of a SavedModel's signature. ``strip_training_ops`` removes dropout that training left in a TensorFlow
@@ -55,7 +69,7 @@ class Source:
     >>> accel.Source("net.py:make", inputs=["x:float32[batch,3]"]).open().signature  # doctest: +SKIP
     """
 
-    spec: str | Path | Artifact
+    spec: str | Path | Artifact | Callable[..., Any] | ExportedProgram | ModelProto
     _: KW_ONLY
     inputs: Inputs | None = None
     weights: str | Path | None = None
@@ -64,47 +78,29 @@ class Source:
     graph_outputs: Sequence[str] = ()
     signature: str = ""
     strip_training_ops: bool = False
+    example: Any = None
+    dynamic: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        made = getattr(self.spec, "artifact", None)  # of a session or a result of accel.optimize
+        if isinstance(made, Artifact):
+            object.__setattr__(self, "spec", made)
+        if not is_live(self.spec):
+            for name in ("example", "dynamic"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"{self.text} is no live model; leave out {option(name)}, or pass the model")
+            return
+        object.__setattr__(self, "spec", captured(self.spec, self.example, self.dynamic))
+        object.__setattr__(self, "example", None)
+        object.__setattr__(self, "dynamic", None)
 
     @classmethod
-    def of(
-        cls,
-        model: Model,
-        *,
-        inputs: Inputs | None = None,
-        weights: str | Path | None = None,
-        dims: Dims | None = None,
-        graph_inputs: Sequence[str] = (),
-        graph_outputs: Sequence[str] = (),
-        signature: str = "",
-        strip_training_ops: bool = False,
-    ) -> Source:
+    def of(cls, model: Model, **about: Unpack[SourceOptions]) -> Source:
         """Returns ``model`` as a source. If ``model`` is a source, the keywords fill the fields that the source leaves
         empty."""
-        given: dict[str, Any] = {
-            "inputs": inputs,
-            "weights": weights,
-            "dims": dims,
-            "graph_inputs": graph_inputs,
-            "graph_outputs": graph_outputs,
-            "signature": signature,
-            "strip_training_ops": strip_training_ops,
-        }
         if not isinstance(model, Source):
-            return cls(model, **given)
-        return replace(model, **{name: value for name, value in given.items() if not getattr(model, name)})
-
-    @property
-    def options(self) -> SourceOptions:
-        """Returns all fields besides ``spec``."""
-        return {
-            "inputs": self.inputs,
-            "weights": self.weights,
-            "dims": self.dims,
-            "graph_inputs": self.graph_inputs,
-            "graph_outputs": self.graph_outputs,
-            "signature": self.signature,
-            "strip_training_ops": self.strip_training_ops,
-        }
+            return cls(model, **about)
+        return replace(model, **{name: value for name, value in about.items() if not getattr(model, name)})
 
     @property
     def text(self) -> str:
@@ -136,34 +132,51 @@ class Source:
     def open(self, *, like: Callable[[], Signature] | None = None) -> Artifact:
         """Finds, reads and describes the model.
 
-        ``like`` returns the signature of another version of the model, and is called if the inputs aren't declared
-        otherwise.
+        ``like`` returns the signature of another version of the model. It is called only if nothing else declares the
+        inputs.
 
         Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or understood. Raises ``UsageError``
         for an option that this model does not have.
         """
+        artifact = self._open(like)
+        facts = {} if isinstance(self.spec, Artifact) else facts_about(Path(self.text))
+        if facts:
+            call = {**artifact.source.get("call", {}), **facts["call"]}
+            live = {"class": facts["class"], "note": facts["note"]}
+            artifact = replace(artifact, source={**artifact.source, "live": live, "call": call})
+        return artifact
+
+    def _open(self, like: Callable[[], Signature] | None) -> Artifact:
         if isinstance(self.spec, Artifact):
             return self.spec
         if self.spec == "":
             raise BadSource("no model is named; give a path, file.py:factory or package.module:factory")
-        check_name(Path(self.spec))
+        check_name(Path(self.text))
         form = self.form
         if form is None:
             self._refuse(TENSORFLOW_OPTIONS, "is no TensorFlow model")
         if form is not None or not self.native:
             self._refuse(("weights",), "has its own weights")
         if form is not None:
-            from .tensorflow.source import open_tensorflow
-
-            named: dict[str, Any] = {name: getattr(self, name) for name in TENSORFLOW_OPTIONS}
-            return open_tensorflow(self.text, inputs=self.inputs, dims=parse_dims(self.dims or {}), **named)
+            return self._open_tensorflow()
         if self.native:
+            from .torch.factory import MadeByTensorFlow
             from .torch.source import open_torch
 
             weights = Path(self.weights) if self.weights else None
             dims = parse_dims(self.dims or {})
-            return open_torch(self.text, inputs=self.inputs, weights=weights, dims=dims, like=like)
+            try:
+                return open_torch(self.text, inputs=self.inputs, weights=weights, dims=dims, like=like)
+            except MadeByTensorFlow:
+                self._refuse(("weights",), "is a model of TensorFlow, which has its own weights")
+                return self._open_tensorflow()
         return self._open_file()
+
+    def _open_tensorflow(self) -> Artifact:
+        from .tensorflow.source import open_tensorflow
+
+        named: dict[str, Any] = {name: getattr(self, name) for name in TENSORFLOW_OPTIONS}
+        return open_tensorflow(self.text, inputs=self.inputs, dims=parse_dims(self.dims or {}), **named)
 
     def _open_file(self) -> Artifact:
         """Opens an artifact or an ONNX file."""
@@ -184,16 +197,37 @@ class Source:
                 raise UsageError(f"{self.text} {why}; leave out {option(name)}")
 
 
+def is_live(model: Model) -> bool:
+    """Tells whether ``model`` is a model in this process, not a source, an artifact, a session, a path or a name."""
+    named = isinstance(model, str | Path | Artifact | Source | PathLike)
+    return not named and not isinstance(getattr(model, "artifact", None), Artifact)
+
+
+def declared_dims(model: Model, about: SourceOptions) -> Dims:
+    """Returns the dims that the user declares for ``model``, by the keywords or in the source itself."""
+    return (model.dims if isinstance(model, Source) else None) or about.get("dims") or {}
+
+
+def with_declared(source: Source, about: SourceOptions) -> Source:
+    """Returns ``source`` with the inputs and dims of ``about``, which ``shared`` leaves out for a file."""
+    return Source.of(source, inputs=about.get("inputs"), dims=about.get("dims"))
+
+
 def shared(models: Sequence[Model], options: SourceOptions) -> list[Source]:
-    """Returns several models as sources that share ``options``. An artifact or an ONNX file gets no options, and a
-    TensorFlow model gets the options of its file format. Raises ``UsageError`` if a TensorFlow option applies to none
-    of the models.
+    """Returns several models as sources that share ``options``. An artifact or an ONNX file gets no options. A
+    TensorFlow model gets the options of its file format, and a live model gets the example. Raises ``UsageError`` if
+    an option for TensorFlow or live models applies to none of the models.
     """
     from .tensorflow.source import OPTIONS
 
-    sources = [Source.of(model) for model in models]
+    if unknown := set(options) - set(SourceOptions.__annotations__):
+        raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
+    called: SourceOptions = {"example": options.get("example"), "dynamic": options.get("dynamic")}
+    if not any(map(is_live, models)) and any(value is not None for value in called.values()):
+        raise UsageError(f"there is no live model here; leave out {option('example')}")
+    sources = [Source.of(model, **(called if is_live(model) else {})) for model in models]
     own = [(*_BASIC, *OPTIONS.get(source.form or "", ())) if source.native else () for source in sources]
-    given: Mapping[str, Any] = {name: value for name, value in options.items() if value}
+    given: Mapping[str, Any] = {n: value for n, value in options.items() if n not in called and value}
     for name in TENSORFLOW_OPTIONS:
         if name in given and not any(name in names for names in own):
             raise UsageError(f"there is no TensorFlow model here that takes {option(name)}; leave it out")
@@ -207,8 +241,8 @@ _BASIC = ("inputs", "weights", "dims")
 
 
 def check_name(path: Path) -> None:
-    """Raises ``BadSource`` if the path is not valid UTF-8, because no runtime can open and no manifest can record such
-    a path."""
+    """Raises ``BadSource`` if the path is not valid UTF-8. Runtimes can't open such a path, and a manifest can't record
+    it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

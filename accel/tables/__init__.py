@@ -1,5 +1,5 @@
-"""The tables of kinds of models, stages, targets, precisions and limits. Adding a kind, a stage or a target starts with
-a row.
+"""The tables: kinds of models, stages, targets, precisions and limits. Adding a kind, a stage or a target starts with a
+row.
 
-In: the name of a row. Out: the row, a frozen dataclass whose import strings are loaded at first use.
+Takes the name of a row. Returns the row, a frozen dataclass whose import strings are loaded at first use.
 """

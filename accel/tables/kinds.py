@@ -12,17 +12,20 @@ class Kind:
 
     ``main_file`` is the name of the model's main file in a folder that accel writes. ``companions`` lists the suffixes
     of files that runtimes look for beside the main file, with the same stem. ``runtimes`` lists the names of the
-    runtimes that open the kind, in the order in which accel tries them. ``reader`` is an import string, loaded at first
-    use; the function reads the signature and the properties back from a file (``accel.converters.graph.read_back``).
-    ``reader`` is None for a kind that can't be read without its hardware. ``export_as`` is the value of ``accel export
-    --to``, or None if the kind can't be exported. ``framework`` is True if a file of this kind without a manifest is a
-    source in its framework's own format.
+    runtimes that open the kind, in the order in which accel tries them. ``reader`` is the import string of a function
+    in ``accel.converters.graph.read_back``, which reads the signature and the properties from a file. ``reader`` is
+    None for a kind that can't be read without its hardware. ``mend`` is the import string of a function that runs a
+    file whose stated output shapes differ from the expected shapes, and corrects the file if only the statement is
+    wrong. ``export_as`` is the value of ``accel export --to``, or
+    None if the kind can't be exported. ``framework`` is True for a framework's own format: a file without a manifest is
+    then a source.
     """
 
     name: str
     main_file: str
     runtimes: tuple[str, ...]
     reader: str | None = None
+    mend: str | None = None
     companions: tuple[str, ...] = ()
     export_as: str | None = None
     framework: bool = False
@@ -52,6 +55,7 @@ KINDS: dict[str, Kind] = {
             main_file="model.onnx",
             runtimes=("onnxruntime", "onnxruntime-cuda", "onnx-rounded"),
             reader="accel.converters.graph.read_back:onnx",
+            mend="accel.converters.graph.annotations:mend",
             export_as="onnx",
         ),
         Kind(

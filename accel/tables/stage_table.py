@@ -12,10 +12,10 @@ class Stage:
     """A row of the table. ``function`` and ``config`` are import strings, loaded at first use.
 
     ``takes`` and ``gives`` are kinds of artifacts. ``packages`` lists distributions whose versions are part of the
-    cache key. ``may_change`` lists those of ``dtypes``, ``opset``, ``ir`` and ``shapes`` that the stage may change, or
-    holds ``interface`` if the stage may change all inputs and outputs. Only the stage's own gate checks such an
-    interface. ``version`` is increased when a code change changes the stage's result. ``proves`` is True if the
-    function checks its own files with a fourth argument, the ``Proof`` of the run.
+    cache key. ``may_change`` lists what the stage may change: some of ``dtypes``, ``opset``, ``ir`` and ``shapes``, or
+    ``interface`` for all inputs and outputs. Only the stage's own gate checks a changed interface. ``version`` is
+    increased when a code change changes the stage's result. ``proves`` is True if the function checks its own files
+    with a fourth argument, the ``Proof`` of the run.
     """
 
     name: str
@@ -183,7 +183,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 def get_stage(name: str) -> Stage:
-    """Returns the stage called ``name``. Raises ``UnknownName``, which lists the stages, for an unknown name."""
+    """Returns the stage called ``name``. Raises ``UnknownName`` with a list of the stages for an unknown name."""
     for stage in STAGES:
         if stage.name == name:
             return stage

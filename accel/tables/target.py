@@ -9,11 +9,11 @@ from accel.errors import UnknownName
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A target, whose ``runtime`` runs the model. ``kind`` is the kind of the deployed file.
+    """A target. ``runtime`` names the runtime that runs the model. ``kind`` is the kind of the deployed file.
 
-    ``precisions`` lists the precisions that ``accel optimize`` tries by default, rows of ``accel.tables.precision``.
-    ``qdq`` is the int8 scheme that the target runs fast, a key of ``converters.quantize.stage.FORMS``.
-    ``extra`` is the pip extra that installs the toolkit, or None if the base install includes it.
+    ``precisions`` names the rows of ``accel.tables.precision`` that ``accel optimize`` tries by default. ``qdq`` is the
+    int8 scheme that the target runs fast, a key of ``converters.quantize.stage.FORMS``. ``extra`` is the pip extra that
+    installs the toolkit, or None if the base install includes it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Target:
 
     @classmethod
     def get(cls, name: str) -> Target:
-        """Returns the target called ``name``. Raises ``UnknownName``, which lists the targets, for an unknown name."""
+        """Returns the target called ``name``. Raises ``UnknownName`` with a list of the targets for an unknown name."""
         if name not in TARGETS:
             raise UnknownName(f"unknown target {name!r}; use auto or one of {', '.join(TARGETS)}")
         return TARGETS[name]

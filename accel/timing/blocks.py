@@ -88,12 +88,12 @@ class Block:
 
     @property
     def ms_a_run(self) -> float:
-        """Returns the milliseconds of the block divided by its runs, the inverse of the throughput."""
+        """Returns the milliseconds of the block per run, which is the inverse of the throughput."""
         return self.seconds * 1e3 / len(self.times)
 
 
 def open_candidate(candidate: Candidate) -> Session:
-    """Open the session of a candidate. ``BlockRunner.open`` has imported the session's library before."""
+    """Open the session of a candidate. ``BlockRunner.open`` has already imported the session's library."""
     return open_session(candidate.artifact, candidate.runtime, candidate.options)
 
 
@@ -131,8 +131,8 @@ class BlockRunner:
         return Opened(runtime=runtime, signature=self._opened.signature, load_ms=load_ms)
 
     def first_run(self, feeds: Sequence[Feeds]) -> FirstRun:
-        """Cast ``feeds`` to this session's dtypes, store the cast feeds and run each of them once. Raises
-        ``BadFeeds`` if the inputs differ."""
+        """Cast ``feeds`` to this session's dtypes, store the cast feeds and run each of them once. Raises ``BadFeeds``
+        if the session's inputs have other names than ``feeds``."""
         from accel.proof.gates import cast_feeds
 
         session = self._opened
@@ -223,7 +223,7 @@ def run_all(session: Session, work: Iterable[Feeds]) -> list[int]:
 def passes_until(
     feeds: Sequence[Feeds], passes: int, ends: int, clock: Callable[[], int] | None = None
 ) -> Iterator[Feeds]:
-    """Yields ``feeds`` up to ``passes`` times, beginning no pass after the time ``ends`` (nanoseconds).
+    """Yields all of ``feeds`` up to ``passes`` times. Begins no pass after the time ``ends`` (in nanoseconds).
 
     Yields at least one pass. Passes are whole, so that each set of inputs runs equally often.
     """

@@ -22,8 +22,8 @@ _AROUND = 3
 class Column:
     """A column. ``text`` returns a row's cell, which may be "". ``whole`` keeps cells and title on one line.
 
-    ``readable`` is the smallest width to which longer cells are wrapped. A narrow terminal leaves out the columns with
-    the largest ``spare`` first. A column whose ``spare`` is 0 is always shown.
+    Cells may be wrapped to ``readable`` characters, but not narrower. A ``readable`` of 0 forbids wrapping. A narrow
+    terminal leaves out the columns with the largest ``spare`` first. A column whose ``spare`` is 0 is always shown.
     """
 
     title: str

@@ -25,7 +25,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx51
 def environment(threads: int, *, date: bool = True) -> dict[str, Any]:
     """Returns CPU, GPUs, memory, energy counter, versions and threads for a report, without the machine's name.
 
-    ``date`` includes the time and the load average.
+    If ``date`` is True, the result includes the time and the load average.
     """
     model, features = _cpu()
     body: dict[str, Any] = {

@@ -71,7 +71,7 @@ def cells(point: Body) -> list[list[str]]:
 
 
 def shape_of(point: Body) -> str:
-    """Returns the sizes of the dims, and the session options if all candidates have the same."""
+    """Returns the sizes of the dims. Adds the session options if all candidates have the same options."""
     sizes = ", ".join(f"{dim} {size}" for dim, size in point["sizes"].items()) or "its fixed shape"
     found = {session_of(row) for row in point["results"]}
     return ", ".join([sizes, *(found if len(found) == 1 and all(found) else ())])
@@ -83,7 +83,7 @@ def noise_of(point: Body) -> str:
     text = " ".join(
         [text, *(f"Warning: {line}{'' if line.endswith('?') else '.'}" for line in point.get("warnings", ()))]
     )
-    return f"{text} With several streams speedups are those of the throughput." if point["streams"] > 1 else text
+    return f"{text} With several streams, speedups compare throughputs." if point["streams"] > 1 else text
 
 
 def machine_lines(point: Body) -> list[str]:

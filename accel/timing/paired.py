@@ -1,7 +1,7 @@
 """The paired schedule, in which every candidate has its own process and all processes except the timed one are paused.
 
-Thread pools of inference runtimes keep spinning after a run. Candidates that take turns in one process, or in processes
-that keep running, slow one another down unequally, by up to a factor of two. Therefore each block runs while all other
+Thread pools of inference runtimes keep spinning after a run. If candidates take turns in one process, or in processes
+that keep running, they slow one another down by different factors, up to 2. Therefore each block runs while all other
 processes are stopped. The order is shuffled in each round, and candidates are compared within their round.
 """
 
@@ -38,8 +38,8 @@ __all__ = ["BenchReport", "Candidate", "measure"]
 # and longer than ``_PATIENCE_SECONDS``.
 _PATIENCE = 50
 _PATIENCE_SECONDS = 120.0
-# A block ends after this many times its planned time, so a block that begins with a slow run still gets enough runs for
-# a robust median.
+# A block ends at this multiple of its planned time. A block that begins with a slow run therefore still gets enough
+# runs for a robust median.
 _OVERRUN = 2.0
 
 
@@ -91,7 +91,7 @@ class Lane:
         )
         self.child.pause()
         self.rounds.append(block)
-        # If other work slowed down the calibration, its estimate would make the blocks too short.
+        # If other work slowed down the calibration, the calibrated time of a pass would make the blocks too short.
         self.pass_seconds = min(self.pass_seconds, block.seconds * runs / len(block.times))
 
     @property
@@ -150,9 +150,9 @@ def measure(
     After the first 5 rounds, no round begins that would exceed ``limit_seconds``.
 
     ``threads`` and ``streams`` (concurrent runs) apply to candidates whose options don't set them. If neither is given,
-    a candidate uses its recorded numbers, else all cores that this process may use and one stream. If only ``streams``
-    is given, ``threads`` is all cores. If only ``threads`` is given, ``streams`` is 1. If any candidate has several
-    streams, throughputs are compared.
+    a candidate uses the numbers in its manifest. Without such numbers, the candidate uses all cores that this process
+    may use, and one stream. If only ``streams`` is given, ``threads`` is all cores. If only ``threads`` is given,
+    ``streams`` is 1. If any candidate has several streams, throughputs are compared.
 
     Raises the errors of loading and running the baseline. Raises ``UsageError`` for equal names or too few rounds.
     """
@@ -168,8 +168,8 @@ def measure(
     with ExitStack() as stack:
         chosen = ready[index]
         # The baseline is loaded first, as the reference of outputs, and again last, as its twin. The process loaded
-        # last tends to be 1% or 2% faster. The twin evens out the advantage of the last process and includes it in the
-        # noise floor.
+        # last tends to be 1% or 2% faster. The twin gives the baseline part of this advantage, and makes the advantage
+        # visible in the noise floor.
         others = [(c, c.name) for c in ready if c is not chosen]
         queue = [(chosen, chosen.name), *others, (chosen, f"{chosen.name} (again)")]
         reference: FirstRun | None = None
@@ -244,7 +244,8 @@ def _check(
 
 
 def _admit(lane: Lane, feeds: Sequence[Feeds], reference: FirstRun, block_seconds: float) -> None:
-    """Load a candidate and compare its outputs. Drops a candidate that can't be timed, with its error."""
+    """Load a candidate and compare its outputs. If the candidate can't be timed, records the error and drops the
+    candidate."""
     try:
         first = lane.start(feeds)
         lane.found |= _differences(reference, first)

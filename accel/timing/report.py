@@ -37,8 +37,8 @@ class Row:
     peak memory of the candidate's process in MiB, including the library. ``samples_per_second`` is the samples of all
     runs divided by the time of all blocks. ``joules_per_run`` is the energy of the CPU packages, or None if the machine
     has no readable counter. ``phases_ms`` holds the times of ``host_to_device``, ``compute`` and ``device_to_host`` on
-    a GPU, by CUDA events. ``options`` holds the options of the session, including threads and streams (concurrent
-    runs).
+    a GPU, measured by CUDA events. ``options`` holds the options of the session, including threads and streams
+    (concurrent runs).
     """
 
     name: str

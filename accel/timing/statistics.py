@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["faster", "slower", "no measurable difference", "too noisy", "baseline"]
 
-# With fewer rounds than this, even the whole range of the medians is no 95% interval.
+# With fewer rounds, even the interval from the smallest to the largest median covers less than 95%.
 MIN_ROUNDS = 5
 # Two processes of one model differ by up to 2% for their whole lifetime, because their memory layouts differ and the
 # process loaded last tends to be faster. More rounds in the same processes don't average out the difference of the
@@ -79,9 +79,9 @@ def speedup(reference: np.ndarray, candidate: np.ndarray, *, seed: int = 0) -> R
 
     The blocks of one round lie close in time, so a slow period of the machine affects both medians and not their ratio.
     The interval is the bootstrap percentile interval of the median ratio (Efron and Tibshirani, An Introduction to the
-    Bootstrap, 1993, ch. 13). Each resample draws rounds, with both medians of a round. Rounds are the unit of
-    repetition, as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. ``tail_probability``
-    widens the interval for few rounds.
+    Bootstrap, 1993, ch. 13). Each resample draws whole rounds, so both medians of a round stay together. Rounds are the
+    unit of repetition, as in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013.
+    ``tail_probability`` widens the interval for few rounds.
     """
     import numpy as np
 
@@ -140,9 +140,9 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
     """Returns the baseline from the medians of its two processes, both float64[rounds].
 
     The baseline's median in a round is the geometric mean of both processes, because the random offset of a single
-    process would affect every ratio. The A/A interval compares both processes. The floor is the end of this interval
-    that is farther from 1, and at least ``MIN_FLOOR``. Effects inside the A/A interval occur even between identical
-    processes.
+    process would affect every ratio. The A/A interval is the interval of the speedup of one process over the other. The
+    floor is the distance from 1 to the farther end of this interval, and at least ``MIN_FLOOR``. Effects inside the A/A
+    interval occur even between identical processes.
     """
     import numpy as np
 
@@ -152,8 +152,9 @@ def baseline(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Baselin
 
 
 def judge(ratio: Ratio, floor: float) -> Verdict:
-    """Returns ``faster`` or ``slower`` only if the interval excludes 1 and the effect is above the noise floor. Any
-    other effect is ``too noisy`` above ``TOO_NOISY_FLOOR``."""
+    """Returns ``faster`` or ``slower`` only if the interval excludes 1 and the effect is above the noise floor.
+    Otherwise returns ``too noisy`` if the noise floor is above ``TOO_NOISY_FLOOR``, else ``no measurable
+    difference``."""
     if ratio.low > 1 and ratio.value > 1 + floor:
         return "faster"
     if ratio.high < 1 and ratio.value < 1 / (1 + floor):

@@ -1,5 +1,5 @@
 """Trains a model on one or many ranks, with precision modes, ZeRO, and tensor, pipeline and context parallelism.
 
-In: a `TrainConfig` (`config/`). Out: a run folder with checkpoints, `log.jsonl`, and `final/`, which `accel export`
+Takes a `TrainConfig` (`config/`). Writes a run folder with checkpoints, `log.jsonl`, and `final/`, which `accel export`
 takes.
 """

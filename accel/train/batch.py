@@ -35,8 +35,8 @@ def to_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def moved(targets: Any, device: torch.device) -> Any:
-    """Returns the targets on ``device``, each in its own dtype: one tensor, a tuple of tensors, or a dict of tensors by
-    name."""
+    """Returns the targets on ``device``: one tensor, a tuple of tensors, or a dict of tensors by name. Doesn't change
+    their dtypes."""
     if isinstance(targets, Mapping):
         return {name: moved(value, device) for name, value in targets.items()}
     if isinstance(targets, tuple | list):

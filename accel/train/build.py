@@ -67,7 +67,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make(spec: str, seed: int) -> Any:
-    """Returns what the factory ``package.module:name`` or ``file.py:name`` makes, with import and call ``seeded``."""
+    """Returns the result of the factory ``package.module:name`` or ``file.py:name``. Imports and calls the factory in
+    the context ``seeded``."""
     from accel.sources.python_object import load_object
     from accel.sources.torch.factory import call_factory
 

@@ -342,8 +342,8 @@ class Trainer:
         self.optimizer.materialize()
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
-            # A moment that the checkpoint lacks was never updated if the optimizer is the same. Another optimizer may
-            # not have that moment at all.
+            # With the same optimizer, a moment that the checkpoint lacks was never updated. With another optimizer, the
+            # checkpoint may lack a moment only because the optimizer of the checkpoint doesn't have this moment.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:
@@ -374,7 +374,8 @@ class Trainer:
         self.checkpoints.save(state, run)
 
     def resume(self) -> None:
-        """Loads the newest finished checkpoint, if any, from any world size and ZeRO stage."""
+        """Loads the newest finished checkpoint, if any. The run that wrote it may have had another world size or ZeRO
+        stage."""
         if not self.checkpoints.complete():
             return
         found = self.checkpoints.load_newest(self._wanted, self.config.model)

@@ -24,8 +24,8 @@ class Passes(Protocol):
     """Computes the gradients of a step into the parameters' ``grad``."""
 
     def run(self, batches: Sequence[Batch], forth: float) -> torch.Tensor:
-        """Runs the forward passes of ``batches``, multiplies the summed losses by ``forth``, and runs the backward
-        passes.
+        """Runs the forward passes of ``batches``, multiplies the summed losses by the factor ``forth``, and runs the
+        backward passes.
 
         Returns [sum of losses, counted targets] of this rank.
         """

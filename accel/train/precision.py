@@ -95,7 +95,7 @@ class MasterOptimizer:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields the optimizer state on this rank: master weights and moments, with shards as plain tensors.
 
-        Leaves out single numbers.
+        Leaves out scalars, such as step counts.
         """
         for tensor in (*(self.master or ()), *(v for state in self.inner.state.values() for v in state.values())):
             if isinstance(tensor, torch.Tensor) and tensor.ndim:
@@ -198,9 +198,9 @@ class LossScale:
 def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns the 2-norm of all gradients together, a float32 scalar, the same on every rank.
 
-    The norm is not finite if any gradient is not finite. The squares are summed separately for each layout, over the
-    ranks that hold its shards, because plain tensors and DTensors of different meshes can't be in one norm
-    (pytorch#180346). ``stages`` is the group of the ranks that hold the other pipeline stages.
+    The norm is not finite if any gradient is not finite. Plain tensors and DTensors of different meshes can't be in one
+    norm (pytorch#180346). So the squares of each layout are summed separately, over the ranks that hold the layout's
+    shards. ``stages`` is the group of the ranks that hold the other pipeline stages.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.zeros((), device=gradients[0].device if gradients else None)

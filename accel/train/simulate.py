@@ -40,9 +40,9 @@ from .recompute import recompute
 class Simulated:
     """The peak of each kind of memory on rank 0 of the simulated world, and the bytes that rank 0 sent in the step.
 
-    ``activations`` are the bytes that autograd saved in the forward pass, counted at ZeRO stage 0 only, because the
-    bytes of other stages include gathered parameters. ``sent`` counts the bytes to data-parallel ranks, ``sent_tp`` to
-    tensor-parallel ranks, and ``sent_pp`` from stage to stage.
+    ``activations`` are the bytes that autograd saved in the forward pass. They are counted only at ZeRO stage 0,
+    because at other stages they would include gathered parameters. ``sent`` counts the bytes to data-parallel ranks,
+    ``sent_tp`` to tensor-parallel ranks, and ``sent_pp`` from stage to stage.
     """
 
     parameters: int = 0
@@ -71,8 +71,8 @@ def simulate(
     context parallel and CPU offload are not simulated. ``activations`` leaves out the tensors that ``selective``
     recomputation keeps, because autograd doesn't see them.
 
-    No process group may exist. The bytes of a gradient are counted while the step keeps the gradient. At ZeRO stage 0,
-    DDP and its traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
+    No process group may exist. A gradient is counted only as long as the step keeps the gradient. At ZeRO stage 0, DDP
+    and its traffic aren't simulated, because fake tensors can't enter DDP's native reducer.
     """
     zero, tp = layout.zero, layout.tp
     found = Simulated()

@@ -42,8 +42,8 @@ Feeds = Mapping[str, np.ndarray]
 @dataclass(frozen=True)
 class Seen:
     """A comparison of a retyped tensor with the float32 tensor. ``largest`` is the largest absolute value in float32.
-    ``lost`` counts the values that are finite in float32 only. ``error`` is the relative l2 error, or for integers the
-    share of wrong values.
+    ``lost`` counts the values that are finite in float32 only. ``error`` is the relative l2 error of floats and of
+    8-bit integers; for other dtypes, ``error`` is the share of wrong values.
     """
 
     largest: float
@@ -140,7 +140,8 @@ def _rounded_feed(value: np.ndarray, kind: int, low: int) -> np.ndarray:
 
 
 def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) -> Seen:
-    """Compares one tensor. A value beyond ``clamped`` is a mask, and may become the format's extreme number."""
+    """Compares one tensor. A value beyond ``clamped`` is a mask, which may become the format's largest or lowest
+    number."""
     if wanted.shape != found.shape:
         return Seen(0.0, 0, math.inf)
     if wanted.dtype.kind != "f":
@@ -157,7 +158,7 @@ def _look(wanted: np.ndarray, found: np.ndarray, clamped: float, measure: bool) 
 
 
 def _differing(wanted: np.ndarray, found: np.ndarray) -> float:
-    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # for quantized values, an error of one step is small
+    if wanted.dtype.itemsize == 1 and wanted.dtype.kind in "iu":  # a quantized value may be off by one step
         return rel_l2(wanted, found)
     return float(np.mean(wanted != found)) if wanted.size else 0.0
 
@@ -169,13 +170,18 @@ def _new(source: Source, kept: Mapping[int, str], found: Iterator[tuple[int, str
 def _lossy(
     source: Source, retyped: Retyped, seen: Mapping[str, Seen], masked: set[str], kept: Mapping[int, str]
 ) -> list[tuple[int, str]]:
-    """Returns the next nodes to keep in float32, for the surest reason only. Nodes with less sure reasons may no longer
-    need float32."""
+    """Returns the next nodes to keep in float32.
+
+    These are the nodes with values out of range. Only if there are none, returns the nodes that give infinities or NaN,
+    because the nodes out of range may have caused the infinities.
+    """
     found = _new(source, kept, _out_of_range(source, seen, masked))
     found = found or _new(source, kept, _lost_values(source, retyped, seen))
     lost = [name for name in source.outputs if name in seen and seen[name].lost]
     if lost and not found:
-        raise StageFailed(f"the output {lost[0]!r} overflows {_label(source)} itself; keep float32 inputs and outputs")
+        raise StageFailed(
+            f"the output {lost[0]!r} exceeds the range of {_label(source)}; keep float32 inputs and outputs"
+        )
     return found
 
 
@@ -187,8 +193,8 @@ def _far_off(source: Source, seen: Mapping[str, Seen]) -> list[str]:
 
 
 def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) -> Iterator[tuple[int, str]]:
-    """Yields the producers and consumers of tensors that exceed the format's range. Also yields nodes whose input,
-    squared or exponentiated, exceeds the range."""
+    """Yields the producers and consumers of tensors that exceed the format's range. Also yields nodes that square or
+    exponentiate their input, if the result exceeds the range."""
     top = largest(source.low)
     for name, tensor in seen.items():
         if source.is_float(name) and name not in masked and tensor.largest > top:
@@ -207,8 +213,8 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. Instead of a float32 node, yields its nearest 16-bit
-    producers."""
+    """Yields the first nodes that give infinities or NaN. If such a node is already float32, yields the nearest 16-bit
+    nodes before it."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):
@@ -236,8 +242,8 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Of the nodes that an inaccurate output depends on, yields those whose output error far exceeds their input
-    errors."""
+    """Yields the nodes that make an output inaccurate: their output error far exceeds their input errors. Also yields
+    the nearest 16-bit nodes before them."""
     limit = _TOLERANCE[source.low]
     for index in sorted(_above(source, _far_off(source, seen))):
         node = source.nodes[index]

@@ -72,7 +72,7 @@ def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
 
 @dataclass
 class _Writer:
-    """Writes the retyped graph. ``have`` maps each tensor and dtype written so far to a name."""
+    """Writes the retyped graph. ``have`` maps a tensor's old name and a dtype to the name of the written tensor."""
 
     source: Source
     kept: frozenset[int]

@@ -33,7 +33,8 @@ _EPSILON_FLOW = frozenset(
 )
 _EPSILON_ENDS = frozenset({"Div", "Mul"})
 
-# Arithmetic on sizes and positions. Index arithmetic has to be exact if the result becomes an integer.
+# Operators of index arithmetic, which computes sizes and positions. Index arithmetic has to be exact if its result
+# becomes an integer.
 _INDEX_FLOW = frozenset(
     {
         "Abs", "Add", "Cast", "Ceil", "Clip", "Concat", "Div", "Expand", "Floor", "Gather", "Identity", "Max", "Min",
@@ -63,9 +64,9 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that cast floats to integers. Also yields the index arithmetic that leads to such a node, to a
-    float32 input of a node that can be cast, or to Range, TopK, or a Resize that can't be cast. In 16 bits, a large
-    size or position could be rounded to another one.
+    """Yields the nodes that cast floats to integers. Also yields the index arithmetic that leads to such a cast, to
+    Range or TopK, or to a Resize that can't be cast. If a node can be cast but one of its inputs stays float32, also
+    yields the index arithmetic that leads to this input. In 16 bits, rounding could change a large size or position.
     """
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
@@ -114,7 +115,7 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest accepted relative error of a quantization scale. The rounding to int8 is coarser.
+# The largest accepted relative error of a quantization scale. The rounding to int8 makes a larger error.
 _SCALE_ERROR = 2**-6
 
 
@@ -135,7 +136,7 @@ def _lost(finite: np.ndarray, low: int) -> float:
 
 
 def _towards_division(source: Source, start: int) -> Iterator[int]:
-    """Yields the nodes from ``start``, which adds an epsilon, to the divisions that need the epsilon."""
+    """Yields the nodes after ``start``, up to the divisions. ``start`` adds the epsilon that the divisions need."""
     if source.nodes[start].op_type not in ("Add", "Clip", "Max", "Sub", "Where"):
         return
     queue, seen = [start], {start}

@@ -136,8 +136,8 @@ class Source:
         return Typing(inputs, outputs, *self._refusal(node.op_type, floats_in))
 
     def _refusal(self, op_type: str, floats_in: list[int]) -> tuple[str, int | None]:
-        """Returns why an operator takes no 16-bit inputs at the model's opset, and the first opset with such inputs, if
-        any."""
+        """Returns why an operator takes no 16-bit inputs at the model's opset. Also returns the first opset at which
+        the operator takes them, or None."""
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")

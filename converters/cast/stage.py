@@ -24,14 +24,14 @@ _DATA_SAMPLES = 8
 
 
 class CastFailed(StageFailed):
-    """No mixture of the format and float32 gives finite outputs, or the result is not valid ONNX."""
+    """No mixture of 16-bit and float32 nodes gives finite outputs, or the result is not valid ONNX."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CastConfig(StageConfig):
-    """``precision`` is fp16 or bf16. ``keep_io`` keeps float32 inputs and outputs in float32. ``keep_fp32`` lists nodes
-    that stay float32, by name or operator, with * and ?. ``data`` has samples for the search for overflows, besides
-    random inputs."""
+    """``precision`` is fp16 or bf16. ``keep_io`` keeps float32 inputs and outputs in float32. ``keep_fp32`` lists
+    patterns with * and ?; nodes whose name or operator matches a pattern stay float32. The search for overflows uses
+    random inputs, and the samples in the file ``data``."""
 
     precision: str = "fp16"
     keep_io: bool = True
@@ -46,9 +46,9 @@ def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     with 16-bit rounding. A node also needs float32 if the format would lose one of its constants, such as an epsilon.
     ``notes["kept_fp32"]`` lists the float32 nodes with reasons.
 
-    A constant beyond the format's range in a Where, an Add or a similar node is a mask. The mask becomes the format's
-    lowest number. Raises ``UnknownName`` if the precision is unknown or a pattern matches nothing, and ``CastFailed``
-    if the cast fails.
+    In a Where, an Add or a similar node, a constant beyond the format's range is a mask. The mask becomes the format's
+    lowest or largest number. Raises ``UnknownName`` if the precision is unknown or a pattern matches nothing, and
+    ``CastFailed`` if the cast fails.
     """
     from accel.sources.onnx.weights import read_detached
 

@@ -1,5 +1,5 @@
 """TensorFlow and TFLite to ONNX, by tf2onnx in the TensorFlow process.
 
-In: an artifact of kind `tensorflow` or `tflite` and a `Tf2OnnxConfig`. Out: an ONNX artifact with the names and the
-layout of the source.
+Takes an artifact of kind `tensorflow` or `tflite` and a `Tf2OnnxConfig`. Returns an ONNX artifact with the names and
+the layout of the source.
 """

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 # The newest opset that tf2onnx writes. For a newer opset, onnx's version converter converts the file.
 TF2ONNX_OPSET = 18
 
-# The model, notes on its layout, the names of the inputs, and the names of the outputs. A dict of names maps each
-# user's name to the name of the tensor.
+# The model, notes on its layout, the names of the inputs, and the names of the outputs. The last two are dicts from the
+# user's name of a tensor to its name in the graph.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tf2OnnxConfig(StageConfig):
-    """``opset`` is the exact opset of the file. ``layout`` sets the layout of images inside the graph to
-    ``channels_first`` or ``channels_last``, or with ``auto`` to the layout with fewer transposes. Inputs and outputs
-    keep their layout."""
+    """``opset`` is the exact opset of the file. ``layout`` is the layout of images inside the graph:
+    ``channels_first``, ``channels_last``, or ``auto`` for the layout with fewer transposes. Inputs and outputs keep
+    their layout."""
 
     opset: int = 20
     layout: str = "auto"
@@ -150,8 +150,7 @@ def _operators_noted(file: Path) -> Iterator[None]:
 
 
 class _Heard(logging.Handler):
-    """Collects the log lines of tf2onnx, which continues after an operator that it can't convert, and only logs the
-    operator."""
+    """Collects the log lines of tf2onnx. If tf2onnx can't convert an operator, it logs the operator and continues."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

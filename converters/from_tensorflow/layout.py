@@ -19,7 +19,7 @@ LAYOUTS = ("auto", "channels_first", "channels_last")
 def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
     """Converts ``graph``, or ``tflite_path`` if ``graph`` is None; returns the model and notes on its layout.
 
-    In the notes, ``before`` counts the transposes of activations before any is moved or canceled. ``left`` counts the
+    In the notes, ``before`` counts the transposes of activations before tf2onnx moves them. ``left`` counts the
     transposes in the result. ``inside`` counts the transposes in the result that touch no input or output of the model.
 
     ``auto`` tries channels first. If a model with convolutions then has transposes inside, ``auto`` also tries channels
@@ -44,7 +44,7 @@ def _tf2onnx(layout: str, graph: Any, arguments: dict[str, Any]) -> tuple[onnx.M
     counted: list[int] = []
 
     class Count:
-        """The optimizer that tf2onnx runs first, which counts the transposes and changes nothing."""
+        """Counts the transposes and changes nothing. tf2onnx runs this class as its first optimizer."""
 
         graph_been_opt = False
 

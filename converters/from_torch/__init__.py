@@ -1,5 +1,5 @@
-"""PyTorch to ONNX: two exporters, tried in order until the file of one agrees with eager PyTorch.
+"""PyTorch to ONNX: two exporters, tried in order until an exporter's file agrees with eager PyTorch.
 
-In: an artifact of kind `torch` and an `OnnxFromTorchConfig`. Out: an ONNX artifact, or an error with a fix for the
-model's code.
+Takes an artifact of kind `torch` and an `OnnxFromTorchConfig`. Returns an ONNX artifact, or raises an error with a fix
+for the model's code.
 """

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
-    """Returns ``; `` and a clause that tells why no exporter can do better, with the fix. Returns "" if unknown.
+    """Returns the reason why no exporter can do better, with the fix. The text begins with ``; ``. Returns "" if the
+    reason is unknown.
 
-    ``module`` is the module of ``src``. ``off`` has each exporter's comparisons over the limit.
+    ``module`` is the module of ``src``. ``off`` has, for each exporter, the comparisons whose error exceeds the limit.
     """
     if training := in_training(module):
         return f"; {training}"
@@ -69,7 +70,7 @@ def _from_float64(
         with torch.no_grad():
             tensors = [wide(to_tensor(feeds[spec.name])) for spec in src.signature.inputs]
             wanted = {name: to_array(value) for name, value in flatten(tuple(double(*tensors))).items()}
-    except Exception:  # e.g. code that asks for float32
+    except Exception:  # the model's code may need float32
         return 0.0
     names = list(found)
     if len(wanted) != len(names):

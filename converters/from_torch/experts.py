@@ -14,8 +14,8 @@ def every_expert() -> Iterator[None]:
     """Within the ``with`` block, makes each expert compute every token. Each token uses only the results of its chosen
     experts.
 
-    The library transformers sorts the tokens by expert. ONNX can't express this sort. To gather the weights of each
-    token's experts would copy weights for every token.
+    The library transformers sorts the tokens by expert, which ONNX can't express. Gathering the weights of each token's
+    experts would copy weights for every token.
     """
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ExpertsInterface", None)

@@ -30,7 +30,7 @@ def example(src: Artifact) -> tuple[Any, ...]:
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # If a dim has a step, the exporter sees the number of steps, which must not be 1 either.
+        # If a dim has a step, the exporter sees the size divided by the step. This number must not be 1 either.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -104,7 +104,7 @@ def _lengths_of_tensors(module: Any) -> Iterator[None]:
     """
     import torch
 
-    own = len  # the ``len`` of this file may be replaced too
+    own = len  # the loop below may also replace ``len`` in this file
 
     def length(value: Any) -> Any:
         return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else own(value)
@@ -132,8 +132,8 @@ def _apart(out: Path) -> Iterator[Path]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations that torch's exporter lacks or does wrongly: those of ``stable_operators`` and accel's
-    own.
+    """Returns the translations of operators that torch's exporter translates wrongly or not at all: the operators of
+    ``stable_operators``, and accel's own operators.
 
     A model can hold accel's operators only if their module is imported, because the import registers them.
     """
@@ -151,8 +151,8 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
     """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
     Outputs are exported under unique names, because an output's own name may also be the name of an inner value. This
-    function gives the outputs their own names back. Input dims lose the exporter's symbols. An output dim that never
-    changed in PyTorch is declared fixed. The gate later runs the file at every shape.
+    function gives the outputs their own names back. The contract's names of dims replace the exporter's symbols. An
+    output dim that never changed in PyTorch is declared fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
@@ -218,9 +218,10 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with the padded sequence of each RNN that returns a packed sequence, as added outputs.
+    """Yields ``module`` with added outputs: for each RNN that returns a packed sequence, the padded sequence.
 
-    The exporter fails if nothing reads the lengths, for example if the model uses only the last hidden state.
+    Without these outputs the exporter fails if nothing reads the lengths of a packed sequence, for example if the model
+    uses only the last hidden state.
     ``_finish_graph`` removes the added outputs from the graph.
     """
     import torch

@@ -47,7 +47,8 @@ class OnnxFromTorchConfig(StageConfig):
 
 
 class OutputsOff(ExportFailed):
-    """An exporter's file computes something else than PyTorch. ``results`` has the comparisons over the limit."""
+    """An exporter's file computes something else than PyTorch. ``results`` has the comparisons that exceed the
+    limit."""
 
     def __init__(self, message: str, results: Sequence[GateResult]) -> None:
         super().__init__(message)
@@ -62,9 +63,9 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     """Exports ``src`` (kind ``torch``) to ``out``.
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
-    the signature. ``proof`` checks contract and agreement by the gates of the run. If ``proof`` is None or has no
-    gate for outputs, the limit of the error is the default for the source's precision. The notes name the chosen
-    exporter, and why each earlier exporter was refused.
+    the signature. ``proof`` has the gates of the run, which check both. If ``proof`` is None or has no gate for
+    outputs, the limit of the error is the default for the source's precision. The notes name the chosen exporter, and
+    why each earlier exporter was refused.
 
     Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim is declared beyond the
     model's real range.
@@ -146,7 +147,8 @@ def _advice(src: Artifact) -> str:
 
 
 def _too_far(src: Artifact) -> str:
-    """Returns a dim whose declared range the model can't take (e.g. too many positions), and the real bound.
+    """Returns a clause about a dim if the model can't run at an end of the declared range. The clause gives the real
+    bound.
 
     Returns an empty string if PyTorch runs the model at both ends of each dim.
     """
@@ -206,7 +208,7 @@ def _packs(src: Artifact) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    # PyTorch puts general advice before the reason.
+    # PyTorch prints general advice before the reason.
     text = _COLOR.sub("", str(error)).rpartition("## Exception summary")[2]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] if lines else "no reason given"

@@ -1,4 +1,4 @@
-"""Translates the operators that overflow when torch's exporter translates them, but not in PyTorch."""
+"""Translates to ONNX the operators that overflow in the translation of torch's exporter, but not in PyTorch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 if TYPE_CHECKING:
     import onnx
 
-# Smaller constants are axes and sizes, which shape inference reads from Constant nodes.
+# Constants with fewer elements are axes and sizes. They stay Constant nodes, where shape inference reads them.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 # The IR version that introduced each of the newer dtypes, by the dtype's name in TensorProto.
@@ -105,7 +105,7 @@ def run_conversion(path: Path, signature: Signature, config: OnnxFromOnnxConfig,
         value.type.tensor_type.ClearField("shape")
     ranges = merged_ranges(signature.dims, config.dims)
     dims = {d: r for d, r in ranges.items() if any(d in spec.shape for spec in inputs)}
-    write_onnx(model, out)  # ONNX Runtime reads a file of any size, but a message of at most 2 GB
+    write_onnx(model, out)  # ONNX Runtime reads files of any size, but messages in memory only up to 2 GB
     _observe_outputs(model, out, Signature(inputs, (), dims), signature.outputs, path, repaired)
     with beside(out) as temporary:
         temporary.write_bytes(model.SerializeToString())
@@ -137,7 +137,7 @@ def _hide_initializers(model: onnx.ModelProto, repaired: list[str]) -> None:
     for value in listed:
         model.graph.input.remove(value)
     if listed:
-        # Before IR 4 every weight had to be listed as an input. A runtime can't fold an input.
+        # Before IR 4 every weight had to be listed as an input. A runtime can't fold weights that are inputs.
         model.ir_version = max(int(model.ir_version), 4)
         repaired.append(f"{len(listed)} weights were listed as inputs, which a caller can replace; they no longer are")
 
@@ -193,8 +193,8 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    Many operators that only gained dtypes have no adapter in onnx's converter, and stay unchanged. The checker then
-    decides whether the operators are valid, and the gate compares their outputs.
+    onnx's converter can't step down many operators whose newer version only has more dtypes. These operators stay
+    unchanged. The checker then decides whether they are valid, and the gate compares their outputs.
     """
     from onnx import version_converter
 
@@ -220,8 +220,8 @@ def _without_zeros(graph: onnx.GraphProto) -> set[str]:
 def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> None:
     """Removes attributes that operators don't have yet at ``opset``, because onnx's converter leaves them in the nodes.
 
-    Removes only attributes with their default value (as ``noop_with_empty_axes``), and ``allowzero`` if no size is 0.
-    The checker refuses all other newer attributes.
+    Removes an attribute only if it has its default value. Also removes ``allowzero`` if no size is 0. The checker
+    refuses all other newer attributes.
     """
     import onnx
 
@@ -244,7 +244,7 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
 
 
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
-    """Returns the IR version and the name of each newer dtype in ``graph``, after a first entry (0, "")."""
+    """Returns the IR version and the name of each newer dtype in ``graph``. The list begins with (0, "")."""
     import onnx
 
     kinds = {t.data_type for t in graph.initializer}
@@ -284,7 +284,7 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs only the ends of the ranges, which the user gave, because many models take only multiples of a number.
+    # Runs no sizes inside the ranges, because many models take only multiples of a number. The user gave the ends.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

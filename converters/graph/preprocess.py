@@ -29,10 +29,11 @@ _POSTPROCESS = ("softmax", "argmax", "topk")
 class PreprocessConfig(StageConfig):
     """The steps before and after the model.
 
-    ``mean`` and ``std`` have one number, or one for each channel, for pixels in 0..1 (bytes are divided by 255 first).
-    ``layout`` and ``dtype`` describe the incoming images. ``resize`` is the (height, width) that the model takes.
-    Images of any size are scaled bilinearly between pixel centers, as OpenCV does. ``postprocess`` applies ``softmax``,
-    ``argmax`` or ``topk:K`` to the only output. ``dims`` has the ranges of ``height`` and ``width`` before the resize.
+    ``mean`` and ``std`` have one number for all channels or one number for each channel. They apply to pixels in 0..1;
+    bytes are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images. ``resize`` is the (height,
+    width) that the model takes. Images of any size are scaled bilinearly between pixel centers, as OpenCV does.
+    ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims`` has the ranges of
+    ``height`` and ``width`` before the resize.
     """
 
     mean: tuple[float, ...] = ()
@@ -84,8 +85,8 @@ def preprocess(src: Artifact, config: PreprocessConfig, out: Path) -> Artifact:
 
 
 def _incoming(dims: Mapping[str, DimRange], config: PreprocessConfig) -> dict[str, DimRange]:
-    """Returns the ranges of ``dims`` at the new input. The size of images that get resized is not restricted to
-    multiples of a number."""
+    """Returns the ranges of ``dims`` at the new input. Images that get resized may have any size, not only multiples of
+    a dim's step."""
     if config.resize is None:
         return dict(dims)
     return {d: replace(r, step=1) if d in ("height", "width") else r for d, r in dims.items()}
@@ -159,7 +160,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
     if layout == "NHWC" and (own == "NCHW" or config.resize is not None):
         steps.add("Transpose", perm=[0, 3, 1, 2])
         layout = "NCHW"
-    if config.resize is not None:  # ONNX Runtime scales images with channels first
+    if config.resize is not None:  # ONNX Runtime's Resize takes channels first
         sizes = steps.constant("resize", np.array(config.resize, dtype=np.int64))
         if opset_of(model) < 18:
             raise NotPreprocessed(

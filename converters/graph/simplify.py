@@ -40,7 +40,7 @@ class SimplifyConfig(StageConfig):
 
 
 def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
-    """Simplifies ``src`` with onnxsim, native code that runs in a child process. Opset, IR and signature stay.
+    """Simplifies ``src`` with onnxsim, native code that runs in a child process. Opset, IR and signature don't change.
 
     If onnxsim fails, crashes or changes the contract, the model stays unsimplified and ``notes["kept"]`` says why.
     Raises ``SimplifyFailed`` if the model itself fails the checker.

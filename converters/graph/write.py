@@ -48,9 +48,9 @@ def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[
 
 
 def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Copies the torch scopes, which the exporter noted, from the nodes of ``before`` to the nodes of ``after``.
+    """Copies the torch scopes from the nodes of ``before`` to the nodes of ``after``. The exporter noted the scopes.
 
-    Nodes are matched by name, else by output. Stack traces are dropped: they name files of the exporting machine.
+    Nodes are matched by name, or else by output. Stack traces are dropped: they name files of the exporting machine.
     """
     known = [
         (node, prop.value) for node in before.graph.node for prop in node.metadata_props if prop.key == NAME_SCOPES
@@ -174,13 +174,13 @@ def is_unknown_operator(error: Exception) -> bool:
 
 
 def check_file(path: Path) -> str | None:
-    """Returns in one line the fault that ``onnx.checker`` finds in the file, types and shapes included, or None."""
+    """Returns the fault that ``onnx.checker`` finds in the file, in one line, or None. Also checks types and shapes."""
     import onnx
 
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:
-        # The checker has no schemas of other vendors' operators, so the runtime decides about such operators.
+        # The checker has no schemas of operators from other domains, so the runtime decides about these operators.
         nodes = onnx.load(str(path), load_external_data=False).graph.node
         foreign = any(node.domain not in ("", "ai.onnx", "ai.onnx.ml") for node in nodes)
         if foreign and is_unknown_operator(error):

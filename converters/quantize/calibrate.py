@@ -22,7 +22,7 @@ from .histogram import BINS, Histogram
 if TYPE_CHECKING:
     Feeds = Mapping[str, np.ndarray]
 
-# ``batches(skip)`` yields the batches after the first ``skip``.
+# ``batches(skip)`` leaves out the first ``skip`` batches and yields the others.
 Batches = Callable[[int], Iterator["Feeds"]]
 
 _SAVE_SECONDS = 10.0
@@ -45,7 +45,7 @@ def collect(collector: Collector, batches: Batches, unfinished: Path | None = No
     """Gives ``collector`` every batch.
 
     Saves the state of ``collector`` to the file ``unfinished`` every ten seconds. If the file exists, the collection
-    continues after its last batch.
+    continues after the last batch in the file.
     """
     done = _resume(collector, unfinished)
     saved = time.monotonic()
@@ -81,7 +81,7 @@ def _resume(collector: Collector, path: Path | None) -> int:
 
 
 class Histograms:
-    """A histogram of each named tensor, which is an input or output of a node of ``model``."""
+    """Histograms of the tensors ``names``, which are inputs or outputs of nodes of ``model``."""
 
     def __init__(self, model: onnx.ModelProto, names: Sequence[str]) -> None:
         self._model = model

@@ -19,7 +19,7 @@ _HALF = BINS // 2
 # At most this many values are counted at a time, because counting makes copies of the values.
 _PIECE = 1 << 18
 
-_INT8_STEPS = 255  # from the lowest to the highest 8-bit value
+_INT8_STEPS = 255  # steps from the lowest to the highest 8-bit value
 _ENTROPY_LEVELS = 128
 
 
@@ -98,8 +98,8 @@ def value_range(
     ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
     and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which 128 levels have the least
     Kullback-Leibler divergence from the absolute values (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
-    takes the range with the least squared error. A value inside the range adds its rounding error, step**2 / 12. A
-    value outside adds its squared distance to the range.
+    takes the range with the least sum of squared errors. A value inside the range adds step**2 / 12, the mean squared
+    rounding error. A value outside the range adds its squared distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -140,7 +140,7 @@ def _absolute(found: Histogram) -> np.ndarray:
 
 def _entropy(found: Histogram) -> float:
     counts = _absolute(found)
-    counts[0] -= found.zeros  # every range represents 0 exactly
+    counts[0] -= found.zeros  # zeros have no error, because every range represents 0 exactly
     counts = counts.reshape(-1, 2).sum(axis=1).astype(np.float64)
     width = 2 * float(found.edges[_HALF + 1])
     last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0

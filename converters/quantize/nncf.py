@@ -55,9 +55,9 @@ _POOLS = ("MaxPool", "AveragePool")
 def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     """Turns int8 activations of ``model`` into uint8 with a zero point higher by 128, which gives the same numbers.
 
-    Changes only int8 tensors that a pooling node and another node read, because OpenVINO (2026.4) computes both nodes
-    wrongly. NNCF quantizes a U-Net's skip tensor to int8 if a Concat node concatenates the skip tensor with a tensor
-    that may be negative. Returns the number of tensors that were changed.
+    Changes the model only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4)
+    computes both nodes wrongly. This happens in a U-Net: NNCF quantizes a skip tensor to int8 if a Concat joins the
+    skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []
@@ -84,7 +84,7 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
             model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.uint8), unsigned[name]))
         node.input[2] = unsigned[name]
     used = {name for node in model.graph.node for name in node.input}
-    spent = (set(unsigned) - used) | quantized  # unused zero points, and outdated types from shape inference
+    spent = (set(unsigned) - used) | quantized  # unused zero points, and outdated dtypes
     for field in (model.graph.initializer, model.graph.value_info):
         for index in reversed(range(len(field))):
             if field[index].name in spent:

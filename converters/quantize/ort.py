@@ -38,7 +38,7 @@ _BETWEEN = (
 
 
 def run_static(task: Task) -> dict[str, Any]:
-    """Quantizes for ONNX Runtime on CPUs in QDQ, with int8 weights and with uint8 activations that have a zero point.
+    """Quantizes to QDQ for ONNX Runtime on CPUs. Weights become int8, and activations become uint8 with a zero point.
     Returns the notes."""
     if task.transformer:
         # In a transformer, only products are quantized: other quantized operators cost more time than they save.
@@ -171,8 +171,8 @@ def _spare_bystanders(path: Path, ops: tuple[str, ...], excluded: set[str]) -> N
 def _read_originals(model: onnx.ModelProto, spared: Callable[[onnx.NodeProto], bool]) -> dict[str, str]:
     """Makes the ``spared`` nodes read original tensors in place of dequantized ones.
 
-    The quantizer makes all readers of a quantized tensor read the dequantized one. Returns a dict from the name of each
-    dequantized tensor to the name of the original tensor.
+    The quantizer makes all readers of a quantized tensor read the dequantized tensor. Returns a dict from the name of
+    each dequantized tensor to the name of the original tensor.
     """
     quantized = {n.output[0]: n.input[0] for n in model.graph.node if n.op_type == "QuantizeLinear"}
     originals = {

@@ -37,8 +37,8 @@ _ROWS_A_READ = 16
 @dataclass(frozen=True)
 class Sensitivity:
     """``error`` is the largest relative l2 error of an output on any batch if only this node is int8. ``error_in_base``
-    is the largest error if only this node is fp16 or bf16. ``work`` is the larger of two numbers: the node's
-    multiply-adds for a sample, and the reads of its weights expressed in multiply-adds."""
+    is the same error if only this node is fp16 or bf16. ``work`` is the larger of two numbers: the node's multiply-adds
+    for a sample, and the reads of its weights expressed in multiply-adds."""
 
     node: str
     op: str
@@ -50,7 +50,7 @@ class Sensitivity:
 def sensitivities(src: Artifact, config: QuantizeConfig, base: str = "fp32") -> list[Sensitivity]:
     """Returns the sensitivity of every product that ``config`` would quantize, the most sensitive first.
 
-    ``config`` also sets the ranges, and for transformers the smoothing. ``config.keep`` accepts the names in the
+    ``config`` also chooses the ranges, and the smoothing of transformers. ``config.keep`` accepts the node names in the
     result. ``base`` is the precision of the layers that aren't int8. Raises the errors of ``quantize`` for the source,
     the data and ``config``.
     """

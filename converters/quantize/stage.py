@@ -51,8 +51,8 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each kind of target. A model that was quantized for another kind was up to four times
-# slower.
+# The quantization for each kind of target. On its target, a model that was quantized for another kind was up to four
+# times slower.
 # For ort-cpu, activations are uint8 with a zero point and weights are int8. Everything between two
 #     convolutions is quantized, too. Mode dynamic quantizes activations at run time, without calibration.
 # For openvino, NNCF decides where to quantize, by rules made for OpenVINO's kernels.
@@ -99,10 +99,10 @@ class QuantizeConfig(StageConfig):
     of ``block_size`` weights has a scale, except that 8-bit weights for openvino have a scale for each channel.
 
     ``data`` is the calibration data, of which at most ``samples`` samples are used. ``calibration`` is minmax,
-    percentile, entropy or mse (see ``histogram.value_range``), for openvino only minmax or percentile. ``smooth`` is
+    percentile, entropy or mse (see ``histogram.value_range``); openvino takes only minmax and percentile. ``smooth`` is
     the share of the activations' outliers that moves into the weights of a transformer, from 0 (none) to 1 (all). For
     openvino, NNCF smooths by itself, and fp8 needs no smoothing. ``ops`` limits quantization to these operators.
-    ``keep`` lists nodes that stay float32, by name or operator, with * and ?.
+    ``keep`` lists patterns with * and ?; nodes whose name or operator matches a pattern stay float32.
     """
 
     form: str = "ort-cpu"
@@ -117,7 +117,8 @@ class QuantizeConfig(StageConfig):
     keep: tuple[str, ...] = ()
     block_size: int = 32
     smallest: int = 1 << 16
-    # For ort-cpu: weights in 7 bits, for CPUs whose sums of 8-bit products saturate. None: decide by this CPU.
+    # Whether weights for ort-cpu have 7 bits, because sums of 8-bit products saturate on some CPUs. None: decide by
+    # this CPU.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
@@ -136,12 +137,12 @@ class Task:
     config: QuantizeConfig
     excluded: tuple[str, ...]
     transformer: bool
-    unfinished: Path | None = None  # The folder for the state of a killed calibration, see ``collect``.
+    unfinished: Path | None = None  # The folder for the state of a killed calibration. See ``collect``.
     base: str = "fp32"  # The precision of layers that aren't int8, for ``sensitivity.measure``.
 
 
 def quantize(src: Artifact, config: QuantizeConfig, out: Path) -> Artifact:
-    """Quantizes ``src`` for the kind of target ``config.form``. Names, dtypes, dynamic dims, opset and IR stay.
+    """Quantizes ``src`` for the kind of target ``config.form``. Names, dtypes, dynamic dims, opset and IR don't change.
 
     Without ``data``, static quantization is calibrated on random inputs, and ``notes["warning"]`` says so.
 

@@ -58,7 +58,7 @@ def run_nbits(task: Task) -> dict[str, Any]:
 def run_compressed(task: Task) -> dict[str, Any]:
     """Quantizes weights for OpenVINO with NNCF's compress_weights; returns the notes.
 
-    Weights of 8 bits have a scale for each channel, and weights of 4 bits for each block.
+    Weights of 8 bits have a scale for each channel. Weights of 4 bits have a scale for each block.
     """
     import nncf
 

@@ -40,9 +40,9 @@ class IrNotBuilt(BuildFailed):
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Converts ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
 
-    The notes have the OpenVINO version, the number of operations, and the numbers of rewritten reductions and removed
-    guards. Raises ``MissingExtra`` without OpenVINO, ``InvalidModel`` if the file is not ONNX, and ``IrNotBuilt`` if
-    OpenVINO can't convert the model.
+    The notes have the OpenVINO version and the number of operations. They also count the rewritten reductions and the
+    removed softmax guards (see the modules ``reductions`` and ``softmax_guard``). Raises ``MissingExtra`` without
+    OpenVINO, ``InvalidModel`` if the file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't convert the model.
     """
     _, declared = describe_onnx(src.path)
     external_files(read_proto(src.path))  # refuses weights outside the model's folder

@@ -28,7 +28,8 @@ def keep_reduced_dims(model: Any) -> int:
             continue
         value, axes = op.input_value(0), op.input_value(1)
         constant = axes.get_node()
-        if constant.get_type_name() != "Constant" or not constant.data.size:  # an empty list of axes squeezes all
+        # Without axes, squeeze would drop all dims of size 1.
+        if constant.get_type_name() != "Constant" or not constant.data.size:
             continue
         kept = getattr(opset, _snake(op.get_type_name()))(value, axes, True)
         dropped = opset.squeeze(kept, axes)

@@ -1,4 +1,4 @@
-"""Removes the guards behind torch's safe softmax from an OpenVINO model, if the guards can never act."""
+"""Removes the guards behind torch's safe softmax from an OpenVINO model, if no NaN can reach a guard."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def remove_softmax_guards(model: Any) -> int:
     -inf everywhere gives NaN. With a finite mask (transformers adds the dtype's lowest number) no row gives NaN.
     OpenVINO fuses an attention into one kernel only without the guard.
 
-    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. For scores below 1e30,
-    scores plus mask still give the same float32 row, up to a constant.
+    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. If the scores are below
+    1e30, the sum of scores and mask is still the same float32 row, up to a constant that softmax ignores.
     """
     count = 0
     for guard in model.get_ordered_ops():
@@ -72,7 +72,7 @@ def _finite(output: Any, masks: list[Any]) -> bool:
             if np.abs(node.data).max(initial=0) > _BF16_MAX:
                 masks.append(node)
         elif kind == "MatMul":
-            continue  # the scores: infinite only if the model has overflowed already
+            continue  # the product gives the scores, which are infinite only if the model overflows
         elif kind in _ARITHMETIC:
             open_ends += inputs
         elif kind in _MOVEMENT or kind == "FakeQuantize":

@@ -21,7 +21,7 @@ class NotTensorFlow(BuildFailed):
     operator: str = ""
 
     def at(self, operator: str) -> NotTensorFlow:
-        """Returns this error with ``operator``."""
+        """Sets ``operator`` and returns this error."""
         self.operator = operator
         return self
 
@@ -32,7 +32,7 @@ def run_with_keras2(target: str, what: str, timeout: float, **arguments: Any) ->
     Raises ``NotTensorFlow`` with the text ``what`` if the process dies or takes longer than ``timeout`` seconds.
     """
     try:
-        # The process that reads TensorFlow sources has another Keras, so that process can't be used here.
+        # The process that reads TensorFlow sources can't be used here, because it has another Keras.
         with Child(env=_ENV) as child:
             child.call(target, timeout=timeout, **arguments)
     except ChildCrashed as error:

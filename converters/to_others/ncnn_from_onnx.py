@@ -136,7 +136,8 @@ def _advice(src: Artifact) -> str:
 
 
 def _left_over(param: Path) -> list[str]:
-    """Returns the layer types that ncnn lacks. An operator that pnnx can't translate has its own name as layer type."""
+    """Returns the layer types that ncnn lacks. If pnnx can't translate an operator, it writes the operator's own name
+    as layer type."""
     found: dict[str, None] = {}
     for line in param.read_text(encoding="utf-8", errors="replace").splitlines()[2:]:
         kind = line.split()[0] if line.split() else ""

@@ -177,8 +177,8 @@ def _operator_of(error: BaseException) -> str:
 
 
 def _matched(wanted: list[str], given: list[str]) -> dict[str, str]:
-    """Returns the file's name for each wanted name. The names differ where onnx2tf replaces characters that Python
-    identifiers can't have."""
+    """Returns a dict from each wanted name to the name in the SavedModel. The names differ, because onnx2tf replaces
+    characters that a Python identifier can't have."""
 
     def plain(name: str) -> str:
         return "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()

@@ -22,7 +22,8 @@ from .torch_operators import OPERATORS, OperatorNotThere, tensor
 if TYPE_CHECKING:
     import onnx
 
-# Below this opset, some operators have other semantics than in ``OPERATORS`` (Softmax flattens).
+# Below this opset, some operators differ from their translation in ``OPERATORS``. For example, Softmax flattens its
+# input.
 _OPSET = 13
 
 

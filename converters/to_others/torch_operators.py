@@ -37,12 +37,13 @@ def listed(value: Any) -> list[Any]:
 
 
 def tensor(value: Any) -> torch.Tensor:
-    """Returns ``value`` as a tensor. A list of sizes becomes a tensor, because a graph may compute with both."""
+    """Returns ``value`` as a tensor. ``value`` may be a list of sizes, because a graph may compute with sizes and
+    tensors alike."""
     return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def _filled(given: Sequence[Any], count: int) -> list[Any]:
-    """Returns ``count`` inputs: those given, then None for the optional inputs that were left out."""
+    """Returns ``count`` inputs: the given inputs, then None for each optional input that was left out."""
     return [*given, *[None] * (count - len(given))]
 
 

@@ -137,7 +137,7 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     if problem := engine_problem(trt, log, runtime, data):
         return problem
     capability = _capability() if plugins else None
-    # Without a GPU the right library is unknown. A missing library is reported when the engine is run.
+    # Without a GPU the right plugin library is unknown. A missing library is reported when the engine is run.
     if plugins and (capability is None or load_plugin_library(trt, capability) is None):
         return None
     log.errors.clear()
@@ -150,7 +150,8 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
 
 
 def _capability() -> str | None:
-    """Returns the compute capability of this machine's GPU, or None without a GPU or a library to query the GPU."""
+    """Returns the compute capability of this machine's GPU. Returns None if the machine has no GPU, or no library that
+    can query the GPU."""
     try:
         return device_capability()
     except (UnsupportedHere, MissingExtra):
@@ -248,7 +249,9 @@ def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: 
         name = {"ampere-plus": "AMPERE_PLUS", "same-capability": "SAME_COMPUTE_CAPABILITY"}[hardware]
         level = getattr(trt.HardwareCompatibilityLevel, name, None)
         if level is None:
-            raise UnsupportedHere(f"this TensorRT has no hardware compatibility {hardware}; leave it out or update it")
+            raise UnsupportedHere(
+                f"this TensorRT has no hardware compatibility {hardware}; leave out {hardware}, or update TensorRT"
+            )
         config.hardware_compatibility_level = level
 
 
@@ -326,8 +329,8 @@ def _tensor(trt: Any, tensor: Any) -> dict[str, Any]:
 
 
 def _first_reason(messages: Sequence[str]) -> str:
-    """Returns the first informative line, without source locations and without the noise of a machine that has no
-    GPU."""
+    """Returns the first line that gives a reason, without source locations. Skips lines that every machine without a
+    GPU prints."""
     for line in (line.strip() for message in messages for line in message.splitlines()):
         if line.startswith(("[checkMacros", "Invalid Node")) or line in ("", "false"):
             continue

@@ -28,16 +28,16 @@ MAX_BUILDER_LEVEL = 5
 class EngineFromOnnxConfig(StageConfig):
     """The options of an engine. An engine has the precision of the graph, because networks are strongly typed.
 
-    ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has ``input_ids=1x8,8x128,64x512`` (min, opt, max) for
-    each dynamic input. A repeated input starts the next profile. If ``profiles`` is empty, the engine has one profile
-    with the signature's ranges. ``compute_capabilities`` lists the GPUs to build for, such as ``8.6`` (empty: the
-    toolkit's default). ``workspace_bytes`` limits the device memory that a kernel may use as scratch (None: no limit).
-    ``builder_level`` is 0 (quick to build) to 5 (quick to run), or None for the toolkit's default.
-    ``version_compatible`` lets later versions of TensorRT run the engine. ``hardware`` (``ampere-plus`` or
-    ``same-capability``) lets other GPUs run the engine. ``kernels`` builds an operator of accel as a plugin if
-    ``tensorrt`` has one, else from its function body. ``plugin_library`` is the sha256 of this machine's plugin
-    library, empty without such a library. ``plugin_library`` is set if ``kernels`` is set, so that the cache keeps
-    engines of different libraries apart.
+    ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text for each dynamic input: the shapes for min,
+    opt and max, as in ``input_ids=1x8,8x128,64x512``. A repeated input starts the next profile. If ``profiles`` is
+    empty, the engine has one profile with the signature's ranges. ``compute_capabilities`` lists the GPUs to build for,
+    such as ``8.6``. If the list is empty, the toolkit chooses the GPUs. ``workspace_bytes`` limits the device memory
+    that a kernel may use as scratch (None: no limit). ``builder_level`` is 0 (quick to build) to 5 (quick to run), or
+    None for the toolkit's default. ``version_compatible`` lets later versions of TensorRT run the engine. ``hardware``
+    (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If ``kernels`` is set, accel's operators
+    become plugins where possible. An operator without a plugin is built from its function body. Then ``plugin_library``
+    is the sha256 of this machine's plugin library, or empty if there is no library, so that the cache keeps engines of
+    different libraries apart.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -70,7 +70,8 @@ class EngineFromOnnxConfig(StageConfig):
 
         if self.toolkit == "tensorrt-rtx" and self.kernels:
             raise UnsupportedHere(
-                "tensorrt-rtx can't use accel's plugins; leave out kernels, and the engine has their function bodies"
+                "tensorrt-rtx can't use accel's plugins; leave out kernels to build accel's operators from function "
+                "bodies"
             )
         if self.kernels and not self.plugin_library:
             object.__setattr__(self, "plugin_library", _plugin_digest())
@@ -200,8 +201,8 @@ def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
     First compares the bytes with the manifest beside the file, if present. Only this comparison finds a flipped bit in
     the weights. Then the toolkit (default: the toolkit that the manifest names, else ``tensorrt-rtx``) reads the file
     in a child process. Without a GPU the toolkit reads only header and layout, which is enough to find a truncated or
-    foreign file, or a damaged header. Accel's plugins are loaded before an engine that calls them. Raises ``BadConfig``
-    or ``UnsupportedHere`` if a present plugin library can't be loaded.
+    foreign file, or a damaged header. If an engine calls accel's plugins, they are loaded first. Raises ``BadConfig``
+    or ``UnsupportedHere`` if there is a plugin library that can't be loaded.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"

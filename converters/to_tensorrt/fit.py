@@ -38,8 +38,8 @@ class FitTensorRtConfig(StageConfig):
 
 @dataclass
 class _Scale:
-    """A scale and zero point. ``symmetric`` returns the int8 scale that, with zero point 0, covers the larger half of
-    the old range."""
+    """A scale and zero point. ``symmetric`` returns the scale for int8 with zero point 0, which covers the larger half
+    of the old range."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -50,7 +50,7 @@ class _Scale:
         if self.low < 0 and not self.zero.any():
             return self.scale
         offset = self.zero.astype(np.float64)
-        if self.low == 0 and (offset == 128).all():  # int8 with zero point 0 has the same scale
+        if self.low == 0 and (offset == 128).all():  # the scale stays the same for int8 with zero point 0
             return self.scale
         largest = np.maximum(np.abs(self.low - offset), np.abs(self.high - offset)) * self.scale
         return np.asarray(largest / _STEPS, self.scale.dtype)
@@ -59,11 +59,11 @@ class _Scale:
 def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
 
-    An int32 bias becomes float, exactly. Unsigned and asymmetric int8 becomes symmetric. For uint8 with zero point 128,
-    this is exact. Other quantization gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
-    float32, as they silently would in an engine. Float64 inputs and outputs stay. The notes count the changed
-    ``biases``, ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64 were changed. Raises
-    ``NotFitted`` if the result fails the checker.
+    An int32 bias becomes float, exactly. Uint8 and asymmetric int8 become symmetric int8. This is exact for uint8 with
+    zero point 128. Any other range gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
+    float32, as they silently would in an engine, unless an input or output of the model is float64. The notes count the
+    changed ``biases``, ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64 were changed.
+    Raises ``NotFitted`` if the result fails the checker.
     """
     model = read_proto(src.path, weights=True)
     # A local function with float64 inside is inlined first, so that its nodes can be rewritten.
@@ -186,8 +186,8 @@ class _Fit:
         self.counts["activations"] += node.op_type == "QuantizeLinear"
 
     def _clamp(self, node: onnx.NodeProto) -> None:
-        """Inserts a Relu, because uint8 with zero point 0 cuts off negative values and quantizers then omit the
-        Relu."""
+        """Inserts a Relu. Quantizers omit a Relu before uint8 with zero point 0, which cuts off negative values by
+        itself."""
         name = f"{node.input[0]}/above_zero/{node.output[0]}"
         self.before[node.output[0]] = onnx.helper.make_node("Relu", [node.input[0]], [name], name=name)
         node.input[0] = name

@@ -27,14 +27,13 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # Equals the domain in accel.kernels.onnx.function, whose import would load torch.
+DOMAIN = "accel"  # The domain of accel.kernels.onnx.function. To import that module would load torch.
 # The library's plugins. Plugin fields hold the options that an operator's name encodes.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
 FUNCTION_BODY = "function body"
 _VERSION = "1"  # The version of accel's plugins, and of TensorRT's quick plugins.
-# The library's kernels load this many bytes at a time. A row length that is not a multiple of ``_ALIGNED`` rules out
-# some kernels.
+# The library's kernels load this many bytes at a time, so a row of weights has to be a multiple of ``_ALIGNED`` bytes.
 _ALIGNED = 16
 
 
@@ -55,8 +54,8 @@ class PluginChoice:
 def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[PluginChoice]:
     """Chooses an implementation for each of accel's operators in ``model``, and registers the plugins with TensorRT.
 
-    ``capability`` is the compute capability of the GPU. An operator with two implementations has two choices, of which
-    the library's is the last. Returns an empty list if the model has none of accel's operators. Raises the errors of
+    ``capability`` is the compute capability of the GPU. An operator with two implementations has two choices, and the
+    library's choice is the last. Returns an empty list if the model has none of accel's operators. Raises the errors of
     ``load_plugin_library``.
     """
     nodes = defaultdict(list)
@@ -171,9 +170,9 @@ def with_plugins(
 
     ``model`` was read from ``source``. The path is in ``folder`` if some weights are transposed.
 
-    Some versions of the parser prefer function bodies to plugins. So nodes with a plugin name the plugin, and their
-    function body is removed. The library has one plugin for all products and one for all convolutions, so the options
-    in an operator's name become attributes.
+    Some versions of the parser prefer function bodies to plugins. So nodes with a plugin name the plugin, and the
+    function bodies of these nodes are removed. The library has one plugin for all products and one for all
+    convolutions, so the options in an operator's name become attributes.
     """
     takers: dict[str, set[str]] = {}
     for choice in choices:

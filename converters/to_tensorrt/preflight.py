@@ -29,7 +29,7 @@ FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISION
 # The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
 _UNKNOWN = ("UINT16", "INT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128")
 
-# The longest chain of nodes for which the largest stack of the parser (1 GiB) is enough: the parser is recursive.
+# The parser is recursive. Its largest stack (1 GiB) is enough for a chain of this many nodes.
 LONGEST_CHAIN = 400_000
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -183,8 +183,8 @@ def _nonzero(tensor: onnx.TensorProto | None) -> bool:
 
 
 def computes_in_float64(graph: onnx.GraphProto) -> bool:
-    """Tells whether ``graph`` has float64 inside but not at inputs and outputs, so that ``fit_tensorrt`` can rewrite
-    the graph."""
+    """Tells whether ``fit_tensorrt`` can rewrite the float64 parts of ``graph``: whether ``graph`` has float64 inside,
+    but not at inputs or outputs."""
     from onnx import TensorProto
 
     if any(v.type.tensor_type.elem_type == TensorProto.DOUBLE for v in (*graph.input, *graph.output)):

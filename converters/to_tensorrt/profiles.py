@@ -141,7 +141,8 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
     """Raises ``BadInputSpec`` if a dynamic input isn't ``given``, and names the shapes to add.
 
-    In these shapes, a dim has its range in ``dims`` (from the shapes of other inputs), or by default in the signature.
+    The shapes to add use the range of each dim in ``dims``, which comes from the shapes of other inputs. A dim that is
+    not in ``dims`` has its range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

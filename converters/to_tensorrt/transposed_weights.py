@@ -22,7 +22,7 @@ _ONE_BYTE = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN)
 
 
 def transpose_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], source: Path, folder: Path) -> Path:
-    """Replaces the second input of ``nodes`` by its transpose; returns the path beside which all weight files lie.
+    """Replaces the second input of ``nodes`` by its transpose; returns a path in the folder that has all weight files.
 
     ``model`` was read from ``source``. The second inputs are initializers of rank 2 with a dtype of one or two bytes.
     An initializer that nothing else uses is removed from the model. Only one weight at a time is in memory.

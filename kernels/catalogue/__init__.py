@@ -1,4 +1,5 @@
-"""The catalogue of kernels: problem descriptions (specs), shipped configurations, the float64 reference.
+"""The catalogue of kernels: problem descriptions (specs), shipped configurations, and the float64 reference.
 
-In: tensors, or sizes and dtypes. Out: a `GemmSpec` or `ConvSpec`, its configurations, its exact result and error bound.
+Makes a `GemmSpec` or a `ConvSpec` from tensors, or from sizes and dtypes. Gives a spec its configurations, its exact
+result and the bound of its error.
 """

@@ -1,4 +1,4 @@
-"""Every shipped configuration: its implementation, its tile, its dtypes and its architectures."""
+"""Lists the configurations of kernels that accel ships, each with its tile, its dtypes and its architectures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ARCHS = (80, 86, 89, 90, 100, 120)
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # The PTX instruction that a matrix product has to compile to, by architecture.
 INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-# PTX's names of the operand types. The kind::f16 of tcgen05.mma covers fp16 and bf16, which a descriptor tells apart.
+# The names of the operand types in PTX. In tcgen05.mma, kind::f16 stands for fp16 and for bf16, and a descriptor tells
+# which of the two.
 _OPERAND = {"fp16": "f16", "bf16": "bf16", "int8": "s8", "fp8_e4m3": "e4m3"}
 _KIND = {"fp16": "kind::f16", "bf16": "kind::f16", "int8": "kind::i8", "fp8_e4m3": "kind::f8f6f4"}
 FIRST_FP8 = 89
@@ -22,9 +23,9 @@ FIRST_FP8 = 89
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A configuration: tile sizes in elements, warps, stages.
+    """A configuration of a Triton kernel: its dtypes, architectures, tile, warps and stages.
 
-    The K of the tile is in bytes: 128 bytes are 64 fp16 or 128 int8 numbers.
+    ``block_k_bytes`` is the tile's K in bytes: 128 bytes are 64 fp16 or 128 int8 numbers.
     """
 
     name: str
@@ -49,8 +50,8 @@ class Config:
 
 
 def product(config: Config, dtype: str, arch: int) -> str:
-    """Returns the tensor-core instruction and operand type that ``config`` has to compile to in PTX, such as ``mma.sync
-    s8``.
+    """Returns the tensor-core instruction that the PTX of ``config`` must have, with its operand type, such as
+    ``mma.sync s8``.
 
     Returns "" if the kernel uses no tensor cores (fp32, quantization).
     """
@@ -66,8 +67,8 @@ def product(config: Config, dtype: str, arch: int) -> str:
 
 ALL = ("fp16", "bf16", "int8", "fp8_e4m3")
 TMA_ARCHS = (90, 100, 120)
-# A small tile needs eight warps to load single elements. With four warps, a small tile spills registers if no size is a
-# multiple of 16.
+# A small tile has eight warps. With four warps, a small tile spills registers if no size is a multiple of 16, because
+# Triton then loads single elements.
 CONFIGS: tuple[Config, ...] = (
     Config(name="gemm_128x128", op="gemm", kernel="gemm", dtypes=ALL, archs=ARCHS,
            block_m=128, block_n=128, block_k_bytes=128, warps=8, stages=3),
@@ -104,7 +105,8 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 class HandWritten:
     """A kernel of ``csrc`` that uses no tensor cores. Every compiled library has this kernel.
 
-    ``tile`` has M, N and K as in ``rows``. gemv takes at most 16 rows.
+    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled. gemv takes at most as many rows as its
+    tile has.
     """
 
     name: str

@@ -15,7 +15,7 @@ def cache_folder() -> Path:
     return _folder(os.environ.get("ACCEL_CACHE_DIR"))
 
 
-@lru_cache(maxsize=4)  # called before every launch
+@lru_cache(maxsize=4)  # cached, because every launch calls this function
 def _folder(given: str | None) -> Path:
     if given:
         return Path(given) / "kernels"

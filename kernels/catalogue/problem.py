@@ -1,4 +1,4 @@
-"""Makes a spec from tensors. Checks the operands once, and refuses wrong operands with the fix."""
+"""Makes a spec from tensors and checks the operands. The error for a wrong operand says how to fix it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ Pair = tuple[int, int]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the spec's name of a torch dtype. Raises ``BadFeeds`` if no kernel takes the dtype."""
+    """Returns the name of a torch dtype in a spec, such as ``fp16``. Raises ``BadFeeds`` if no kernel takes the
+    dtype."""
     if dtype not in NAMES:
-        raise BadFeeds(f"{dtype} operands have no kernel; cast them to one of {', '.join(IN_DTYPES)}")
+        raise BadFeeds(f"no kernel takes {dtype} operands; cast them to one of {', '.join(IN_DTYPES)}")
     return NAMES[dtype]
 
 
 def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """Returns the output dtype, which is ``asked`` or by default the dtype of ``a``. For int8 and fp8 inputs, ``asked``
+    """Returns the output dtype: ``asked`` if it is given, else the dtype of ``a``. For int8 and fp8 inputs, ``asked``
     is required."""
     found = a.dtype if asked is None else asked
     if NAMES.get(found) not in OUT_DTYPES:
@@ -92,7 +93,7 @@ def conv_spec(
 
 
 def quantized_dtype(x: torch.Tensor, dtype: torch.dtype) -> str:
-    """Returns the spec's name of ``dtype``, to which the rows of ``x`` are quantized.
+    """Returns the name of ``dtype`` in a spec, after checking that the rows of ``x`` can be quantized to ``dtype``.
 
     Raises ``BadFeeds`` if ``x`` isn't a float matrix, or ``dtype`` is neither int8 nor float8_e4m3fn.
     """

@@ -1,7 +1,7 @@
-"""The reference: the product and its epilogue in float64, written twice (numpy, torch) from the same spec.
+"""The reference for all kernels: a product and its epilogue in float64, once in numpy and once in torch.
 
-The torch version is also the CPU implementation. As the CPU implementation, the torch version has the arithmetic of the
-GPU kernels: fp32 sums and epilogue. The tolerance of every test comes from ``gemm_bound``.
+The torch version is also the implementation for the CPU. There it sums and applies the epilogue in fp32, as the GPU
+kernels do. ``gemm_bound`` gives the error that tests allow in a product.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
 
 # For each output dtype, the largest relative rounding error, and the smallest step near zero.
 ROUNDING = {"fp32": (2.0**-24, 2.0**-149), "fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
-# The largest |act'|, at the root of the second derivative, is 1.129 for GELU (x = 1.41) and 1.0998 for SiLU (x = 2.40).
+# The largest slope |act'| of each activation, rounded up. It is 1.129 for GELU (at x = 1.41) and 1.0998 for SiLU (at x
+# = 2.40), where the second derivative is zero.
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu_tanh": 1.13, "gelu_erf": 1.13, "silu": 1.1}
 
 
 def act_numpy(name: str, x: Float64) -> Float64:
-    """Returns the activation in float64. GELU: GELU follows Hendrycks and Gimpel (2016), by erf or tanh. SiLU: x *
-    sigmoid(x)."""
+    """Returns the activation ``name`` of ``x`` in float64. GELU follows Hendrycks and Gimpel (2016), by erf or tanh.
+    SiLU is x * sigmoid(x)."""
     if name == "relu":
         return np.maximum(x, 0.0)
     if name == "gelu_erf":
@@ -53,7 +54,7 @@ def act_numpy(name: str, x: Float64) -> Float64:
 def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **operands: npt.NDArray[Any]) -> Float64:
     """Computes ``spec`` in float64 from ``a`` (M, K), ``b`` (K, N) and the epilogue's operands.
 
-    Returns (M, N), unrounded.
+    Returns a matrix (M, N) that isn't rounded to the output dtype.
     """
     x = a.astype(np.float64) @ b.astype(np.float64)
     return _epilogue_numpy(spec.epilogue, x, operands)
@@ -62,7 +63,8 @@ def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **opera
 def conv2d_numpy(
     spec: ConvSpec, x: npt.NDArray[Any], weight: npt.NDArray[Any], **operands: npt.NDArray[Any]
 ) -> Float64:
-    """Computes ``spec`` in float64, tap by tap, from ``x`` NHWC and ``weight`` (O, kh, kw, C).
+    """Computes ``spec`` in float64, one position of the kernel after the other. ``x`` is NHWC and ``weight`` (O, kh,
+    kw, C).
 
     Returns (images, out height, out width, O).
     """
@@ -89,7 +91,7 @@ def _epilogue_numpy(spec: EpilogueSpec, x: Float64, operands: Mapping[str, npt.N
 
 
 def act_torch(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns the activation in the dtype of ``x``."""
+    """Returns the activation ``name`` of ``x``, in the dtype of ``x``."""
     if name == "relu":
         return torch.relu(x)
     if name == "silu":
@@ -100,7 +102,8 @@ def act_torch(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def epilogue_torch(spec: EpilogueSpec, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Applies scales, bias, activation and residual to ``x`` (..., N), in its dtype, without the output's rounding."""
+    """Applies scales, bias, activation and residual to ``x`` (..., N). The result keeps the dtype of ``x``, and isn't
+    rounded to the output dtype."""
     if spec.row_scale:
         x = x * operands["row_scale"].to(x.dtype).unsqueeze(-1)
     if spec.col_scale:
@@ -112,8 +115,8 @@ def epilogue_torch(spec: EpilogueSpec, x: torch.Tensor, operands: Operands) -> t
 
 
 def accumulate_torch(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Returns ``a @ b`` summed in ``compute``. Products of int8 are summed exactly, in float64, and rounded once to
-    ``compute``."""
+    """Returns ``a @ b`` with sums in the dtype ``compute``. Products of int8 are summed exactly, in float64, and
+    rounded once to ``compute``."""
     if a.dtype == torch.int8:
         return (a.double() @ b.double()).to(compute)
     return a.to(compute) @ b.to(compute)
@@ -122,14 +125,14 @@ def accumulate_torch(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> 
 def gemm_torch(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Computes ``spec`` with sums and epilogue in ``compute``. Returns (M, N) in ``compute``."""
+    """Computes ``spec`` with sums, epilogue and result (M, N) in the dtype ``compute``."""
     return epilogue_torch(spec.epilogue, accumulate_torch(a, b, compute), operands)
 
 
 def conv2d_torch(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: Operands, *, compute: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Computes ``spec`` with sums and epilogue in ``compute``. Takes NHWC, and returns NHWC in ``compute``."""
+    """Computes ``spec`` with sums, epilogue and result in the dtype ``compute``. ``x`` and the result are NHWC."""
     wide = torch.float64 if x.dtype == torch.int8 else compute
     product = torch.nn.functional.conv2d(
         x.to(wide).permute(0, 3, 1, 2),
@@ -144,9 +147,10 @@ def conv2d_torch(
 def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes ``x`` (M, K) to ``dtype`` (int8 or fp8_e4m3) with one fp32 scale per row.
 
-    ``x`` is about q * scale[:, None]. The scale of a row is max|row| / 127 (int8) or max|row| / 448 (fp8), but at least
-    2**-126. A row of zeros has scale 1. The values q are x / scale, rounded to nearest even and clamped to the range. A
-    NaN in a row makes its scale NaN, so that the NaN can't vanish in an integer.
+    Returns the values q and the scales, so that ``x`` is about q * scale[:, None]. The scale of a row is max|row| / 127
+    (int8) or max|row| / 448 (fp8), but at least 2**-126. A row of zeros has scale 1. The values q are x / scale,
+    rounded to nearest even and clamped to the range of ``dtype``. A NaN in a row makes the row's scale NaN, because an
+    int8 value can't be NaN.
     """
     wide = x.float()
     largest = wide.abs().amax(dim=1)
@@ -161,12 +165,14 @@ def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, t
 def gemm_bound(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: Operands, *, unit: float = 2.0**-23
 ) -> torch.Tensor:
-    """Returns the largest error that a correct implementation can have, for each element: (M, N) float64.
+    """Returns, for each element of the output, the largest error that a correct implementation can have: (M, N) in
+    float64.
 
-    The sum of K products in any order is within K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1). Here u is
-    2**-23, because tensor cores truncate while the CPU rounds. The scales and the bias add four roundings. The
-    activation multiplies the error by its slope, and adds the error of its exp or erf: 2**-20 of the input, as for a
-    GPU's fast exp. The residual and the rounding to the output dtype add the last errors.
+    In any order, a sum of K products has an error of at most K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1).
+    ``unit`` is u. Its default is for tensor cores, which truncate. A CPU rounds, with half of this error. The scales
+    and the bias add four roundings. The activation multiplies the error by its slope. Its exp or erf adds an error of
+    2**-20 of the input, as a GPU's fast exp does. The residual and the rounding to the output dtype add the last
+    errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

@@ -22,7 +22,7 @@ OUT_DTYPES = ("fp32", "fp16", "bf16")
 SCALED = ("int8", "fp8_e4m3")
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8_e4m3": 1}
 
-# 128 * 128 * K has to fit in an int32 accumulator.
+# A sum of K products of int8, each at most 128 * 128, has to fit in an int32 accumulator.
 MAX_INT8_K = (2**31 - 1) // (128 * 128)
 
 
@@ -77,7 +77,7 @@ class GemmSpec:
                 raise BadFeeds(f"{name.upper()} is {getattr(self, name)}; a product needs M, N and K of at least 1")
         if self.in_dtype == "int8" and self.k > MAX_INT8_K:
             raise UnsupportedHere(
-                f"K = {self.k} int8 products can overflow an int32 sum; split K into parts of at most {MAX_INT8_K}"
+                f"an int32 sum of K = {self.k} int8 products can overflow; split K into parts of at most {MAX_INT8_K}"
             )
 
     @property

@@ -1,7 +1,8 @@
 """Lists the tensor-core GEMMs in CUTLASS: families of tiles, and the translation units that hold the tiles.
 
 A family is one source, ``csrc/cutlass/<family>.cu``. A unit is a family's source for one pair of input and output
-dtypes, with all tiles of the family. The source names each configuration, such as ``sm90_int8_bf16_pingpong_64x128``.
+dtypes, with all tiles of the family. The source gives each configuration a name, such as
+``sm90_int8_bf16_pingpong_64x128``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A source file of tiles.
+    """A source file, and the tiles that it compiles.
 
     ``archs`` lists the architectures that the source compiles for. ``least`` and ``most`` are the lowest and highest
-    compute capability (90 for 9.0) of the family. ``instructions`` has the SASS instruction of every kernel, by input
-    dtype.
+    compute capability (90 for 9.0) on which the family runs. ``instructions`` has the SASS instruction of every kernel,
+    by input dtype.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """Returns the pair of dtypes as in configuration names, such as ``fp16`` or ``int8_bf16``."""
+        """Returns the pair of dtypes as the names of configurations have it, such as ``fp16`` or ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property
@@ -140,7 +141,7 @@ class Unit:
     def flags(self) -> list[str]:
         """Returns the compiler flags that select this unit.
 
-        NDEBUG removes asserts: an assert is a function call, and a call serializes wgmma.
+        NDEBUG removes asserts, because the function call in an assert would serialize wgmma.
         """
         names = [f"-DACCEL_IN={ELEMENTS[self.dtype]}", f"-DACCEL_OUT={ELEMENTS[self.out_dtype]}"]
         names += ["-DACCEL_FP8_IN"] if self.dtype == "fp8_e4m3" else []
@@ -149,7 +150,8 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeConfig:
-    """A tile of a unit of the library. ``block_m`` and ``block_n`` are the rows and columns of the output in a tile."""
+    """A configuration of the compiled library, which is one tile of a unit. ``block_m`` and ``block_n`` are the rows
+    and columns of the output that a tile covers."""
 
     unit: Unit
     tile: str
@@ -171,7 +173,8 @@ class NativeConfig:
         return self.unit.family.tiles[self.tile].k_bytes
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Tells whether a library for all architectures of the family has this tile for this compute capability."""
+        """Tells whether this tile runs on this compute capability, if the library is compiled for all architectures of
+        the family."""
         return any(has_code_for(arch, capability) for arch in self.unit.family.archs)
 
 
@@ -180,7 +183,8 @@ NATIVE = {c.name: c for u in UNITS for c in (NativeConfig(unit=u, tile=tile) for
 
 
 def has_code_for(arch: str, capability: tuple[int, int]) -> bool:
-    """Tells whether code for ``arch`` runs on this GPU. Code for sm_86 runs on 8.6 to 8.9, for sm_90a only on 9.0."""
+    """Tells whether code for ``arch`` runs on this GPU. Code for sm_86 runs on 8.6 to 8.9, and code for sm_90a only on
+    9.0."""
     major, minor = divmod(int(arch.removeprefix("sm_").removesuffix("a")), 10)
     if arch.endswith("a"):
         return capability == (major, minor)

@@ -1,4 +1,5 @@
 """Chooses and calls a kernel: the choice, the dispatch, the tuner and the table of tuning results.
 
-In: a spec, the tensors, and this machine's GPU. Out: the result of the chosen kernel, and the reason for the choice.
+Takes a spec, its tensors and this machine's GPU. Returns the result of the chosen kernel, or tells the reason for the
+choice.
 """

@@ -1,8 +1,8 @@
 """Chooses the implementation that computes a problem.
 
 Compute capability and layout decide which kernels can run. The tuner's choice is preferred. Without a tuner's choice,
-the sizes of the problem decide. If no kernel can run, the reference computes the problem, with the same dtype
-semantics. The dtype never changes.
+the sizes of the problem decide. If no kernel can run, the reference computes the problem. The dtypes are the same for
+every choice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..catalogue.spec import BYTES, ConvSpec, GemmSpec
 from ..catalogue.units import NATIVE, NativeConfig
 
 SMALL_M = 16
-# The number of tiles that fill a chip: the multiprocessors of the smallest data-center GPU. A tile is too large if a
-# problem has fewer than ``ENOUGH_TILES`` tiles of its size.
+# The number of tiles that fill a GPU, which is the number of multiprocessors of the smallest data-center GPU. A tile is
+# too large for a problem that needs fewer tiles.
 ENOUGH_TILES = 108
 AnyConfig = Config | NativeConfig | HandWritten
 
@@ -107,7 +107,7 @@ def of_patches(
     native: Collection[str],
     residual_dtype: str | None,
 ) -> Choice:
-    """Returns the kernel of the compiled library that multiplies a convolution's patches, or None."""
+    """Chooses the kernel of the compiled library that multiplies a convolution's patches by its weights."""
     return choose(
         spec.gemm,
         capability,
@@ -136,8 +136,9 @@ def choose(
     ``dense`` is True if ``a`` (M, K) and the transpose (N, K) of ``b`` are dense. ``tma_layout`` is True if both
     operands, or the weights of a convolution, are dense and at addresses that are multiples of 16. ``native`` names the
     kernels of the compiled library, both CUTLASS's and those of ``HAND_WRITTEN``. ``residual_dtype`` is None if the
-    residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if each
-    operand has one stride of 1, and other strides and an address that are multiples of 16 (see ``in_vectors``).
+    residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if
+    Triton can load both operands in vectors (see ``in_vectors``): each operand has one stride of 1, and its address and
+    its other strides are multiples of 16.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")
@@ -198,7 +199,7 @@ def _why_gemv(spec: GemmSpec, tma_layout: bool, triton_installed: bool) -> str:
 
 
 def _by_tiles(spec: GemmSpec, compiled: list[NativeConfig]) -> Choice:
-    """In the family for this GPU, chooses the largest tile that fills the chip, or else the smallest tile."""
+    """Chooses a tile of this GPU's family: the largest tile that fills the GPU, or the smallest tile if none does."""
     newest = max(config.unit.family.least for config in compiled)
     own = [config for config in compiled if config.unit.family.least == newest]
 

@@ -44,8 +44,8 @@ def why(
 ) -> str:
     """Says in one sentence which implementation would run, and why. The arguments are those of ``choose``.
 
-    ``native`` is None for the kernels of the built library. If ``tuned_name`` is None, the tuner's choice for the
-    current GPU is used, provided the GPU has this compute capability.
+    If ``native`` is None, the kernels are those of the built library. If ``tuned_name`` is None, the tuner's choice for
+    the current GPU is used, unless this GPU has another compute capability.
     """
     if native is None:
         native = native_names(capability)
@@ -78,7 +78,7 @@ def run_gemm(spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: dict[st
 def run_conv2d(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Computes ``spec`` by the chosen implementation, from NHWC to NHWC."""
+    """Computes ``spec`` by the chosen implementation. ``x`` and the result are NHWC."""
     config = choose_for(spec, x, weight, operands).config
     if config is None:
         wide = reference.conv2d_torch(spec, x, weight, operands, compute=_sums(spec, x.device))
@@ -88,8 +88,8 @@ def run_conv2d(
 
 
 def _sums(spec: GemmSpec | ConvSpec, device: torch.device) -> torch.dtype:
-    """Returns the dtype of the reference's sums. The dtype is float64 for fp32 on a GPU, where torch may multiply in
-    tf32."""
+    """Returns the dtype of the reference's sums. For fp32 on a GPU, the dtype is float64, because torch may multiply
+    fp32 in tf32."""
     return torch.float64 if spec.in_dtype == "fp32" and device.type == "cuda" else torch.float32
 
 
@@ -102,7 +102,7 @@ def run_config(
 ) -> torch.Tensor:
     """Computes ``spec`` by one configuration on the current GPU.
 
-    For a convolution, ``a`` and ``b`` are image and weights.
+    For a convolution, ``a`` is the image and ``b`` the weights.
     """
     if isinstance(config, Config):
         from ..triton import kernels as triton_kernels
@@ -123,9 +123,9 @@ def run_config(
 def _by_patches(
     spec: ConvSpec, x: torch.Tensor, weight: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Computes a convolution as the product of its patches, some images at a time to save memory.
+    """Computes a convolution as the product of its patches and its weights, some images at a time to save memory.
 
-    If the kernel has n taps, the patches are n times as large as the images.
+    With a 3x3 kernel, the patches are nine times as large as the images.
     """
     from ..native import launch as native_launch
 
@@ -147,9 +147,9 @@ def _by_patches(
 def _product_of_patches(
     spec: ConvSpec, columns: torch.Tensor, matrix: torch.Tensor, operands: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Multiplies patches with the compiled library.
+    """Multiplies the patches of some images by the weights, in the compiled library.
 
-    Chooses the kernel for each chunk of images, as the last chunk may be smaller.
+    Chooses a kernel for each call, because the last call may have fewer images.
     """
     capability = capability_of(columns)
     assert capability is not None
@@ -217,20 +217,21 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def is_dense(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tells whether ``a`` (M, K) and the transpose (N, K) of ``b`` are dense.
 
-    Returns True for an image and weights, because both are made dense if needed.
+    Returns True for a convolution, because its image and weights are made dense if needed.
     """
     return b.dim() == 4 or (a.is_contiguous() and b.t().is_contiguous())
 
 
 def is_tma_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tells whether ``a`` (M, K) and ``b`` (K, N), or a convolution's weights, suit TMA (see ``choose``)."""
-    if b.dim() == 4:  # patches, and weights that have to be made dense, get new memory, which is aligned
+    """Tells whether TMA can load ``a`` (M, K) and ``b`` (K, N), or a convolution's weights (see ``choose``)."""
+    if b.dim() == 4:  # patches and copied weights are in new memory, which is aligned
         return not b.is_contiguous() or b.data_ptr() % 16 == 0
     return is_dense(a, b) and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
 
 
 def in_vectors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tells whether Triton can load ``a`` and ``b`` in vectors. Image and weights are made dense if needed."""
+    """Tells whether Triton can load ``a`` and ``b`` in vectors. The image and weights of a convolution are made dense
+    if needed."""
     if b.dim() == 4:
         return all(not t.is_contiguous() or t.data_ptr() % 16 == 0 for t in (a, b))
     along = all(1 in t.stride() and all(stride == 1 or stride % 16 == 0 for stride in t.stride()) for t in (a, b))
@@ -239,7 +240,7 @@ def in_vectors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @cache
 def device_of(index: int) -> tuned.Device:
-    """Returns the device of a measurement: this GPU with its driver and its kernels."""
+    """Describes a GPU for the tuned table, with its driver and its kernels."""
     from ..native.build import sources_digest
 
     capability = torch.cuda.get_device_capability(index)
@@ -259,7 +260,8 @@ def device_of(index: int) -> tuned.Device:
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Returns the version of the loaded driver, such as ``580.65.06``.
 
-    Falls back to the driver's CUDA version, e.g. 13000, which most updates don't change. Returns 0 without a driver.
+    If ``file`` can't be read, returns the driver's CUDA version (``13000``), which most updates don't change. Returns 0
+    without a driver.
     """
     with contextlib.suppress(OSError):
         if found := re.search(r"^NVRM version: .*?\s(\d+(?:\.\d+)+)\s", file.read_text(), re.MULTILINE):
@@ -270,7 +272,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 def _triton_version() -> str:
     """Returns the version of Triton, or "" if Triton isn't installed.
 
-    PyTorch's builds install Triton under other package names (pytorch-triton).
+    PyTorch's own builds of Triton have other package names, such as pytorch-triton.
     """
     if not has_triton():
         return ""

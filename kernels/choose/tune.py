@@ -44,16 +44,17 @@ ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
 LAUNCH_MICROSECONDS = 500.0  # If a call takes less than this, Python's overhead may be most of its time.
-MOST_SETS = 256  # Even sets of 1 MiB, as in BERT-base's smallest layer, fill ROTATED_BYTES.
+MOST_SETS = 256  # With 1 MiB each, as for BERT-base's smallest layer, so many sets fill ROTATED_BYTES.
 RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, and takes milliseconds or more.
 BLOCKS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A candidate.
+    """A configuration that the tuner may choose.
 
-    ``run`` is the timed call. ``error`` runs the kernel once more and returns the largest error / bound.
+    ``run`` is the timed call. ``error`` runs the kernel once more and returns the largest ratio of an error to its
+    bound.
     """
 
     name: str
@@ -151,7 +152,7 @@ def conv_specs(
 def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | None = None) -> EpilogueSpec:
     """Returns a layer's epilogue: the activation and the term ``added`` (of ``ADDED``).
 
-    For int8 and fp8, the epilogue has scales, and fp16 output by default.
+    For int8 and fp8, the epilogue has scales, and its output is fp16 by default.
     """
     scaled = dtype in SCALED
     return EpilogueSpec(
@@ -165,10 +166,9 @@ def epilogue_for(dtype: str, act: str, added: str = "bias", out_dtype: str | Non
 
 
 def operands_for(spec: GemmSpec | ConvSpec, device: torch.device, seed: int = 0) -> Operands:
-    """Returns random operands by name: ``a`` (M, K), ``b`` (N, K) transposed, and the operands of the epilogue.
+    """Returns random operands: ``a`` (M, K), ``b`` as the transpose of (N, K), and the epilogue's operands by name.
 
-    For a convolution, returns the image, the weights, and the operands of the epilogue. The sums stay in the range of
-    fp16.
+    For a convolution, ``a`` is the image and ``b`` the weights. The sums stay in the range of fp16.
     """
     g = torch.Generator(device).manual_seed(seed)
     product = spec.gemm if isinstance(spec, ConvSpec) else spec
@@ -209,7 +209,7 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
     """Returns several sets of operands. All sets together have ``ROTATED_BYTES``, so that no call finds its set in a
     cache.
 
-    Returns at most ``MOST_SETS`` sets, even if these have fewer bytes in all.
+    Returns at most ``MOST_SETS`` sets, even if they have fewer bytes together.
     """
     first = operands_for(spec, device)
     bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])
@@ -248,7 +248,7 @@ def largest_error(spec: GemmSpec | ConvSpec, operands: Operands, got: torch.Tens
 
 
 def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns some rows, (rows, K), of the matrix that a convolution multiplies. ``rows`` has the indices of output
+    """Returns the patches of some output pixels of a convolution, (pixels, K). ``rows`` has the indices of the
     pixels."""
     column, rest = rows % spec.out_width, rows // spec.out_width
     line, image = rest % spec.out_height, rest // spec.out_height
@@ -264,9 +264,9 @@ def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x`` viewed as integers of the same size, because few operators take float8.
+    """Returns ``x`` viewed as integers of the same size.
 
-    In some versions of torch, indexing doesn't take float8.
+    Few operators take float8. In some versions of torch, even indexing doesn't take it.
     """
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
@@ -333,7 +333,7 @@ def recorded(run: Run, calls: int) -> Run | None:
 
 
 def tune(spec: GemmSpec | ConvSpec, table: Table, *, device: int = 0) -> Tuned:
-    """Tunes ``spec`` on the GPU ``device``, with dense operands and every configuration for it.
+    """Chooses the fastest correct configuration for ``spec`` on the GPU ``device``, with dense operands.
 
     Raises ``UnsupportedHere`` if there is no GPU, or if no configuration fits the problem and the GPU.
     """

@@ -1,6 +1,6 @@
 """The tuned table: a JSON file that gives the fastest configuration of each problem on a GPU.
 
-``accel kernels tune`` writes the table, and dispatch reads the table. Writes replace the whole file.
+``accel kernels tune`` writes the table, and dispatch reads the table. Each write replaces the whole file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def bucket(m: int) -> int:
 class Device:
     """The device for which a measurement is valid.
 
-    ``library`` is the hash of all kernel sources and the compiler's version.
+    ``library`` is a hash of the kernel sources, Triton's version and the names of the compiled kernels.
     """
 
     gpu: str

@@ -1,4 +1,5 @@
-"""Builds the C++ bridges to ONNX Runtime and TensorRT against the user's headers of these runtimes."""
+"""Builds the C++ bridges that give the kernels to ONNX Runtime and TensorRT, with the user's headers of these
+runtimes."""
 
 from __future__ import annotations
 
@@ -58,9 +59,9 @@ def build_for_onnxruntime(
     The names of a model's convolutions hold sizes, so the session options have to list each name under a key such as
     ``custom_op.FusedConv2d.0``.
 
-    ``include`` is the folder of ``onnxruntime_cxx_api.h``, which has to have the runtime's version or an older version.
-    ONNX Runtime's release archives have this header, and its wheels don't. Raises ``UnsupportedHere`` without the
-    header or g++, and ``BuildFailed`` with the compiler's first error.
+    ``include`` is the folder of ``onnxruntime_cxx_api.h``. The header must not be newer than the runtime. ONNX
+    Runtime's release archives have this header, but its wheels don't. Raises ``UnsupportedHere`` without the header or
+    g++, and ``BuildFailed`` with the compiler's first error.
     """
     check_headers(onnxruntime=include)
     compiler = shutil.which("g++")
@@ -97,7 +98,7 @@ def build_for_tensorrt(
     """Builds ``accel::FusedGemm_gemm_nt_*`` and ``FusedConv2d`` as plugins for TensorRT 10 and later.
 
     ``IPluginRegistry.load_library`` loads the plugins. ``include`` is the folder of ``NvInferRuntime.h``. TensorRT's
-    archives and -dev packages have this header, and its wheels don't. ``kernels`` is the compiled library that the
+    archives and -dev packages have this header, but its wheels don't. ``kernels`` is the compiled library that the
     plugins call, by default that of ``accel kernels build``. The kernel library has to stay at its path.
 
     Raises ``UnsupportedHere`` without the header, the library or g++, and ``BuildFailed`` with the compiler's first
@@ -112,7 +113,7 @@ def build_for_tensorrt(
         raise UnsupportedHere("g++ is not installed here; install it to build the plugins for TensorRT")
     folders = [include.absolute(), *cuda_includes()]
     if not any((folder / CUDA_HEADER).is_file() for folder in folders):
-        raise UnsupportedHere(f"no {CUDA_HEADER} here, which TensorRT's headers need; install the CUDA toolkit")
+        raise UnsupportedHere(f"TensorRT's headers need {CUDA_HEADER}, which is not here; install the CUDA toolkit")
     source = PLUGINS / "tensorrt.cpp"
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", *(f"-isystem{folder}" for folder in folders)]
     return compile_library(
@@ -154,7 +155,7 @@ def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None
 def cuda_includes() -> list[Path]:
     """Returns the folders with CUDA's headers on this machine, from nvcc and from Triton.
 
-    The nvcc command may be a script that calls another nvcc.
+    Asks nvcc for its folder, because the nvcc command may be a script that calls another nvcc.
     """
     found: list[Path] = []
     if nvcc := find_nvcc():

@@ -1,4 +1,4 @@
-"""Compiles ``csrc/*.cu``: with nvcc for GPUs, and with a C++ compiler for the host, where tests use sanitizers."""
+"""Compiles ``csrc/*.cu`` with nvcc for GPUs, and with a C++ compiler and its sanitizers for tests on the CPU."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A file to compile: the command without its output option, and its name in the progress."""
+    """A file to compile. ``command`` lacks the output option, and ``name`` is shown as progress."""
 
     name: str
     command: tuple[str, ...]
 
 
 def find_nvcc() -> str | None:
-    """Returns the nvcc on PATH, in CUDA_HOME, or in /usr/local/cuda, or None."""
+    """Returns the nvcc on PATH, or else in CUDA_HOME (by default /usr/local/cuda). Returns None without nvcc."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
@@ -66,11 +66,11 @@ def build(
     cache: Path | None = None,
     progress: Progress = lambda _message, _fraction: None,
 ) -> Built:
-    """Builds the library for these architectures (``sm_90a``), or takes it from the cache if the sources are the same.
+    """Builds the library for architectures such as ``sm_90a``, or takes it from the cache if the sources are the same.
 
-    ``units`` names the CUTLASS units to compile, by default all units of these architectures. ``()`` compiles no units
-    and needs no CUTLASS. ``jobs`` is the number of files to compile at a time, by default one per core. A file takes up
-    to 3 GB of memory.
+    ``units`` names the CUTLASS units to compile, by default all units of these architectures. With ``()``, no unit is
+    compiled, and CUTLASS isn't needed. ``jobs`` is the number of files to compile at a time, by default one per core.
+    Compiling a file takes up to 3 GB of memory.
 
     Raises ``UnknownName`` for an unknown architecture or unit, ``UnsupportedHere`` without nvcc, ``MissingExtra``
     without the headers of CUTLASS, and ``BuildFailed`` with the compiler's first error.
@@ -92,7 +92,7 @@ def build(
         if units is None or unit.name in units
     ]  # the longest compilations first
     link = [nvcc, "-shared", "-cudart=static"]
-    # An upgrade puts other headers at the same path.
+    # The version is part of the cache key, because an upgrade of CUTLASS puts other headers at the same path.
     headers = (cutlass_includes()[0] / "cutlass" / "version.h").read_text() if jobs_found else ""
     jobs_found += [
         Job(name=s.stem, command=(*flags, "-lineinfo", *_codes(wanted), str(s))) for s in sorted(SOURCES.glob("*.cu"))
@@ -135,11 +135,11 @@ def build_for_host(sanitize: str, *, cache: Path | None = None) -> Built:
 
 
 def find_library(cache: Path | None = None, *, capability: tuple[int, int] | None = None) -> Path | None:
-    """Returns the library to run, or None. ``$ACCEL_KERNEL_LIBRARY`` is preferred to the best library built from the
-    present sources.
+    """Returns the library to run, or None. If ``$ACCEL_KERNEL_LIBRARY`` names a library, returns that library.
+    Otherwise returns the best library that was built from the present sources.
 
-    The best library has the most tensor-core GEMMs, and among equals is the newest. The library needs code for the
-    compute capability ``capability`` (None for any).
+    The best library has the most tensor-core GEMMs. Of libraries with equally many, the newest is taken. Libraries
+    without code for the compute capability ``capability`` (None for any) are left out.
     """
     given = os.environ.get(CHOSEN)
     if given:
@@ -156,7 +156,7 @@ def find_library(cache: Path | None = None, *, capability: tuple[int, int] | Non
 
 
 def units_in(library: Path, capability: tuple[int, int] | None = None) -> frozenset[str] | None:
-    """Returns the CUTLASS units of a library with code for this compute capability (None for any).
+    """Returns the CUTLASS units of a library that have code for this compute capability (None for any).
 
     Reads the record beside the library. Returns None if there is no record.
     """
@@ -168,7 +168,7 @@ def units_in(library: Path, capability: tuple[int, int] | None = None) -> frozen
 
 
 def has_code(library: Path, capability: tuple[int, int] | None = None) -> bool:
-    """Tells whether a library has code for this compute capability, by the record beside the library.
+    """Tells whether a library has code for this compute capability, according to the record beside the library.
 
     Returns True if there is no record.
     """
@@ -221,7 +221,7 @@ def compile_library(
 ) -> Built:
     """Compiles ``compiled`` in parallel and links the results to ``file`` in the cache.
 
-    ``also`` has further inputs that the library depends on. ``noted`` has further entries of the library's record.
+    ``also`` has further inputs that the library depends on. ``noted`` has further entries for the library's record.
     """
     from .compilers import Compilers, scratch_beside  # imported here, because only compilers.py needs POSIX
 

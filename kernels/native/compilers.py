@@ -53,7 +53,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _lock(folder: Path, *, wait: bool) -> int | None:
-    """Locks a folder until this process ends.
+    """Locks a folder until ``_unlock`` is called or this process ends.
 
     Returns None if another process holds the lock, or locks don't work here.
     """
@@ -75,7 +75,7 @@ def _unlock(descriptor: int | None) -> None:
 
 
 class Compilers:
-    """The compilers of one build. The end of the ``with`` block ends running compilers. Temporary files go into
+    """The compilers of one build. The end of the ``with`` block kills compilers that still run. Temporary files go into
     ``scratch``."""
 
     def __init__(self, scratch: Path) -> None:

@@ -56,7 +56,7 @@ def names(capability: tuple[int, int] | None = None) -> frozenset[str]:
     return _names_in(library.path, stamp, tuple(library.gemms), capability)
 
 
-@lru_cache(maxsize=8)  # cached: called before every launch, and reads a file
+@lru_cache(maxsize=8)  # cached, because it reads a file and is called before every launch
 def _names_in(
     path: Path,
     stamp: int | None,  # noqa: ARG001 - the time of the record is part of the cache key
@@ -64,7 +64,7 @@ def _names_in(
     capability: tuple[int, int] | None,
 ) -> frozenset[str]:
     units = units_in(path, capability)
-    # Without a record a library is assumed to have code for all architectures of its families.
+    # Without a record, a library is assumed to have code for all architectures of its families.
     gemms = (name for name in compiled if units is None or (name in NATIVE and NATIVE[name].unit.name in units))
     return frozenset(gemms) | (frozenset(HAND_WRITTEN) if has_code(path, capability) else frozenset())
 
@@ -110,8 +110,8 @@ def run_gemm(
         stream=stream,
     )
     size = library.gemm_workspace(config.name, problem)
-    # ``workspace`` holds the memory until the call is in the stream. After that, torch's allocator reuses the memory
-    # only when the call has run.
+    # The variable ``workspace`` keeps the memory until the call is in the stream. After that, torch's allocator reuses
+    # the memory only when the call has run.
     workspace = torch.empty(size, dtype=torch.int8, device=a.device)
     problem.workspace, problem.workspace_bytes = workspace.data_ptr() if size else None, size
     library.gemm(config.name, problem)
@@ -182,6 +182,6 @@ def im2col(spec: ConvSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _operand(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor`` dense, in the dtype of the interface, at an address that is a multiple of 16."""
+    """Returns ``tensor`` dense, in the dtype that the C interface takes, at an address that is a multiple of 16."""
     tensor = (tensor if name == "residual" else tensor.to(torch.float32)).contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

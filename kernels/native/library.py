@@ -1,4 +1,5 @@
-"""Calls the compiled kernels through their C interface (``csrc/c_api.h``): addresses in, a status out."""
+"""Calls the compiled kernels through their C interface (``csrc/c_api.h``), which takes addresses and returns a
+status."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Library:
         except (OSError, AttributeError) as error:
             raise BuildFailed(f"{path} is not a kernel library ({error}); run accel kernels build again") from error
         if version != ABI:
-            raise BuildFailed(f"{path} has interface {version}, this accel needs {ABI}; run accel kernels build again")
+            raise BuildFailed(f"{path} has interface {version}, and accel needs {ABI}; run accel kernels build again")
         self._library.accel_status_message.restype = ctypes.c_char_p
         self._library.accel_gemm_config_name.restype = ctypes.c_char_p
         count = int(self._library.accel_gemm_configs())
@@ -140,8 +141,8 @@ class Library:
         geometry: tuple[int, int, int, int, int, int, int, int],
         stream: int = 0,
     ) -> None:
-        """Writes the patches of ``x`` (NHWC) as rows. ``geometry`` has kernel, stride, padding and dilation as (h,
-        w)."""
+        """Writes the patches of ``x`` (NHWC) to the rows of ``columns``. ``geometry`` has kernel, stride, padding and
+        dilation as (h, w)."""
         numbers = (ctypes.c_int32 * 8)(*geometry)
         self.check(self._library.accel_im2col(x, columns, element_size, *shape, numbers, stream))
 
@@ -169,8 +170,8 @@ def _is_whole(path: Path) -> bool:
         return False
     if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # 64-bit
         return False
-    # The header has the offset, the entry size and the number of entries of the section table, which ends the file
-    # (ELF-64, figure 2).
+    # The section table is at the end of the file. The header has the table's offset, its entry size and its number of
+    # entries (ELF-64, figure 2).
     (offset,) = struct.unpack_from("<Q", header, 0x28)
     entry, number = struct.unpack_from("<HH", header, 0x3A)
     return bool(offset + entry * number <= size)

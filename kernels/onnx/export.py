@@ -86,7 +86,7 @@ def _fused_gemm(
         dtype=operand if out_dtype is None else int(out_dtype),
     )
     operands = [x for x in (a, b, bias, row_scale, col_scale, residual) if x is not None]
-    # The function needs bias and residual in one dtype, while the operator takes any dtype.
+    # The ONNX function fixes the dtypes of bias and residual, while the PyTorch operator takes any dtype.
     return _call(function.name, _cast(operands, function.dtypes))
 
 

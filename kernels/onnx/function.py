@@ -87,10 +87,11 @@ def _epilogue(bias: bool, act: str, residual: bool, dtype: int) -> list[str]:
 class FusedGemm:
     """The operator ``act(row_scale * col_scale * (A @ B) + bias) + residual``.
 
-    ``product`` is ``matmul`` for A of any rank, else ``gemm_nn`` or ``gemm_nt``. B is (N, K) in ``gemm_nt``. ``dtype``
-    is the dtype of every operand and of the output, one of ``DTYPES``. ``operand`` is the dtype of A and B if it
-    differs from ``dtype``. With ``operand`` or scales the body computes in fp32, and scales are fp32. The inputs are in
-    the order A, B, bias, row_scale, col_scale, residual, of which the last four are optional.
+    ``product`` is ``matmul`` if A can have any rank, and ``gemm_nn`` or ``gemm_nt`` if A is a matrix. B is (N, K) in
+    ``gemm_nt``. ``dtype``, one of ``DTYPES``, is the dtype of the output and the residual. ``operand`` is the dtype of
+    A and B, by default ``dtype``. The body computes in fp32 if ``operand`` differs from ``dtype``, or if there are
+    scales. Then bias and scales are fp32, and otherwise the bias has ``dtype``. The inputs are in the order A, B, bias,
+    row_scale, col_scale, residual, of which the last four are optional.
     """
 
     product: str
@@ -151,8 +152,8 @@ class FusedGemm:
         formal = {name: body.formal(name) for name in [*names, *["residual"] * self.residual]}
         a, b = formal["a"], formal["b"]
         if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
-            # DequantizeLinear with a scale of 1 replaces a Cast, because TensorRT takes neither MatMulInteger nor the
-            # Cast. ONNX Runtime fuses the nodes to MatMulInteger.
+            # A DequantizeLinear with a scale of 1 converts to fp32, because TensorRT takes neither MatMulInteger nor a
+            # Cast from these dtypes. ONNX Runtime fuses the nodes to MatMulInteger.
             unit = body.constant(1.0, "unit")
             a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:
@@ -210,7 +211,7 @@ class QuantizeRowwise:
         if self.dtype == TensorProto.INT8:
             ratio = add("Round", [ratio], "rounded")
             ratio = add("Where", [add("IsNaN", [ratio], "is_nan"), constant(0.0, "nan_as"), ratio], "numbers")
-        # TensorRT needs a QuantizeLinear for tensors that aren't constant.
+        # TensorRT converts a tensor that isn't constant to int8 or fp8 only by QuantizeLinear.
         if self.dtype == TensorProto.INT8 or tensorrt:
             origin = add("Constant", [], "origin", value=helper.make_tensor("origin", self.dtype, [], [0]))
             q = add("QuantizeLinear", [ratio, constant(1.0, "unit"), origin], "q")

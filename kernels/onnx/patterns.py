@@ -21,7 +21,7 @@ from ..catalogue.reference import act_numpy
 from .function import DOMAIN, DTYPES, MIN_IR, MIN_OPSET, VERSION, FusedConv2d, FusedGemm
 
 _POINTS = np.linspace(-6.0, 6.0, 49)
-_ROUNDED = 2e-3  # The largest change at _POINTS of an activation whose constants are rounded to bf16.
+_ROUNDED = 2e-3  # How much an activation may change at _POINTS if its constants are rounded to bf16.
 _LONGEST = 12  # The largest number of nodes of an activation. GELU by tanh has nine.
 _ARITHMETIC: dict[str, Any] = {
     "Add": np.add,
@@ -40,7 +40,7 @@ _ACT_WITH = {"Erf": "gelu_erf", "Tanh": "gelu_tanh", "Sigmoid": "silu", "Exp": "
 
 @dataclass(kw_only=True)
 class _Match:
-    """A chain of nodes found so far: its operation, its operands, its last value, its nodes.
+    """A chain of nodes that can be fused: its operation, its operands, its last value and its nodes.
 
     ``geometry`` has the sizes of a convolution, and is empty for a product.
     """
@@ -113,7 +113,8 @@ class _Graph:
 
 
 def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]:
-    """Replaces every match in ``model``, in place. Returns the names of the functions, in graph order.
+    """Replaces every chain of nodes that can be fused in ``model``, in place. Returns the names of the functions, in
+    graph order.
 
     Raises ``UnsupportedHere`` below opset 13 or IR 8, which can't hold functions.
     """
@@ -161,8 +162,8 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
 
 
 def _drop_unused_constants(model: onnx.ModelProto) -> None:
-    """Removes constants that only removed nodes read, such as the numbers in a GELU. Runtimes warn of unused
-    constants."""
+    """Removes constants that no node reads any more, such as the numbers in a fused GELU. Runtimes would warn of
+    them."""
     used = _names(model.graph) | {value.name for value in model.graph.input}
     for held in (model.graph.initializer, model.graph.node):
         for at in reversed(range(len(held))):
@@ -262,10 +263,12 @@ def _take_act(match: _Match, graph: _Graph) -> None:
 
 
 def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | None:
-    """Finds an activation of ``x`` that consists of arithmetic nodes. Returns its name and its nodes, the result last.
+    """Finds an activation of ``x`` that consists of arithmetic nodes. Returns the activation's name and its nodes, with
+    the node of the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains, and compares that value with the activation that uses the same function, such as Erf.
+    until a single value remains. Compares this value with the activation whose formula has the same function, such as
+    Erf.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

@@ -1,5 +1,6 @@
-"""Proofs that the kernels are right on this machine: interpreter, compilation, library, kernels on the CPU.
+"""Proofs that the kernels are right on this machine, by the interpreter, the compiler, the library, and runs on the
+CPU.
 
-In: the kernels' sources and the tools that are installed. Out: one `Proof` per check, with the result or the missing
-tool.
+Checks the kernels' sources with the tools that are installed. Returns one `Proof` per check, with its result or the
+tool that is missing.
 """

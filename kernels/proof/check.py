@@ -1,4 +1,4 @@
-"""Runs every proof about the kernels that this machine allows."""
+"""Runs the proofs about the kernels, as far as this machine can run them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from . import interpret
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """A row.
-
-    ``passed`` is None if this machine can't run the proof. ``detail`` tells the result, or the missing tool.
+    """The result of a proof. ``passed`` is None if this machine can't run the proof. ``detail`` tells the result, or
+    the missing tool.
     """
 
     what: str
@@ -37,8 +36,8 @@ class Proof:
 
 
 def check(*, every: bool = False, progress: Progress = lambda _message, _fraction: None) -> list[Proof]:
-    """Returns the proofs. ``every`` compiles every shipped configuration, which takes minutes, instead of two per
-    architecture."""
+    """Returns the proofs. By default, compiles two configurations per architecture. ``every`` compiles all shipped
+    configurations, which takes minutes."""
     return list(_proofs(every, progress))
 
 
@@ -123,7 +122,7 @@ def _on_host(progress: Progress) -> Proof:
 def _within(what: str, errors: Callable[[], dict[str, float]], missing: str = "nothing was run") -> Proof:
     """Returns a proof that all errors are within their bounds.
 
-    The proof is marked as not run if ``errors`` is empty.
+    The proof is marked as not run if ``errors`` returns an empty dict.
     """
     try:
         found = errors()

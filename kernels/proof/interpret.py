@@ -1,4 +1,4 @@
-"""Runs every Triton kernel on small ragged problems, on the CPU, in Triton's interpreter.
+"""Runs every Triton kernel on the CPU, in Triton's interpreter, on small problems whose sizes don't fill a tile.
 
 Uses small tiles, so that a small problem takes many tiles. Also runs each configuration once in its shipped tile, on a
 problem just larger than one tile.
@@ -35,7 +35,8 @@ ACT = dict(zip(("fp16", "bf16", "int8", "fp8_e4m3", "fp32"), ACTS, strict=True))
 
 
 def run(source: Path | None = None, case: str = "", timeout: float = 300) -> dict[str, float]:
-    """Returns the largest error / bound in the interpreter, for each case whose name contains ``case``.
+    """Returns the largest ratio of an error to its bound in the interpreter, for each case whose name contains
+    ``case``.
 
     ``source`` is another file with the kernels. Raises ``MissingExtra`` without Triton, and ``ChildCrashed`` if a
     kernel did not run.
@@ -189,7 +190,7 @@ def plugin(dtype: str, operand: str, given: tuple[str, ...], transposed: bool) -
 def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], device: str = "cpu") -> float:
     """Runs a convolution as TensorRT calls it: inputs (images and weights in ONNX's layout), sizes, then the output.
 
-    On another ``device`` than the CPU the kernel is compiled.
+    On a ``device`` other than the CPU, the kernel is compiled.
     """
     from ..triton import plugin_kernels as triton_plugin
 
@@ -230,7 +231,7 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is 16 bytes longer than one step. TMA can load such rows too.
+                # K is 16 elements longer than one step, so that TMA can load such rows too.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

@@ -31,11 +31,11 @@ PORTABLE_ARCH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class PluginKernel:
-    """A kernel for TensorRT. ``ptx`` is the code, whose entry is ``name``.
+    """A kernel for TensorRT. ``ptx`` is the code, and ``name`` its entry point.
 
     Each program computes ``block_m`` x ``block_n`` elements. The parameters are the inputs, the sizes and the output.
-    The sizes of a product are M, N, K. The sizes of a convolution are, in this order, pixels and channels of the
-    output, channels, height and width of the image, height and width of the output.
+    The sizes of a product are M, N, K. The sizes of a convolution are, in this order: pixels and channels of the
+    output; channels, height and width of the image; height and width of the output.
     """
 
     name: str
@@ -132,7 +132,7 @@ def without_scratch(ptx: str, kept: int) -> str:
 def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) -> str:
     """Registers ``function`` in TensorRT's plugin registry and returns its id, ``accel::<name>``.
 
-    Raises ``MissingExtra`` without TensorRT or Triton, ``UnsupportedHere`` if this TensorRT has no such plugins, and
+    Raises ``MissingExtra`` without TensorRT or Triton, ``UnsupportedHere`` if this TensorRT has no quick plugins, and
     the errors of ``compile_kernel``.
     """
     if importlib.util.find_spec("tensorrt") is None:
@@ -145,7 +145,7 @@ def register(function: FusedGemm | FusedConv2d, *, arch: int = PORTABLE_ARCH) ->
         raise UnsupportedHere(f"this TensorRT has no quick plugins ({one_line(error)}); update it") from error
     if not hasattr(plugin, "aot_impl"):
         raise UnsupportedHere(
-            "quick plugins of this TensorRT hold no compiled kernels; update TensorRT to 10.10 or later"
+            "quick plugins of this TensorRT can't hold compiled kernels; update TensorRT to 10.10 or later"
         )
 
     kernel = compile_kernel(function, arch)
@@ -185,7 +185,7 @@ def _names(function: FusedGemm | FusedConv2d) -> list[str]:
 
 
 def _changed(function: FusedGemm | FusedConv2d, inputs: Sequence[Any]) -> dict[int, Any]:
-    """Returns the sizes of the output by axis, for the axes that differ from the first input's."""
+    """Returns the sizes of the output by axis, for the axes whose size differs from that of the first input."""
     if isinstance(function, FusedConv2d):
         height, width = _spatial(function, inputs[0].shape_expr)
         return {1: inputs[1].shape_expr[0], 2: height, 3: width}

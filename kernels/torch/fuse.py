@@ -71,7 +71,8 @@ def fuse(module: nn.Module, example_inputs: Sequence[Any] | torch.Tensor | None 
 
     Raises ``UnsupportedHere`` if a submodule is in training mode, and ``GateFailed`` if the outputs differ.
     """
-    # Checks every submodule, because a folded batch norm can't update its statistics, as it would in training mode.
+    # No submodule may be in training mode, in which a batch norm updates its statistics. A folded batch norm can't
+    # update them.
     if training := [name for name, part in module.named_modules() if part.training]:
         what = "a module" if training[0] == "" else f"a module whose {training[0]} is"
         raise UnsupportedHere(f"{what} in training mode can't be fused (batch norms would freeze); call .eval() on it")
@@ -251,7 +252,8 @@ def _act_of_node(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
 
 
 def _residual_of(node: fx.Node, last: fx.Node) -> fx.Node | None:
-    """If ``node`` is a plain sum of ``last`` and a tensor of equal shape and dtype, returns that tensor, else None."""
+    """Returns the tensor that ``node`` adds to ``last``. Returns None if ``node`` isn't a plain sum of two tensors of
+    equal shape and dtype."""
     if node.op != "call_function" or node.target not in ADDS or node.kwargs or len(node.args) != 2:
         return None
     if node.target is operator.iadd and node.args[0] is not last:

@@ -75,8 +75,8 @@ def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[
     """Quantizes ``x`` (M, K) to int8 or float8_e4m3fn. Returns q and the fp32 scale of each row, (M,).
 
     ``x`` is about ``q * scale[:, None]``, where scale is max|row| / 127 (int8) or max|row| / 448 (float8).
-    ``fused_gemm`` takes q as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` if ``x`` isn't a float matrix,
-    or for another dtype.
+    ``fused_gemm`` takes q as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` for an ``x`` that isn't a float
+    matrix, and for any other ``dtype``.
     """
     return operators.quantize_rowwise(x, dtype)  # type: ignore[no-any-return]
 

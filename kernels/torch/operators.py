@@ -153,7 +153,7 @@ def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b, *rest = ctx.saved_tensors
     product = reference.accumulate_torch(a, b, torch.float32)
     at_product, others = _backward(rest, ctx.act, grad, product)
-    floating = problem.NAMES[a.dtype] in ("fp32", "fp16", "bf16")  # int8 and fp8 operands are constants
+    floating = problem.NAMES[a.dtype] in ("fp32", "fp16", "bf16")  # int8 and fp8 operands have no gradient
     to_a = (at_product @ b.float().t()).to(a.dtype) if floating and ctx.needs_input_grad[0] else None
     to_b = (a.float().t() @ at_product).to(b.dtype) if floating and ctx.needs_input_grad[1] else None
     return (to_a, to_b, *others, None, None)

@@ -1,4 +1,4 @@
-"""Traces modules to torch.fx graphs. Rejects a module whose graph may compute different outputs."""
+"""Traces modules to torch.fx graphs. Rejects a module whose graph may compute other outputs than the module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphMo
     """Returns the torch.fx graph of a module, or None if torch.fx can't trace it.
 
     Without ``example_inputs``, also returns None if the module has operators such as ``x += y``, because the graph may
-    compute different outputs.
+    compute other outputs than the module.
     """
     if isinstance(module, nn.Linear | nn.Conv2d):
         module = nn.Sequential(module).eval()

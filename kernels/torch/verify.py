@@ -10,9 +10,9 @@ import torch
 from accel.errors import GateFailed
 from torch import nn
 
-# The largest allowed difference for each dtype of the output, relative to the largest element of the output. The limit
-# allows a hundred roundings in fp32. The limit allows four roundings in 16 bits, because the original rounds more often
-# than the fused module.
+# The largest allowed difference for each dtype of the output, relative to the largest element of the output. In fp32,
+# the limit is several hundred roundings. In 16 bits, the limit is four steps of the dtype, because the original rounds
+# more often than the fused module.
 LIMITS = {torch.float32: 1e-4, torch.float16: 4 * 2.0**-10, torch.bfloat16: 4 * 2.0**-7}
 ACTS = {
     "none": nn.Identity(),
@@ -47,6 +47,11 @@ def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[
         # Both modules get a copy of the inputs, because a module may write to its inputs.
         wanted = _tensors(before(*copy.deepcopy(tuple(inputs))))
         got = _tensors(after(*copy.deepcopy(tuple(inputs))))
+    if len(got) != len(wanted):
+        raise GateFailed(
+            f"the fused module returns {len(got)} tensors instead of {len(wanted)}; leave this module unfused and "
+            "report the error"
+        )
     worst, limit = 0.0, LIMITS[torch.float32]
     for at, (reference, value) in enumerate(zip(wanted, got, strict=True)):
         if value.shape != reference.shape or value.dtype != reference.dtype:
@@ -61,8 +66,8 @@ def verify(before: nn.Module, after: nn.Module, inputs: Sequence[Any]) -> tuple[
         difference = float((value.double() - reference.double()).abs().max()) / scale
         if not difference <= allowed:
             raise GateFailed(
-                f"output {at} of the fused module differs by {difference:.3g} of the original's largest element, the "
-                f"limit is {allowed:.3g}; leave this module unfused and report the error"
+                f"output {at} of the fused module differs by {difference:.3g} times the original's largest element, "
+                f"and the limit is {allowed:.3g}; leave this module unfused and report the error"
             )
         if difference >= worst:
             worst, limit = difference, allowed

@@ -19,9 +19,10 @@ from .launch import GROUP, PARTS_TILE, flags, tile
 
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
-MOST_IMPRECISE = 128  # How much of K a sum with few bits may cover, as in csrc/cutlass/sm90.cu.
-# Dispatch gives a large tile only arguments that are multiples of 16, except for one stride of 1. ``DIVISIBLE`` also
-# has the pointers to the kernels' own memory. Rows, pixels and the epilogue's operands can have any size and address.
+MOST_IMPRECISE = 128  # The most elements of K that a sum in 14 bits may cover, as in csrc/cutlass/sm90.cu.
+# The arguments that are multiples of 16 when dispatch chooses a large tile. One stride of each operand is 1 instead.
+# ``DIVISIBLE`` also has the pointers to memory that the launch allocates. The number of rows or pixels, and the
+# addresses of the epilogue's operands, can be any number.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -66,8 +67,8 @@ def compile_config(
     """Compiles ``config`` for ``dtype`` and sm_``arch``.
 
     ``epilogue`` has every operand and fp16 output by default. ``sums`` compiles the kernel that adds up the partial
-    sums of a split K. ``aligned`` makes the arguments in ``DIVISIBLE`` multiples of 16. Without alignment, Triton loads
-    single elements, which takes more registers than vectors.
+    sums of a split K. ``aligned`` declares the arguments in ``DIVISIBLE`` to be multiples of 16. Without alignment,
+    Triton loads single elements, which takes more registers than vectors.
 
     Raises ``MissingExtra`` without Triton, and ``UnsupportedHere`` if the configuration isn't shipped for that arch.
     """
@@ -86,7 +87,7 @@ def compile_config(
     constants = _sum_constants(config, epilogue) if sums else _constants(config, dtype, epilogue)
     divisible = (
         DIVISIBLE - {"K"} if kernel == "gemm_tma" else DIVISIBLE
-    )  # TMA only needs rows of a multiple of 16 bytes
+    )  # for TMA, rows are multiples of 16 bytes, but K needn't be a multiple of 16
     if not aligned:
         divisible = frozenset()
         constants = {name: value for name, value in constants.items() if not name.startswith("stride_")}
@@ -153,7 +154,7 @@ def _instruction(ptx: str) -> str:
     for name, rest in re.findall(r"^\s*(?:@\S+ )?(tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.(\S+)", ptx, re.MULTILINE):
         if name == "tcgen05.mma":
             operands = re.findall(r"kind::\w+", rest)
-        else:  # the types of sum, a and b follow the tile and the orders
+        else:  # the types of the sum, of a and of b come after the tile and the layouts
             types = re.findall(r"(?<![a-z0-9_])(?:[usb]\d+|b?f\d+|tf32|e\dm\d)(?![a-z0-9_])", rest)
             operands = sorted(set(types[1:3]))
         found.add(" ".join([name.removesuffix(".mma_async"), *operands]))

@@ -2,10 +2,9 @@
 """The Triton source of all kernels, with one shared epilogue.
 
 The kernels are a pointer GEMM (with split-K), a persistent GEMM on TMA descriptors, an implicit-GEMM convolution, and
-row-wise quantization.
-A missing operand is passed as any pointer, with its ``HAS_`` flag off. Upper-case arguments of type ``constexpr`` are
-compile-time constants. ``UPCAST`` makes the products fp32, for the interpreter, whose bfloat16 and float8 dot products
-are wrong.
+row-wise quantization. For a missing operand, the caller passes any pointer and turns off the ``HAS_`` flag. Upper-case
+arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` multiplies in fp32. The interpreter needs it,
+because its dot products of bfloat16 and float8 are wrong.
 """
 
 import triton
@@ -31,7 +30,8 @@ def finish(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COL: tl.constexpr,
     PIXELS=1, FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Applies scales, bias, activation and residual in fp32 to a tile of the product, rounds once, stores with a mask.
+    """Applies scales, bias, activation and residual in fp32 to a tile of the product. Rounds once, and stores only what
+    is inside the output.
 
     With ``FIRST``, rows are the pixels of channels-first images, PIXELS per image.
     """
@@ -66,7 +66,8 @@ def multiply(x, y, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the tile of a program, in groups of GROUP rows of tiles, so that neighbors share operands in L2."""
+    """Returns the tile of a program. Programs take GROUP rows of tiles at a time, so that neighbors share operands in
+    L2."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_group = GROUP * tiles_n
@@ -82,9 +83,9 @@ def gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     INTEGER: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The GEMM for any strides and alignment. With SPLIT > 1, part ``program_id(1)`` of K goes to ``out[part]``.
+    """The GEMM for any strides and alignment.
 
-    ``out`` is then (SPLIT, M, N).
+    With SPLIT > 1, ``out`` is (SPLIT, M, N), and each program writes the sum over its part of K to ``out[part]``.
     """
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     part = tl.program_id(1)
@@ -164,7 +165,8 @@ def conv2d(
 ):  # fmt: skip
     """The convolution as implicit GEMM: rows are output pixels, columns output channels.
 
-    K runs over the taps, then the channels. Layouts are NHWC and OHWI, or with ``FIRST`` NCHW and OIHW.
+    K runs over the channels of each tap, one tap after the other. Layouts are NHWC and OHWI, or with ``FIRST`` NCHW and
+    OIHW.
     """
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = tile_m * BM + tl.arange(0, BM)

@@ -36,7 +36,8 @@ def tile(config: Config, dtype: str) -> dict[str, int]:
 
 
 def _settings(spec: GemmSpec | ConvSpec, config: Config, interpreted: bool) -> dict[str, Any]:
-    """Returns the tile, the arithmetic of the dtype, and for the compiler the warps and stages."""
+    """Returns constants of a launch: the tile, the arithmetic of the dtype, and the warps and stages for the
+    compiler."""
     found: dict[str, Any] = {**tile(config, spec.in_dtype), "GROUP": GROUP, "INTEGER": spec.in_dtype == "int8"}
     found["UPCAST"] = interpreted and spec.in_dtype in ("bf16", "fp8_e4m3")
     return found if interpreted else found | {"num_warps": config.warps, "num_stages": config.stages}

@@ -2,8 +2,8 @@
 """The GEMM and the convolution with the parameters of TensorRT's quick plugins: tensor inputs, scalars, the output.
 
 TensorRT passes exactly the inputs that a plugin has, so each number of operands has its own kernel. The existing
-operands are dense and in this order: bias, row scale, column scale, residual. With ``nt`` (``TRANSPOSED``), b is (N,
-K). Images and weights are channels first, as in ONNX.
+operands are dense and in this order: bias, row scale, column scale, residual. With ``TRANSPOSED`` (``gemm_nt``), b is
+(N, K). Images and weights are channels first, as in ONNX.
 """
 
 import triton

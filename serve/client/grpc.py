@@ -110,7 +110,7 @@ class InferenceClient:
         if "://" in url:
             kind, _, url = url.partition("://")
             if kind.lower() not in ("grpc", "grpcs"):
-                raise UsageError(f"{kind}://{url} is no gRPC address; give HOST:PORT, the server's --grpc-port (8001)")
+                raise UsageError(f"{kind}://{url} is no gRPC address; give HOST:PORT with the server's --grpc-port")
             url = url.rstrip("/")
         self._url, self._timeout, self._tls = url, timeout, ca is not None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -149,7 +149,7 @@ class InferenceClient:
         """Asks the address over plain HTTP and returns the reason why gRPC fails there, or "" if no reason is found."""
         host, _, port = self._url.rpartition(":")
         if not host and not port.isdigit():
-            return f"{self._url} has no port; give HOST:PORT, the server's --grpc-port (8001)"
+            return f"{self._url} has no port; give HOST:PORT with the server's --grpc-port (usually 8001)"
         try:
             with socket.create_connection((host.strip("[]"), int(port)), min(self._timeout, _ASKING_SECONDS)) as made:
                 made.sendall(b"GET / HTTP/1.0\r\n\r\n")
@@ -167,7 +167,8 @@ class InferenceClient:
     def infer_many(
         self, model: str, feeds: Mapping[str, np.ndarray], *, version: str = "", batch: int = 0, classes: int = 0
     ) -> Inference:
-        """Sends ``feeds`` in requests of ``batch`` samples (0: the model's largest batch) and joins the outputs.
+        """Sends ``feeds`` in requests of ``batch`` samples and joins the outputs. A ``batch`` of 0 stands for the
+        model's largest batch.
 
         Casts integers and floats of another width to the model's dtypes. ``classes`` is the number of classes per
         sample to request in place of the outputs; 0 requests the outputs. Raises ``BadData`` if the arrays don't fit
@@ -196,7 +197,7 @@ class InferenceClient:
     ) -> Inference:
         """Sends image files, one sample per file, as ``infer_many`` sends arrays. ``ImageInput`` reads the files.
 
-        If ``classes`` is None, requests three classes from a model with a single output of scores per image.
+        If ``classes`` is None, requests three classes from a model whose only output holds scores for each image.
         """
         from .images import image_input
 
@@ -232,7 +233,7 @@ class InferenceClient:
         """Sends a request for each of ``batches`` (feeds and number of samples) and joins the outputs."""
         found: list[Inference] = []
         done = 0
-        # The text stays the same, because a log prints each text only once and a count would seem to stop at 0.
+        # The text has no count of sent samples. A log prints each text only once, so the count would seem to stay at 0.
         sending = f"{metadata.name}: sending {total} {what}"
         report(sending, 0.0)
         for feeds, count in batches:
@@ -382,7 +383,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         with path.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise BadData(f"{path} is a single array; save one for each input with numpy.savez")
+                raise BadData(f"{path} is a single array; save one array for each input with numpy.savez")
             with archive:
                 for name in archive.files:
                     yield name, archive[name]

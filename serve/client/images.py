@@ -107,14 +107,14 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
     if len(metadata.inputs) != 1 or len(found) != 1:
         given = ", ".join(f"{t.name} {t.datatype} {list(t.shape)}" for t in metadata.inputs)
         raise BadData(
-            f"model '{metadata.name}' doesn't take one image with 1, 3 or 4 channels, first or last "
-            f"({', '.join(_KINDS)}), but {given}; send arrays as .npz"
+            f"model '{metadata.name}' doesn't take one image ({', '.join(_KINDS)}) with 1, 3 or 4 channels as its "
+            f"first or last dim, but takes {given}; send arrays as .npz"
         )
     tensor, shape, first, batched = found[0]
     channels, height, width = shape if first else (shape[2], shape[0], shape[1])
     for option, values in (("the mean of --normalize", mean), ("the deviation of --normalize", std)):
         if values and tensor.datatype == "UINT8":
-            raise BadData(f"{option} is for models that take numbers; '{metadata.name}' takes the bytes of an image")
+            raise BadData(f"{option} is for models that take floats; '{metadata.name}' takes UINT8 pixels")
         if len(values) not in (0, 1, channels):
             raise BadData(f"{option} needs one number or one for each of the {channels} channels, got {len(values)}")
     if any(value <= 0 for value in std):
@@ -133,10 +133,11 @@ def image_input(metadata: Any, config: Any, mean: tuple[float, ...] = (), std: t
 
 
 def _channels_first(shape: tuple[int, ...], declared: str) -> bool | None:
-    """Returns True if the channels are the first of three dims, False if the last, and None if neither or both fit."""
+    """Returns True if the channels are the first of three dims, False if they are the last, and None if neither or both
+    fit."""
     if declared != "FORMAT_NONE" and declared:
         return declared == "FORMAT_NCHW" if shape[0 if declared == "FORMAT_NCHW" else 2] in _MODES else None
-    for channels in (3, 1, 4):  # the likeliest channel count first, because an image may be four pixels high
+    for channels in (3, 1, 4):  # the likeliest count comes first, because an image may be four pixels high
         if (shape[0] == channels) != (shape[2] == channels):
             return shape[0] == channels
     return None

@@ -1,4 +1,5 @@
 """The inference server behind every transport: `InferenceServer`, its commands, shared memory, settings and traces.
 
-In: an `InferCall` or a command, with the caller's token. Out: an `InferReply`, or a `ServeError` with a status code.
+A transport passes an `InferCall` or a command, with the caller's token. The answer to a call is an `InferReply`, or a
+`ServeError` with a status code.
 """

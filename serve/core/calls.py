@@ -46,7 +46,7 @@ def read_request(model: ServedModel, call: InferCall, memory: SharedMemory) -> I
             inputs=inputs,
             outputs=names,
             deadline=call.deadline,
-            inline=call.single,  # a stream keeps reading while the model runs
+            inline=call.single,  # the thread that reads a stream leaves the run to an instance
         ),
         call.parameters,
     )
@@ -65,9 +65,8 @@ def _array(model: ServedModel, given: WireInput, memory: SharedMemory) -> np.nda
 
 
 def _with_parameters(request: InferenceRequest, given: Mapping[str, Parameter]) -> InferenceRequest:
-    """Set the fields of ``request`` from the protocol's own parameters.
-
-    Keep any other parameter in ``request.parameters``.
+    """Set the fields of ``request`` from the parameters that the protocol defines. Keep any other parameter in
+    ``request.parameters``.
     """
     if not given:
         return request

@@ -1,7 +1,7 @@
 """``Control`` has the commands that change a running server: all calls besides inference and queries.
 
-A server may consist of several processes, and each command has to run in every process. Between two processes a command
-travels as a ``Command``: the name of a method of ``Control``, and its arguments.
+A server may consist of several processes, and each command has to run in every process. A process sends a command to
+another process as a ``Command``: the name of a method of ``Control``, with its arguments.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Command(NamedTuple):
         return cls(method.__name__, arguments)
 
     def run(self, control: Control) -> None:
-        """Call the method of ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no such method."""
+        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no such
+        method."""
         if self.name not in COMMANDS:
             raise ServeError(Code.UNIMPLEMENTED, f"unknown command {self.name!r}")
         getattr(control, self.name)(*self.arguments)

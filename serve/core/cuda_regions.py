@@ -23,7 +23,8 @@ HANDLE_BYTES = 64
 
 
 class Ipc(Protocol):
-    """The CUDA calls that this module needs. ``address`` is an address in GPU memory, ``host`` in host memory."""
+    """The CUDA calls that this module needs. ``address`` is an address in GPU memory, and ``host`` is an address in
+    host memory."""
 
     def open(self, handle: bytes, device: int) -> int:
         """Returns the address of the memory that ``handle`` shares."""
@@ -74,7 +75,7 @@ class CudaIpc(CudaRuntime):
         self._copy(address, host, size, device, self._kinds.cudaMemcpyHostToDevice)
 
     def _copy(self, target: int, source: int, size: int, device: int, kind: Any) -> None:
-        self._call(self._cuda.cudaSetDevice(device))  # CUDA's current device is a setting of the thread
+        self._call(self._cuda.cudaSetDevice(device))  # CUDA keeps a current device for each thread
         self._call(self._cuda.cudaMemcpy(target, source, size, kind))
 
     def close(self, address: int, device: int) -> None:

@@ -1,4 +1,4 @@
-"""``InferenceServer``: the functions that every transport calls, in the types of ``transport.py``."""
+"""``InferenceServer``: the methods that every transport calls. They take and return the types of ``transport.py``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class InferenceServer:
         tracing: Tracing | None = None,
     ) -> None:
         """At most ``max_waiting`` transport threads (0: no limit) wait for one model, so a hanging model doesn't hold
-        all threads. The models' queues limit the requests that hold no thread."""
+        all threads. A request that holds no transport thread is limited only by the queue of its model."""
         self.repository = repository
         self.access = access or Access()
         self.memory = OwnedMemory()
@@ -107,7 +107,7 @@ class InferenceServer:
         return self.healthy()
 
     def healthy(self) -> bool:
-        """Tells whether the server takes requests, like ``ready``, for probes without a token."""
+        """Tells the same as ``ready``, for probes that have no token."""
         if self._draining or not self.repository.started:
             return False
         return not (self._strict and self.repository.broken())
@@ -261,8 +261,8 @@ class InferenceServer:
                 if self._max_waiting and count >= self._max_waiting:
                     raise ServeError(
                         Code.UNAVAILABLE,
-                        f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}', as many as "
-                        "--grpc-threads leaves to one model",
+                        f"Exceeds maximum queue size: {count} requests wait for '{name[:256]}'; "
+                        "--grpc-threads lets no more wait for one model",
                     )
                 self._waiting[name] = count + 1
             self._under_way += 1

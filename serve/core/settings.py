@@ -16,8 +16,8 @@ _NUMBERS = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}  # the small
 
 @dataclass
 class _Sampler:
-    """Chooses the requests to trace: one of every ``rate`` (0: none), until ``left`` requests are traced (-1: no
-    limit)."""
+    """Chooses one of every ``rate`` requests to trace, until ``left`` requests are traced. A ``rate`` of 0 chooses
+    none, and a ``left`` of -1 means no limit."""
 
     on: bool
     rate: int
@@ -84,8 +84,8 @@ class TraceSettings:
             return {model: dict(own) for model, own in self._own.items() if own}
 
     def change(self, model: str, changes: Mapping[str, list[str] | None]) -> None:
-        """Set each setting of ``changes``, or clear settings whose value is None. Raises ``ServeError``
-        INVALID_ARGUMENT if a setting is unknown or its value is not allowed."""
+        """Set each setting of ``changes``. A value of None clears the setting. Raises ``ServeError`` INVALID_ARGUMENT
+        if a setting is unknown or its value is not allowed."""
         for key, value in changes.items():
             if key not in self._start:
                 raise invalid(f"invalid trace setting '{key[:64]}'; use one of {', '.join(self._start)}")

@@ -8,7 +8,7 @@
             ├── compute_infer    running the session
             └── compute_output   splitting the outputs of the batch
 
-A span or attribute that Triton also has gets Triton's name. Spans are created once a request is answered, from the
+Spans and attributes that Triton also has carry Triton's names. Spans are created once a request is answered, from the
 durations that the model's executor counts for the statistics. OpenTelemetry is imported only if ``--trace`` is given.
 """
 
@@ -85,7 +85,7 @@ class Tracing:
         span.end(end)
 
     def _model(self, parent: Context, name: str, version: str, spent: Durations, earliest: int, end: int) -> None:
-        """Record the span of a model, with child spans for queue and compute or for the ensemble's steps."""
+        """Record the span of a model. Its child spans are queue and compute, or the steps of an ensemble."""
         begun = max(earliest, end - spent.total) if spent.total else earliest
         attributes = {"triton.model_name": name, "triton.model_version": version}
         span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun)
@@ -175,7 +175,7 @@ def open_tracing(url: str, rate: int) -> Tracing:
 
 
 def _log_as_the_server_does() -> None:
-    """Write the messages of OpenTelemetry, such as an endpoint that doesn't answer, to the server's log."""
+    """Write the messages of OpenTelemetry to the server's log, such as the message that the endpoint doesn't answer."""
     logger, own = logging.getLogger("opentelemetry"), logging.getLogger("accel.serve")
     if own.handlers:
         logger.handlers, logger.propagate = own.handlers, False

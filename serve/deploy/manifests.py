@@ -20,11 +20,11 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 class Deployment:
     """The server to deploy. ``repository`` is the folder or address that ``accel serve`` gets in the container.
 
-    ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. Each replica gets ``cpu`` and
-    ``memory``, as Kubernetes quantities, and ``gpus`` NVIDIA GPUs. The load decides the number of replicas, from
-    ``min_replicas`` to ``max_replicas``. A stopped replica has ``drain_seconds`` to answer its requests. ``words`` are
-    further options of ``accel serve``. ``secrets`` maps each Secret's name to the folder at which the Secret is
-    mounted.
+    ``claim`` is a PersistentVolumeClaim that is mounted read-only at ``repository``. ``cpu`` and ``memory`` of a
+    replica are Kubernetes quantities. ``gpus`` is the number of NVIDIA GPUs of a replica. The load decides the number
+    of replicas, from ``min_replicas`` to ``max_replicas``. A stopped replica has ``drain_seconds`` to answer its
+    requests. ``words`` are further options of ``accel serve``. ``secrets`` maps each Secret's name to the folder at
+    which the Secret is mounted.
     """
 
     name: str
@@ -66,7 +66,7 @@ def kubernetes(wanted: Deployment) -> list[dict[str, Any]]:
     labels = {"app.kubernetes.io/name": wanted.name, "app.kubernetes.io/managed-by": "accel"}
     selector = {"app.kubernetes.io/name": wanted.name}
     spec: dict[str, Any] = {
-        # During the preStop pause, Kubernetes stops sending requests to the pod.
+        # This time includes the preStop pause, in which Kubernetes stops sending requests to the pod.
         "terminationGracePeriodSeconds": wanted.drain_seconds + 10,
         "containers": [_container(wanted)],
     }
@@ -134,8 +134,8 @@ def kserve(wanted: Deployment) -> list[dict[str, Any]]:
             "metadata": {
                 "name": wanted.name,
                 "labels": {"app.kubernetes.io/managed-by": "accel"},
-                # Without this class, KServe chooses Knative's own autoscaler, which can't scale by CPU, and refuses the
-                # document.
+                # Without this class, KServe would choose Knative's own autoscaler. KServe would then refuse the
+                # document, because that autoscaler can't scale by CPU.
                 "annotations": {"autoscaling.knative.dev/class": "hpa.autoscaling.knative.dev"},
             },
             "spec": {"predictor": predictor},

@@ -185,10 +185,11 @@ for _name in METHODS:
 def app(arguments: dict[str, str]) -> Any:
     """Returns the application for these arguments of ``serve run``.
 
-    ``repository`` is required: a folder that every machine can read, or an address. Optional are ``replicas``,
-    ``concurrency`` (running requests of a replica), ``threads`` (of a session), ``mode`` (none or poll),
-    ``poll_seconds``, ``tokens`` (a path), ``cpus`` and ``gpus`` (of a replica). Raises ``UsageError`` if an argument is
-    missing, unknown or not a number, and ``MissingExtra`` if Ray is not installed.
+    ``repository`` is required: a folder that every machine can read, or an address. The other arguments are optional.
+    ``mode`` is none or poll, with ``poll_seconds``. ``tokens`` is a path. ``replicas`` is the number of replicas.
+    ``concurrency`` is the number of requests that a replica runs at the same time. ``threads`` is the number of threads
+    of a session. Each replica gets ``cpus`` and ``gpus``. Raises ``UsageError`` if an argument is missing, unknown or
+    not a number, and ``MissingExtra`` if Ray is not installed.
     """
     given: dict[str, Any] = dict(arguments)
     try:

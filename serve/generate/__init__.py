@@ -1,4 +1,4 @@
 """Generation of tokens on the server: a model that gives logits becomes a session that streams one token at a time.
 
-In: a session, its signature and the parameters `stream_*` of its config. Out: a session with `stream(feeds)`.
+Reads the parameters `stream_*` of the model's config, and wraps a session as a session with `stream(feeds)`.
 """

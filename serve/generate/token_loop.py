@@ -4,12 +4,12 @@ Parameters of ``config.pbtxt`` declare the loop:
 
 stream_tokens     the input that gets tokens: (rows, length), or (rows, 1) for a model that takes one token at a time
 stream_logits     the output with the logits: (rows, vocabulary) or (rows, length, vocabulary)
-stream_state.OUT  the input that gets the output OUT at the next step, such as a KV cache. The server sends it.
-                  A model without a state gets all tokens so far at each step
-stream_mask       the input for the mask: ones of shape (rows, all tokens so far). The server makes it
-stream_positions  the input for the positions of the given tokens: (rows, length). The server makes it
+stream_state.OUT  the input that gets the output OUT at the next step, such as a KV cache. The server sends
+                  this input. A model without a state gets all tokens so far at each step
+stream_mask       the input for the mask: ones of shape (rows, all tokens so far). The server makes the mask
+stream_positions  the input for the positions of the given tokens: (rows, length). The server makes them
 stream_end        the token that ends a row
-stream_steps      the largest number of generated tokens (256)
+stream_steps      the largest number of generated tokens, 256 by default
 
 The next token is the token with the largest logit. Clients send the other inputs. For each step, clients get a response
 with ``token`` of shape (rows, 1).
@@ -95,12 +95,10 @@ def token_loop(config: Any, name: str, signature: Signature) -> TokenLoop | None
             raise refused(f"{key} names the input '{to}', but the model has: {', '.join(inputs)}")
     for out in (options["stream_logits"], *states):
         if out not in outputs:
-            raise refused(
-                f"the parameters of the stream name the output '{out}', but the model has: {', '.join(outputs)}"
-            )
+            raise refused(f"the stream_* parameters name the output '{out}', but the model has: {', '.join(outputs)}")
     taken = [*named.values(), *states.values()]
     if twice := [to for to in taken if taken.count(to) > 1]:
-        raise refused(f"the parameters of the stream name the input '{twice[0]}' twice; name each input once")
+        raise refused(f"the stream_* parameters name the input '{twice[0]}' twice; name each input once")
     tokens, logits = inputs[options["stream_tokens"]], outputs[options["stream_logits"]]
     for spec in (inputs[to] for to in named.values()):
         if len(spec.shape) != 2 or not spec.dtype.startswith(("int", "uint")):
@@ -185,8 +183,8 @@ class TokenLoopSession:
     def _zeros(self, spec: TensorSpec, feeds: Feeds) -> np.ndarray:
         """Returns zeros, the state before the first token.
 
-        A dynamic dim takes its size from the feeds. A dynamic dim that only states have, such as the tokens so far,
-        starts with size 0.
+        A dynamic dim takes its size from the feeds. A dynamic dim that only states have starts with size 0: for
+        example, the number of tokens so far.
         """
         known = {
             dim: size

@@ -18,9 +18,11 @@ from ..scheduling.options import LengthBatching, QueuePolicy, Scheduling
 from ..scheduling.profiles import Profile, rows_of
 from .sequence_config import sequence_batching
 
-# A protobuf message of the private pool. No generated class exists for annotations.
+# A protobuf message. ``messages.py`` makes its class at run time, so annotations can't name the class.
 ModelConfig = Any
 
+# The platform and the backend that a config names for a kind of model, as Triton calls them. For any other kind, both
+# are the name of the kind.
 PLATFORMS = {
     "onnx": ("onnxruntime_onnx", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
@@ -29,7 +31,7 @@ PLATFORMS = {
 }
 # accel's own options are free parameters of the config, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost (the default: least total cost of the batches) or none (order of arrival)
+LENGTH_GROUPING = "length_grouping"  # cost: the cheapest batches (the default); none: the order of arrival
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -90,10 +92,11 @@ def complete(
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"the config of model '{name}' says name '{config.name}', but a model has its folder's name; take name out"
+            f"the config of model '{name}' has the name '{config.name}', but a model is named after its folder; "
+            "take the field name out"
         )
     config.name = name
-    platform, backend = PLATFORMS[kind]
+    platform, backend = PLATFORMS.get(kind, (kind, kind))
     config.platform = config.platform or platform
     config.backend = config.backend or backend
     if not batch_given and not config.input and not config.output:
@@ -117,8 +120,9 @@ def complete(
 def declared_signature(config: ModelConfig, what: str, *, scalars: bool = False) -> Signature:
     """Returns the signature that ``config`` declares. ``what`` names the model in errors.
 
-    With ``scalars``, a tensor without dims is a single number (for each row). Without ``scalars``, a tensor without
-    dims raises ``BadRepository``. A tensor without a data_type always raises ``BadRepository``.
+    With ``scalars``, a tensor without dims is a single number, or one number for each row of a batch. Without
+    ``scalars``, a tensor without dims raises ``BadRepository``. A tensor without a data_type always raises
+    ``BadRepository``.
     """
 
     def spec(tensor: Any) -> TensorSpec:
@@ -277,8 +281,8 @@ def scheduling(
         if tensor.optional and tensor.name not in defaults:
             raise BadRepository(
                 f"model '{name}', input '{tensor.name}': an input without a default can't be optional; "
-                "take optional out, or export the model with an initializer of that name (the server itself makes "
-                "the mask for batching by length)"
+                f"take optional out, or export the model with an initializer named {tensor.name!r}; only the mask for "
+                "batching by length needs no default"
             )
     return made
 
@@ -323,7 +327,8 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     together.
 
     The dim that differs between requests is the config's ``length_dim``. Without this parameter, a model with a mask
-    uses its only dynamic dim besides the batch. Without a mask, padding would change the model's outputs.
+    uses its only dynamic dim besides the batch. A model without a mask is batched by length only if its config has
+    ``length_dim`` or ``allow_ragged_batch``, because padding may change the model's outputs.
     """
     batch = signature.batch_dim
     others = [dim for dim in signature.dynamic_dims if dim != batch]
@@ -334,7 +339,7 @@ def _lengths(config: ModelConfig, signature: Signature, options: Mapping[str, st
     if dim is None:
         if len(others) != 1:
             if ragged:
-                raise BadRepository(f"model '{config.name}': say which dim is ragged with the parameter {LENGTH_DIM}")
+                raise BadRepository(f"model '{config.name}': name the ragged dim in the parameter {LENGTH_DIM}")
             return None
         dim = others[0]
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape == (batch, dim)]

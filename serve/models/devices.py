@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-# The runtimes for a GPU and for a CPU, of each kind of artifact that runs on both.
+# For each kind of artifact that runs on both devices: the runtime for a GPU, and the runtime for a CPU.
 _ON_A_GPU, _ON_A_CPU = {"onnx": "onnxruntime-cuda"}, {"onnx": "onnxruntime"}
 
 
@@ -33,7 +33,7 @@ def runtime_for(config: ModelConfig, name: str, artifact: Artifact) -> str | Non
     kind = next(iter(kinds), "KIND_AUTO")
     for group in config.instance_group:
         if group.profile:
-            raise refused("the optimization profile is chosen by each batch's shapes; take profile out")
+            raise refused("the shapes of each batch choose its optimization profile; take profile out")
         if group.passive or group.secondary_devices:
             raise refused("passive instances and secondary_devices are not supported; take both out")
         if others := [gpu for gpu in group.gpus if gpu != 0]:

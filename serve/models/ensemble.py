@@ -298,7 +298,7 @@ def check_ensemble(signature: Signature, ensemble: Ensemble, *, name: str) -> No
             if tensor in made_by:
                 raise BadConfig(
                     f"ensemble '{name}': tensor '{tensor}' comes from {made_by[tensor]} and from step '{step.model}'; "
-                    "give each its own name"
+                    "give each tensor its own name"
                 )
             made_by[tensor] = f"step '{step.model}'"
     for step in ensemble.steps:

@@ -33,7 +33,8 @@ def complete_ensemble(config: ModelConfig, name: str) -> Signature:
     """
     if config.name and config.name != name:
         raise BadRepository(
-            f"the config of model '{name}' says name '{config.name}', but a model has its folder's name; take name out"
+            f"the config of model '{name}' has the name '{config.name}', but a model is named after its folder; "
+            "take the field name out"
         )
     if not config.input or not config.output or not config.ensemble_scheduling.step:
         raise BadRepository(f"ensemble '{name}' has to have input, output and ensemble_scheduling in its config")
@@ -103,7 +104,7 @@ def steps_first(names: Iterable[str], steps_of: Callable[[str], Iterable[str]]) 
 
 
 def check_steps(config: ModelConfig, get: Get) -> None:
-    """Checks that the models that are served now can be the steps of this ensemble.
+    """Checks that every step names a served model that fits the ensemble.
 
     Raises ``BadRepository`` if a model can't be a step, and ``StepMissing`` if a model isn't served.
     """

@@ -1,7 +1,7 @@
 """A model's folder in a repository, in Triton's layout: reads the config and opens the versions.
 
-name/config.pbtxt         optional: the server completes it from the model's own file
-name/labels.txt           optional: an output's label_filename names it
+name/config.pbtxt         optional: the server fills in what the config leaves out
+name/labels.txt           optional: class labels, for an output whose label_filename names this file
 name/1/model.onnx         a version: a number above 0, with model.onnx, model.xml, model.engine, model.plan or model.pt2
 """
 

@@ -47,10 +47,11 @@ MakeExecutor = Callable[..., Executor]
 class Loading:
     """Options for loading models.
 
-    ``threads`` is the number of threads of a session whose config sets no number (0: see ``_share``). ``cores`` is the
-    number of cores that a model's sessions share (0: all cores of this process). ``make`` makes the executor. ``get``
-    finds the models of an ensemble. ``cache`` is the response cache that all models share. ``limiter`` limits the
-    resources that models share. ``host_policies`` maps the name of a host policy to the cores for an instance group.
+    ``threads`` is the number of threads of a session whose config sets no number; 0 lets ``_share`` choose. ``cores``
+    is the number of cores that a model's sessions share; 0 stands for all cores of this process. ``make`` makes the
+    executor. ``get`` finds the models of an ensemble. ``cache`` is the response cache that all models share.
+    ``limiter`` limits the resources that models share. ``host_policies`` maps the name of a host policy to the cores
+    for an instance group.
     """
 
     trust: Trust = field(default_factory=Trust)
@@ -125,7 +126,24 @@ def load_version(
         executor=executor,
         labels=folder.labels(config),
         files=files,
+        ranges=_ranges(artifact),
     )
+
+
+def _ranges(artifact: Artifact) -> dict[str, tuple[int, int]]:
+    """Returns the range of each integer input that the manifest declares, or no ranges if there is no manifest.
+
+    A model that wasn't made from PyTorch may count negative indices from the end. A range from 0 on may then be derived
+    from its graph, and allows them.
+    """
+    integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
+    strict = artifact.source.get("kind") == "torch"
+    found = {}
+    for spec in artifact.signature.inputs if artifact.manifest else ():
+        if spec.values and spec.dtype in integers:
+            low, high = spec.values
+            found[spec.name] = (-high - 1 if low == 0 and not strict else low, high)
+    return found
 
 
 def _share(cores: int, instances: int) -> int:

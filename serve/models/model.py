@@ -47,7 +47,8 @@ class Retired(Exception):
 @dataclass(kw_only=True, eq=False)
 class ServedModel:
     """A version that serves. ``files`` is the fingerprint of the version's files; a changed fingerprint makes the
-    server load the version again. ``required`` names the inputs that a request must have."""
+    server load the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the range of
+    each integer input for which the manifest declares one."""
 
     name: str
     version: str
@@ -57,6 +58,7 @@ class ServedModel:
     executor: Executor
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     files: Any = None
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     inputs: dict[str, ServedTensor] = field(init=False)
     outputs: dict[str, ServedTensor] = field(init=False)
     required: frozenset[str] = field(init=False)
@@ -110,7 +112,13 @@ class ServedModel:
         return spec
 
     def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing, or the batch sizes differ or are too large."""
+        """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing, the batch sizes differ or are too large, or an
+        integer is outside the range that the manifest declares."""
+        for name, (low, high) in self.ranges.items():
+            value = inputs.get(name)
+            if value is not None and value.size and (value.min() < low or value.max() > high):
+                wrong = value.max() if value.max() > high else value.min()
+                raise invalid(f"input '{name}' holds {wrong}, it takes {low}..{high} for model '{self.name}'")
         if missing := self.required.difference(inputs):
             got = ",".join(f"'{name}'" for name in inputs)
             lacking = ",".join(f"'{name}'" for name in self.inputs if name in missing)
@@ -151,14 +159,13 @@ class ServedModel:
             self._recorder.failed(error, ns)
 
     def spoiled(self, response: InferenceResponse) -> None:
-        """Moves a request from success to failure, because the client got an error after the executor had counted
-        success."""
+        """Counts a request as failed, although the executor has counted a success, because the client got an error."""
         with self._recording:
             self._recorder.spoiled(response.durations)
 
     def statistics(self) -> ModelStatistics:
         """Returns the statistics of this version since loading, refused requests included."""
-        with self._recording:  # ``own`` is copied first: the later copy has every success that ``own`` subtracts
+        with self._recording:  # the executor's later copy has every success that ``own`` subtracts
             own = self._recorder.copy()
         return merged(self.executor.statistics(), own)
 

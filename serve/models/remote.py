@@ -1,8 +1,8 @@
 """Mirrors a remote repository (s3, gs, http or another scheme that fsspec reads) into a folder of this machine.
 
     models/<name>                  a link to the model's folder in the store
-    store/<digest>/<name>/...      a complete copy of one state of the model store/<digest>/files.json      the mark of
-    each file: ETag, time of change, size
+    store/<digest>/<name>/...      a complete copy of one state of the model
+    store/<digest>/files.json      the mark of each file: ETag, time of change, size
 
 A changed model is downloaded into a new copy beside the copy in use. Unchanged files become hard links in the new copy
 and are not downloaded again. After the download, ``models/<name>`` links to the new copy. Remote names may be hostile,
@@ -41,8 +41,8 @@ _MARKS = (
     "Last-Modified", "last_modified", "mtime", "updated", "modified", "created",
 )  # fmt: skip
 
-_DEEPEST = 6  # Levels of folders below a model. A folder that contains itself would have no end.
-_KEPT_SECONDS = 600.0  # Another process may still load a replaced copy for this many seconds.
+_DEEPEST = 6  # The most levels of folders below a model. The limit ends the walk if a folder contains itself.
+_KEPT_SECONDS = 600.0  # A replaced copy is kept for so many seconds, in case another process loads it.
 _RECORD = "files.json"
 
 

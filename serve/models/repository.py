@@ -1,4 +1,4 @@
-"""Loads, reloads and unloads the models of a repository (once, by polling or by command) while the server serves.
+"""Loads, reloads and unloads the models of a repository while the server runs: once, by polling, or by command.
 
 A new version first replaces the old version. The old version then answers its accepted requests. If a version fails to
 load, the old version keeps serving and the index gives the reason.
@@ -45,7 +45,7 @@ class _Entry:
     state of the files once. ``lacks_step`` marks an ensemble to load again after another model has loaded."""
 
     versions: dict[str, ServedModel] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # the reason by version; "" is the whole model
+    failed: dict[str, str] = field(default_factory=dict)  # maps a version to the reason; "" stands for the whole model
     seen: Any = None
     loading: bool = False
     lacks_step: bool = False
@@ -54,10 +54,10 @@ class _Entry:
 class Repository:
     """The models of the folder ``root``, which has a folder for each model.
 
-    ``mode``: ``none`` loads all models once, ``poll`` looks for changes every ``poll_seconds``, ``explicit`` loads by
-    command (``startup`` names the models to load at start, ``*`` stands for all). A replaced or unloaded version has
-    ``drain`` seconds for its accepted requests. ``refresh`` updates ``root``, or one model's folder, from a remote
-    address and returns the error of each failed model.
+    Mode ``none`` loads all models once. Mode ``poll`` also looks for changes every ``poll_seconds``. Mode ``explicit``
+    loads models by command, and the models that ``startup`` names at the start. A name ``*`` stands for all models. A
+    replaced or unloaded version has ``drain`` seconds for its accepted requests. ``refresh`` updates ``root``, or one
+    model's folder, from a remote address and returns the error of each failed model.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Repository:
         self._try_ensembles()
 
     def steps_to_load(self, name: str, override: ModelConfig | None = None) -> list[str]:
-        """Returns the models of an ensemble's steps that aren't served. ``load`` also loads these models."""
+        """Returns the steps of the ensemble ``name`` that don't serve yet. ``load`` loads these models first."""
         self._explicit()
         if valid_name(name):
             self._refresh(name)
@@ -318,7 +318,7 @@ class Repository:
 
     def _load(self, name: str, override: ModelConfig | None = None) -> None:
         if not valid_name(name):
-            raise ServeError(Code.INVALID_ARGUMENT, f"failed to load '{name[:256]}', it is no name of a model")
+            raise ServeError(Code.INVALID_ARGUMENT, f"failed to load '{name[:256]}', which can't be a model's name")
         folder = ModelFolder(self.root / name)
         if not folder.path.is_dir():
             raise ServeError(Code.NOT_FOUND, f"failed to load '{name}', failed to poll from model repository")

@@ -25,7 +25,7 @@ _KINDS = {
     "CONTROL_SEQUENCE_END": "END",
     "CONTROL_SEQUENCE_CORRID": "CORRID",
 }
-# The config fields with a control's values for false and true, and the dtype of the control's input.
+# Maps a config field to the dtype of the control's input. The field holds the input's values for false and for true.
 _VALUES = {"int32_false_true": "int32", "fp32_false_true": "float32", "bool_false_true": "bool"}
 
 
@@ -119,7 +119,8 @@ def _check_dims(config: Any, spec: TensorSpec, dims: Any) -> None:
         own = ["-1" if isinstance(dim, str) else str(dim) for dim in wanted]
         raise _refused(
             config,
-            f"the state '{spec.name}' has dims {list(dims)}, in the model [{', '.join(own)}]; correct the config",
+            f"the state '{spec.name}' has dims {list(dims)} in the config and [{', '.join(own)}] in the model; "
+            "correct the config",
         )
 
 
@@ -142,14 +143,14 @@ def _initial(config: Any, spec: TensorSpec, given: Any, folder: Path | None) -> 
     _check_dtype(config, "initial state of", spec, given.data_type)
     dims = tuple(int(dim) for dim in given.dims)
     if any(dim < 0 for dim in dims):
-        raise _refused(config, f"the initial state of '{spec.name}' has dims {list(dims)}; write sizes")
+        raise _refused(config, f"the initial state of '{spec.name}' has dims {list(dims)}; write the size of each dim")
     wanted = _rows_left_out(config, spec)
     if len(dims) != len(wanted) or any(
         isinstance(own, int) and own != dim for own, dim in zip(wanted, dims, strict=True)
     ):
         raise _refused(
             config,
-            f"the initial state of '{spec.name}' has dims {list(dims)}, the model takes {spec}; correct the config",
+            f"the initial state of '{spec.name}' has dims {list(dims)}, but the model takes {spec}; correct the config",
         )
     kind = DATATYPES[BY_FIELD[spec.dtype]]
     if given.WhichOneof("state_data") != "data_file":

@@ -1,4 +1,4 @@
-"""The processes of one server: runs each command in all processes and sums the statistics over the processes.
+"""Connects the processes of one server, to run each command in all processes and to sum their statistics.
 
 The kernel connects a client to any of the processes. So each process listens on a socket in a private folder, and the
 process that gets a command forwards the command to all others. A restarted process asks another process for the

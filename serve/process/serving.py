@@ -67,8 +67,8 @@ def start_logging(options: ServeOptions) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of large tensors that were freed, because returning it to the system costs more than
-    copying a tensor."""
+    """Let glibc keep the memory of large tensors that were freed, because returning memory to the system costs more
+    than copying a tensor."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -181,7 +181,7 @@ class ServingProcess:
 
 def end(code: int = 0) -> NoReturn:
     """End this process now, without the interpreter's own shutdown. The interpreter's shutdown would wait for the
-    threads of sessions, forever if a session hangs, and a native library that crashes on unload would change the exit
+    threads of sessions, and a session may hang forever. A native library that crashes on unload would change the exit
     code."""
     logging.shutdown()
     sys.stdout.flush()

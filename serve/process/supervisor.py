@@ -34,7 +34,7 @@ log = logging.getLogger("accel.serve")
 
 # The supervisor gives up if a process dies this many times in a row before any process has served.
 _ATTEMPTS = 5
-_LONGEST_PAUSE = 10.0  # seconds between two starts
+_LONGEST_PAUSE = 10.0  # the most seconds between two starts
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Supervisor:
         self.options = self._with_ports(options)
         cores = sorted(os.sched_getaffinity(0))
         count = options.processes
-        # If there are enough cores, each process gets its own cores, so that processes don't displace each other.
+        # If there are enough cores, each process gets its own cores, so that no process takes another's cores.
         self._cores = [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
         if count > 1:
             self.options = replace(self.options, cores=max(1, available_cores() // count))
@@ -152,9 +152,8 @@ class Supervisor:
     def _died(self, index: int, running: _Running, code: int) -> float:
         """Log that a process died, and return the seconds until the restart.
 
-        Raises ``BadRepository`` if no process has served yet and the dead process reports a reason or has died too
-        often. Once a process has served, a dead process no longer ends the others, because a missing file may come
-        back.
+        Until a process has served, raises ``BadRepository`` if the dead process reports a reason or has died too often.
+        Once a process has served, a dead process no longer ends the others, because a missing file may come back.
         """
         if running.listener is not None:
             running.listener.join(5)  # waits until the last line of the dead process's output is read

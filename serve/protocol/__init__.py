@@ -1,4 +1,4 @@
 """The Open Inference Protocol as Triton speaks it: requests, responses, errors, tensors, and the protobuf messages.
 
-In: bytes and protobuf messages. Out: numpy arrays, `InferenceRequest`, `InferenceResponse`, `ServeError`.
+Turns bytes into numpy arrays and back. Defines `InferenceRequest`, `InferenceResponse` and `ServeError`.
 """

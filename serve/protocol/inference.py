@@ -170,7 +170,7 @@ class DurationStatistic:
         self.ns += ns
 
 
-# The upper ends of the histograms' buckets in nanoseconds: 100 us to 10 s, three to a decade.
+# The upper ends of the histograms' buckets in nanoseconds: three in each decade from 100 us to 10 s.
 LATENCIES_NS = (*(step * 10**decade for decade in range(4, 9) for step in (10, 25, 50)), 10**10)
 
 
@@ -219,7 +219,7 @@ class ModelStatistics:
     real_tokens: int = 0
 
     def add(self, other: ModelStatistics) -> None:
-        """Adds the statistics of another process, or of the executor in front of this one."""
+        """Adds ``other``: the statistics of another process, or of an executor in front of this executor."""
         for known in fields(ModelStatistics):
             mine, further = getattr(self, known.name), getattr(other, known.name)
             if isinstance(mine, DurationStatistic):

@@ -1,4 +1,4 @@
-"""Converts tensors between the wire and numpy: the datatypes of the Open Inference Protocol, raw and typed contents.
+"""Converts tensors between numpy and the raw and typed contents of the Open Inference Protocol.
 
 Raw contents are little-endian and row-major. An element of ``BYTES`` is its length as uint32, followed by its bytes. A
 tensor of fixed-size elements becomes a view of the received bytes, without a copy and without a Python loop.
@@ -161,14 +161,14 @@ def decode_typed(name: str, datatype: str, shape: Sequence[int], values: Sequenc
 
 
 def _integers(values: Sequence[Any]) -> bool:
-    """Tells whether all values are integers. numpy converts a list with both negative and large unsigned integers to
-    floats."""
+    """Tells whether all values are integers. The array's dtype doesn't tell, because numpy converts a list with both
+    negative and large unsigned integers to floats."""
     return all(isinstance(value, int) for value in values)
 
 
 def encode(array: np.ndarray, datatype: str) -> bytes | memoryview:
-    """Returns the raw contents of ``array``: the joined elements for ``BYTES``, else the memory of the array itself,
-    or of a copy if the array is not contiguous."""
+    """Returns the raw contents of ``array``. For ``BYTES``, these are the joined elements. Any other datatype gives a
+    view of the array's memory, or of a copy if the array is not contiguous."""
     if datatype == "BYTES":
         parts: list[bytes] = []
         for value in array.ravel():

@@ -119,6 +119,6 @@ def _service(service: Any, package: str) -> Iterator[str]:
         gives = f"{'stream ' if method.server_streaming else ''}{response}"
         if method.options.ListFields():
             raise ValueError(f"{method.name} has options")
-        end = " {}" if method.HasField("options") else ";"  # protoc sets empty options for "{}", and none for ";"
+        end = " {}" if method.HasField("options") else ";"  # "{}" gives a method empty options, ";" gives none
         yield f"  rpc {method.name}({takes}) returns ({gives}){end}"
     yield "}"

@@ -1,4 +1,5 @@
 """Scheduling of one model's requests: queue, dynamic batching, instances, sequences, response cache, rate limits.
 
-In: a signature, the `Scheduling` options and a function that opens a session. Out: an `Executor` (`make_executor`).
+`make_executor` takes a signature, the `Scheduling` options and a function that opens a session. It returns an
+`Executor`.
 """

@@ -71,7 +71,7 @@ class Batching(Protocol):
         ...
 
     def tokens(self, entries: Sequence[Entry]) -> tuple[int, int]:
-        """Counts the positions of the variable dim in one run: padding, and positions that callers sent."""
+        """Returns two numbers of positions along the variable dim of one run: the padding, and what callers sent."""
         ...
 
 

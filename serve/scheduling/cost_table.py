@@ -1,4 +1,5 @@
-"""The seconds of one run by number of rows and length of the longest row, measured when a model is loaded."""
+"""A table of the seconds that one run takes, by the number of rows and the length of the longest row. The runs are
+measured when a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from accel.runtimes.base import Session
 
 # A shape is run twice if its first run takes fewer than this many seconds, because the first run of a shape is often
-# slower. A shape whose runs are short is run again until they would fill _ENOUGH seconds, at most _MOST_RUNS times,
-# because an interruption by another process is longer than such a run.
+# slower. A short run is repeated until its runs fill _ENOUGH seconds, at most _MOST_RUNS times. The fastest run counts,
+# because an interruption by another process takes longer than a short run.
 _REPEAT_BELOW = 0.25
 _ENOUGH = 0.002
 _MOST_RUNS = 10
@@ -44,7 +45,8 @@ class CostTable:
 
     @cached_property
     def _table(self) -> np.ndarray:
-        # A smaller input never costs more. Noise only adds to a time, so the lower of two such measurements is right.
+        # A smaller input never costs more than a larger input. Noise only lengthens a run, so a smaller input with a
+        # longer time gets the time of the larger input.
         table = np.asarray(self.seconds, dtype=float)[::-1, ::-1]
         return np.minimum.accumulate(np.minimum.accumulate(table, axis=0), axis=1)[::-1, ::-1]
 

@@ -94,7 +94,7 @@ def make_executor(
             queued, signature, scheduling, scheduling.sequence, name=name, version=version, clock=clock
         )
     if scheduling.response_cache:
-        kept = ResponseCache(OWN_CACHE_BYTES) if cache is None else cache  # not `cache or`: an empty cache is falsy
+        kept = ResponseCache(OWN_CACHE_BYTES) if cache is None else cache  # an empty cache is falsy
         return CachingExecutor(queued, kept, name=name, version=version, clock=clock)
     return queued
 
@@ -140,9 +140,9 @@ def check_scheduling(signature: Signature, scheduling: Scheduling, *, name: str)
             raise refuse(f"preferred batch size {size} is not between 1 and max_batch_size {scheduling.max_batch_size}")
     if scheduling.allowed is not None and scheduling.max_batch_size > 0:
         if not any(1 <= size <= scheduling.max_batch_size for size in scheduling.allowed):
-            raise refuse(f"no allowed batch size of {scheduling.allowed} is within max_batch_size; raise the maximum")
+            raise refuse(f"max_batch_size is below all allowed batch sizes {scheduling.allowed}; raise max_batch_size")
         if any(size < 1 for size in scheduling.allowed):
-            raise refuse(f"an allowed batch size of {scheduling.allowed} is below 1; take it out")
+            raise refuse(f"one of the allowed batch sizes {scheduling.allowed} is below 1; take it out")
     levels = scheduling.priority_levels
     if levels > _MOST_LEVELS:
         raise refuse(f"{levels} priority levels are too many; write at most {_MOST_LEVELS}")

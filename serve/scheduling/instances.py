@@ -1,10 +1,10 @@
 """The instances of a model: several sessions, their threads, and the threads of callers that run requests themselves.
 
 ``RequestQueue`` and ``Batching`` make every decision, from the queue and the time alone. This module carries the
-decisions out. A caller that finds the queue empty and an instance idle runs the request itself, because a small model
-runs faster than two threads hand a request back and forth. While all instances are busy, requests gather in the queue,
-and an instance's thread takes a batch of them. ``_lock`` guards all state. No session is run and no answer is given
-while ``_lock`` is held.
+decisions out. A caller that finds the queue empty and an instance idle runs the request itself, because a run of a
+small model takes less time than passing a request to another thread and back. While all instances are busy, requests
+gather in the queue, and an instance's thread takes a batch of them. ``_lock`` guards all state. No session is run and
+no answer is given while ``_lock`` is held.
 """
 
 from __future__ import annotations
@@ -327,7 +327,8 @@ class QueuedExecutor:
         )
 
     def _error(self, error: BaseException, session: Session | None = None, entry: Entry | None = None) -> ServeError:
-        """Converts ``error`` to the client's error. ``session`` failed in a run of ``entry`` alone."""
+        """Converts ``error`` to the client's error. ``session`` and ``entry`` are given if the session failed in a run
+        of this entry alone."""
         if isinstance(error, ServeError):
             return error
         if isinstance(error, BadFeeds):
@@ -378,8 +379,8 @@ class QueuedExecutor:
         self._delivered(len(settled))
 
     def _deliver_in_order(self, in_order: deque[Entry], settled: Settled) -> None:
-        """Delivers answers in the order of the requests. Only one thread delivers at a time. It also delivers the
-        results that other threads settle meanwhile."""
+        """Delivers answers in the order of the requests. Only one thread delivers at a time. This thread also delivers
+        the results that other threads settle meanwhile."""
         with self._lock:
             for entry, result in settled:
                 entry.result = result

@@ -6,11 +6,11 @@ dynamic programming over O(n * batch) cells. The least total cost is also the ea
 other cut of the same requests has a shorter maximum wait. An idle instance runs the most urgent batch. If not all
 batches can begin in time, the instance postpones batches so that as few requests as possible are late.
 
-If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. If
-``eager`` is off, a batch waits until the latest time at which no request is late. The wait assumes that all batches run
-one after the other. A request is late if its answer comes after the delay bound. The requests of a run that takes more
-than half of the bound are late if the run begins after half of the bound. A batch also runs as soon as the waiting
-requests fill a batch.
+If ``Scheduling.eager`` is on, the batch runs at once, because further requests gather while instances are busy. A
+request is then late if its run begins after the delay bound. If ``eager`` is off, a batch waits until the latest time
+at which no request is late. The wait assumes that all batches run one after the other. A request is then late if its
+answer comes after the delay bound. If a run takes more than half of the bound, its requests are late only if the run
+begins after half of the bound. A batch also runs as soon as the waiting requests fill a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from .queue import NEVER, Entry, RequestQueue
 if TYPE_CHECKING:
     from accel.signature import Signature
 
-# At most this many waiting requests are cut into batches at once, because the cut holds the queue's lock.
+# At most this many waiting requests, or twice the rows of the largest batch, are cut into batches at once. The number
+# is limited because the cut holds the queue's lock.
 _WINDOW = 64
 
 # Requests that can still be in time go before a late request. A late request goes first again once it has waited for
@@ -128,8 +129,8 @@ class LengthBatchingRows(RowBatching):
         eager = self.scheduling.eager
         go = eager or hurry or sum(entry.rows for entry in found) >= self.limit_of(found)
         if not go:
-            # The best cut never takes longer than running each request alone. While there is time for the latter, no
-            # cut is computed.
+            # The best cut never takes longer than running each request alone. While there is time to run each request
+            # alone, no cut is computed.
             soonest = min(map(self.due, found)) - sum(self._seconds([entry]) for entry in found) - self._delay / 2
             if now < soonest:
                 return Choice([], soonest)
@@ -142,10 +143,10 @@ class LengthBatchingRows(RowBatching):
     def _first(self, batches: Sequence[list[Entry]], now: float) -> list[Entry]:
         """Returns the batch to run first. ``batches`` are sorted by urgency.
 
-        Whenever a batch would begin late, this batch or a batch before it is postponed: the one with the highest cost
-        per request. For batches of one request, the fewest requests are late (Moore 1968, "An n job, one machine
-        sequencing algorithm for minimizing the number of late jobs"). Only batches of the most urgent priority level
-        are compared.
+        If a batch would begin late, a batch is postponed: of this batch and the batches before it, the batch with the
+        highest cost per request. If every batch has one request, this rule makes the fewest requests late (Moore 1968,
+        "An n job, one machine sequencing algorithm for minimizing the number of late jobs"). Only batches of the most
+        urgent priority level are compared.
         """
         if not self._delay:
             return batches[0]
@@ -196,7 +197,7 @@ class LengthBatchingRows(RowBatching):
 
     def _cost(self, length: int, one: Entry) -> np.ndarray:
         """Returns the seconds of a run by number of rows. The requests have the shapes of ``one``, padded to
-        ``length``. Rows that pad the batch count too."""
+        ``length``. The run includes the rows that pad the batch."""
         key = (length, one.key if self._fitting is not None else None)
         found = self._by_length.get(key)
         if found is None:
@@ -266,7 +267,7 @@ class LengthBatchingRows(RowBatching):
         for name, value in outputs.items():
             for axis in self._cut_axes.get(name, ()):
                 if axis >= value.ndim or value.shape[axis] != longest:
-                    raise NotBatched(f"output '{name}' has shape {list(value.shape)}, axis {axis} should be {longest}")
+                    raise NotBatched(f"output '{name}' has shape {list(value.shape)}; axis {axis} has to be {longest}")
         return [
             {name: value[self._own(name, length)] for name, value in part.items()}
             for part, length in zip(parts, lengths, strict=True)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class QueuePolicy:
     """Bounds of the queue of one priority level. 0 means no bound.
 
-    ``max_queue_size`` is the number of requests that may wait, ``timeout_us`` the longest wait of a request. With
-    ``timeout_action="reject"`` an expired request fails (UNAVAILABLE, "Request timeout expired"); with ``"delay"`` the
-    request is served after the requests that are in time. ``allow_override`` lets a request set a shorter timeout.
+    ``max_queue_size`` is the number of requests that may wait. ``timeout_us`` is the longest wait of a request. With
+    ``timeout_action="reject"`` a request that has waited longer fails with UNAVAILABLE. With ``timeout_action="delay"``
+    the request is served after the requests that are in time. ``allow_override`` lets a request set a shorter timeout.
     """
 
     max_queue_size: int = 0
@@ -50,7 +50,7 @@ class SequenceBatching:
 
     ``states`` maps an output to the input that gets this output at the sequence's next request. ``controls`` maps
     START, END, READY and CORRID to input names. ``values`` maps a control to the values for false and true, 0 and 1 by
-    default. ``initial`` maps an input to the state of a new sequence, without the batch dim, zeros by default. A
+    default. ``initial`` maps an input to the state of a new sequence, without the batch dim. The default is zeros. A
     sequence ends after ``max_idle_us`` without a request. At most ``max_sequences`` are open at a time.
     """
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Shape = tuple[int, ...]
-# The smallest and the largest shape of each input, rows first.
+# The smallest and the largest shape of each input. The first dim is the batch.
 Profile = Mapping[str, tuple[Shape, Shape]]
-# The shape of each input without the rows.
+# The shape of each input without the batch dim.
 Shapes = tuple[tuple[str, Shape], ...]
 
 _MOST_KEPT = 4096
@@ -23,8 +23,8 @@ def read_profiles(properties: Mapping[str, Any]) -> tuple[Profile, ...]:
 
 
 def rows_of(profiles: Iterable[Profile], shapes: Shapes | None, most: int, step: int = 1) -> tuple[int, ...]:
-    """Returns the batch sizes at which one of ``profiles`` takes ``shapes``, ascending. If ``shapes`` is None, any
-    shapes fit. The sizes are multiples of ``step`` up to ``most``."""
+    """Returns, in ascending order, the batch sizes at which one of ``profiles`` takes ``shapes``. If ``shapes`` is
+    None, any shapes fit. The sizes are multiples of ``step`` up to ``most``."""
     found: set[int] = set()
     for profile in profiles:
         low = max((ends[0][0] for ends in profile.values() if ends[0]), default=1)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NEVER = math.inf
 
-# The heap of instants is rebuilt when it has more than this many instants per waiting request.
+# The heap of expiry times is rebuilt when it is more than this many times as long as the queue.
 _STALE = 4
 
 
@@ -85,7 +85,7 @@ class Entry:
 
 
 def queue_full() -> ServeError:
-    """Returns the error, in Triton's words, of a request that a bound of the queue refuses."""
+    """Returns the error, in Triton's words, of a request that exceeds a bound of the queue."""
     return ServeError(Code.UNAVAILABLE, "Exceeds maximum queue size")
 
 
@@ -204,7 +204,7 @@ class RequestQueue:
         self.nbytes -= entry.nbytes
 
     def expire(self, now: float) -> list[tuple[Entry, ServeError]]:
-        """Removes the requests that may not wait longer and returns each with an error. Moves expired requests whose
+        """Removes the requests that have waited too long and returns each with an error. Moves expired requests whose
         policy says ``delay`` behind the other requests."""
         found: list[tuple[Entry, ServeError]] = []
         while self._instants and self._instants[0][0] <= now:

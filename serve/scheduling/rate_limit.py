@@ -37,8 +37,8 @@ class RateLimiter:
             limit = self._limits.get(resource)
             if limit is not None and count > limit:
                 raise BadConfig(
-                    f"model '{name}' needs {count} of the resource '{resource}', the limit is {limit}; raise the limit "
-                    f"with --rate-limit-resource {resource}:{count}"
+                    f"model '{name}' needs {count} of the resource '{resource}', but the limit is {limit}; raise the "
+                    f"limit with --rate-limit-resource {resource}:{count}"
                 )
         made = Gate(self, need, max(1, priority), wake)
         with self._lock:

@@ -83,7 +83,8 @@ class ResponseCache:
 def request_digest(request: InferenceRequest, *, name: str, version: str) -> bytes:
     """Returns a hash of the model, its version, the inputs and the requested outputs.
 
-    The hash is cryptographic, because a client with two colliding requests could choose the answers of other clients.
+    The hash is cryptographic, because a client that knew two requests with the same hash could choose the answers of
+    other clients.
     """
     digest = hashlib.blake2b(repr((name, version, request.outputs)).encode(), digest_size=32)
     for key in sorted(request.inputs):

@@ -70,8 +70,8 @@ class ServerInputs:
     def _first(self, spec: TensorSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the state of a new sequence: the configured initial state, or zeros by default.
 
-        A dynamic dim of the zeros takes its size from the request's inputs. A dynamic dim that only states have, such
-        as the steps seen so far, starts with size 0.
+        A dynamic dim of the zeros takes its size from the request's inputs. A dynamic dim that only states have starts
+        with size 0: for example, the number of past steps.
         """
         if (given := self._options.initial.get(spec.name)) is not None:
             return given[None] if self._scheduling.max_batch_size else given
@@ -115,7 +115,9 @@ def check_sequence(signature: Signature, options: SequenceBatching, *, name: str
                 f"model '{name}': the state input '{to}' is not one of its inputs; it has: {', '.join(inputs)}"
             )
         if outputs[output].dtype != inputs[to].dtype:
-            raise BadConfig(f"model '{name}': state '{output}' is not of the dtype of '{to}'; cast one in the model")
+            raise BadConfig(
+                f"model '{name}': state '{output}' has another dtype than '{to}'; cast one of them in the model"
+            )
     for control, to in options.controls.items():
         if control not in CONTROLS:
             raise BadConfig(f"model '{name}': unknown control '{control}'; use {', '.join(CONTROLS)}")

@@ -50,7 +50,7 @@ class Recorder:
             self.figures.cancel.add(ns)
 
     def spoiled(self, durations: Durations | None) -> None:
-        """Moves a request from success to failure. Another recorder counted the request with ``durations``."""
+        """Counts a request as failed. Another recorder has counted this request as a success, with ``durations``."""
         total = 0 if durations is None else durations.total
         self.figures.success.add(-total, -1)
         self.figures.fail.add(total)
@@ -58,7 +58,8 @@ class Recorder:
             self.figures.request_times.add(total, -1)
 
     def executed(self, rows: int, durations: Durations, padded: int = 0, real: int = 0) -> None:
-        """Counts a run with ``rows`` real rows, ``padded`` padding positions and ``real`` positions of callers."""
+        """Counts a run with ``rows`` real rows, ``padded`` padding positions and ``real`` positions that callers
+        sent."""
         figures = self.figures
         figures.padded_tokens += padded
         figures.real_tokens += real
@@ -85,6 +86,7 @@ def ns(seconds: float) -> int:
 
 
 def merged(inner: ModelStatistics, outer: ModelStatistics) -> ModelStatistics:
-    """Adds to ``inner`` the requests that the executor in front of it answered itself, and returns ``inner``."""
+    """Adds ``outer``, the statistics of an executor, to ``inner``, the statistics of the executor behind it. Returns
+    ``inner``."""
     inner.add(outer)
     return inner

@@ -47,8 +47,8 @@ class Access:
 
     def check(self, token: str | None, *, model: str | None = None, control: bool = False) -> str:
         """Returns the name of the token, or "" if there are no permissions. Raises ``ServeError`` UNAUTHENTICATED if
-        the token is unknown, and PERMISSION_DENIED if the token doesn't allow ``model``, or if ``control`` is True and
-        the token doesn't allow commands."""
+        the token is unknown. Raises PERMISSION_DENIED if the token doesn't allow ``model``. With ``control``, also
+        raises PERMISSION_DENIED if the token doesn't allow commands."""
         if not self._permissions:
             return ""
         found = self._find(token)
@@ -78,7 +78,7 @@ class Access:
         if token is None or not matching:
             raise ServeError(
                 Code.UNAUTHENTICATED,
-                "this server wants a known token; send the header authorization: Bearer TOKEN",
+                "this server wants a known token; send it in the header 'authorization: Bearer TOKEN'",
             )
         return matching[0]
 

@@ -1,4 +1,5 @@
 """The transports: gRPC, HTTP, and the shared code for metrics and parameters of tensors.
 
-In: bytes from clients, and an `InferenceServer` to call. Out: the answers in Triton's wire formats, and `/metrics`.
+A transport turns a client's bytes into calls of an `InferenceServer`. It writes the answers in Triton's wire formats.
+The HTTP transport also serves `/metrics`.
 """

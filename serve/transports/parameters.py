@@ -1,4 +1,4 @@
-"""Reads the parameters of a tensor that mean the same over gRPC and HTTP: shared memory and classification."""
+"""Reads the tensor parameters that gRPC and HTTP share: shared memory and classification."""
 
 from __future__ import annotations
 

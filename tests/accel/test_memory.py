@@ -139,6 +139,6 @@ def kept_after_looking(path: Path, how: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel counts")
 @pytest.mark.parametrize("how", ["gate", "judge"])
 def test_outputs_that_are_kept_hold_nothing_else(tmp_path: Path, how: str) -> None:
-    """Fails if outputs kept for a comparison prevent other memory of their session from being freed."""
+    """Fails if outputs that are kept for a comparison also keep other memory of their session."""
     kept = run_in_child(f"{__name__}:kept_after_looking", path=wide(tmp_path / "m.onnx"), how=how)
     assert kept < WIDE * 4, f"{kept >> 20} MiB"

@@ -81,8 +81,8 @@ def test_folders_are_reached_through_accel_only() -> None:
 
 
 def test_the_names_of_version_0_1_0() -> None:
-    """Fails if code for version 0.1.0 doesn't find benchmark or compare, or if the old names aren't bench and
-    verify."""
+    """Fails if ``accel.benchmark`` and ``accel.compare``, the names of version 0.1.0, don't stand for ``bench`` and
+    ``verify``."""
     assert accel.benchmark is accel.bench
     assert accel.compare is accel.verify
     assert not {"benchmark", "compare"} & set(accel.__all__)

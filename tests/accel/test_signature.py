@@ -79,8 +79,8 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Fails if the manifest or the cache key of a model without steps differs from those of versions that had no
-    steps."""
+    """Fails if the manifest or the cache key of a model without steps differs from that of an older version of accel,
+    which had no steps."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}

@@ -47,7 +47,7 @@ def test_several_options() -> None:
 
 
 def test_threads_and_child_processes_follow() -> None:
-    """Fails if a message from a command's thread or child process names arguments of Python."""
+    """Fails if a message from a thread or a child process of a command names a Python argument."""
     found = []
     with on_command_line():
         thread = threading.Thread(target=lambda: found.append(option("opset", 16)))

@@ -315,7 +315,7 @@ def test_wrong_kind(source: Artifact) -> None:
 
 
 def test_one_flipped_byte_of_a_manifest_is_found(source: Artifact, tmp_path: Path) -> None:
-    """Fails if any single changed byte of a sidecar goes unnoticed (including white space and digits)."""
+    """Fails if any single changed byte of a sidecar goes unnoticed, including white space and digits."""
     made = run(source, "", tmp_path / "out.onnx")
     sidecar = manifest_path(made.path)
     good = sidecar.read_bytes()

@@ -273,8 +273,8 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
 
 
 def test_going_on_keeps_what_is_there(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a run that goes on removes the results of the last run. Also fails if a process that dies before its
-    first measurement (no GPU, or results of another GPU) is recorded as a failed measurement."""
+    """Fails if a run with ``--go-on`` removes the results of the last run. Also fails if a process that dies before its
+    first measurement, for example without a GPU, is recorded as a failed measurement."""
     file = tmp_path / "gpu_gemm.json"
     file.write_text('{"rows": [], "left": 70}')
     told = tmp_path / "told"

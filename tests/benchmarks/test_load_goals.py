@@ -63,7 +63,7 @@ def test_what_was_not_measured(script: ModuleType) -> None:
 )
 def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail: int, agrees: bool) -> None:
     """Fails if a run passes although requests were lost, were answered twice, or failed without the load generator
-    seeing the failure. The load generator counts 100 answers, with up to 8 requests open when it stops."""
+    seeing the failure. The load generator counts 100 answers, and up to 8 requests may be open when it stops."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     found = iter([(7, 3), (7 + success, 3 + fail)])

@@ -59,7 +59,7 @@ def test_no_step_takes_the_next_with_it(script: ModuleType, tmp_path: Path) -> N
     ]
     rows = script.run_steps(steps, 300, tmp_path)
     assert [row["result"] for row in rows] == ["FAILED", "cut off", "passed"]
-    assert seen == [["FAILED", "cut off"]], "the report is there before the next step begins"
+    assert seen == [["FAILED", "cut off"]], "the report is written before the next step begins"
     assert [command["code"] for command in rows[0]["commands"]] == [0, 3]
     assert rows[1]["commands"][0]["said"] == "begun\n"
     state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
@@ -95,7 +95,7 @@ def test_all_files_go_where_they_are_wanted(script: ModuleType, tmp_path: Path) 
     assert again.commands(100) == [[*command, "--go-on"]]
     cases, *warming = by_name["compile what is measured"].commands(60)
     assert cases[-1] == str(Path("tests/kernels/torch/gpu_cases.py")), (
-        "what runs under compute-sanitizer is compiled before"
+        "the file that runs under compute-sanitizer is compiled first"
     )
     assert (ROOT / cases[-1]).is_file()
     assert len(warming) == 14
@@ -123,7 +123,7 @@ def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monk
         assert (step.name == "library") == (step.name != "tests" and step.commands(60) == [])
     assert granted["compute-sanitizer"] >= 150
     assert granted["benchmark"] >= 150
-    assert left == 0, "what the others didn't need is the benchmark's"
+    assert left == 0, "the benchmark gets the time that the other steps don't need"
 
 
 def test_what_the_caller_brings_is_there(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_what_the_caller_brings_is_there(script: ModuleType, tmp_path: Path, mon
     assert script.environment()["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/somewhere", str(tmp_path)]
     for nothing in (lambda: monkeypatch.setenv("PYTHONPATH", ""), lambda: monkeypatch.delenv("PYTHONPATH")):
         nothing()
-        assert script.environment()["PYTHONPATH"] == str(ROOT), "an empty one would be the current folder"
+        assert script.environment()["PYTHONPATH"] == str(ROOT), "an empty entry would be the current folder"
 
 
 def file_of(script: ModuleType, folder: Path, name: str, text: str) -> list[str]:
@@ -169,7 +169,7 @@ def test_what_is_cut_off_keeps_the_names_of_its_failures(script: ModuleType, tmp
     assert [command["code"] for command in row["commands"]] == [-9, -6, 1]
     names = [[name.rpartition("::")[2] for name in command["failed"]] for command in row["commands"]]
     assert names == [["test_wrong[b c]"], ["test_wrong[b c]", "test_last"], ["test_wrong[b c]"]]
-    assert row["commands"][0]["said"].strip().endswith("::test_last"), "what it was at when it was ended is said, too"
+    assert row["commands"][0]["said"].strip().endswith("::test_last"), "the report names the last running test"
     assert "test_ended.py::test_wrong[b c];" in (tmp_path / "gpu_run.md").read_text()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,26 @@ def user_folder(my_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (metric,) = blocks("python", (ROOT / "docs" / "how-to" / "optimize.md").read_text(encoding="utf-8"))
     (folder / "my_metric.py").write_text(metric)
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
     return folder
 
 
 def test_the_python_of_the_readme(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a line of the README's Python raises, or if the last two printed comparisons aren't True."""
+    """Fails if a line of the README's Python raises, or if the last two printed lines aren't True."""
     found = blocks("python")
     assert found
     for code in found:
         exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.splitlines()[-2:] == ["True", "True"]
+
+
+def test_the_python_about_a_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a line of the Python in docs/how-to/own-model.md raises."""
+    monkeypatch.chdir(tmp_path)
+    found = blocks("python", (ROOT / "docs" / "how-to" / "own-model.md").read_text(encoding="utf-8"))
+    assert len(found) >= 4
+    exec(compile("\n".join(found), "own-model.md", "exec"), {})
 
 
 def test_the_commands_of_the_readme(user_folder: Path, cli: Any) -> None:

@@ -97,8 +97,8 @@ def test_the_configs(folder: Path, start: Any) -> None:
 
 
 def test_the_commands(folder: Path, cli: Any, serve: Any) -> None:
-    """Fails if a command of the page doesn't work as written (on free ports), or if the page's tokens don't have the
-    documented rights."""
+    """Fails if a command of the page doesn't work as written, except for the ports, or if the page's tokens don't have
+    the documented rights."""
     check, begin, infer = map(shlex.split, TO_RUN)
     ran = cli(*check[1:])
     assert ran.code == 0, ran.stdout + ran.stderr

@@ -1,4 +1,4 @@
-"""Opens pages in a real browser without a window, and reads, clicks and draws them."""
+"""Opens pages in a real browser without a window, reads them, clicks in them and takes screenshots."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def value(name: str, shape: Sequence[int | str], dtype: int = FLOAT) -> onnx.Val
 
 
 def two_inputs(path: Path, dtype: int = FLOAT) -> Path:
-    """Makes a model whose tokens and mask share both dynamic dims: two linear layers over the masked rows."""
+    """Makes a model of two linear layers over the embeddings of tokens, with a mask. Tokens and mask share both dynamic
+    dims."""
     rng = np.random.default_rng(0)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     nodes = [
@@ -75,7 +76,7 @@ def two_inputs_source(folder: Path) -> Artifact:
 
 
 def two_inputs_engine(source: Artifact, folder: Path) -> Artifact:
-    """Builds an engine with the signature's ranges, for two GPU architectures, through run_stage."""
+    """Builds an engine for two GPU architectures by ``run_stage``, with the ranges of the signature."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6", "12.0"))
     cache = StageCache(folder / "cache")
     return run_stage("engine_from_onnx", source, config, cache=cache, out=folder / "two.engine")

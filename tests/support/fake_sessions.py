@@ -122,7 +122,7 @@ def by_hand(
 
 
 def waiting(**options: Any) -> Scheduling:
-    """Returns a scheduling with batches of up to 8 that waits 1 ms for more rows, even if an instance is idle."""
+    """Returns a scheduling that waits 1 ms for more rows, even if an instance is idle. A batch has up to 8 rows."""
     return Scheduling(**{"max_batch_size": 8, "dynamic": True, "max_delay_us": 1000, "eager": False} | options)
 
 

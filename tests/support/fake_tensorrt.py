@@ -124,8 +124,8 @@ class FakeTensorRT(ModuleType):
 
 
 def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
-    """Returns the model with its external weights, read as TensorRT's parser reads them: from the folder of
-    ``path``, following links, but never from a parent folder."""
+    """Returns the model with its external weights. Reads the weights as TensorRT's parser does: from the folder of
+    ``path``, through links, but never from a parent folder."""
     model = onnx.ModelProto.FromString(content)
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:

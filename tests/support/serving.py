@@ -73,7 +73,7 @@ def two_inputs(folder: Path) -> Path:
 
 
 def identity(folder: Path, dtype: int, shape: list[Any] | None = None) -> Path:
-    """Writes ``y = x`` of one dtype and one shape without a batch."""
+    """Writes a model ``y = x`` for one dtype and one shape, without a batch."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = shape or ["n"]
     return build.artifact(
@@ -180,9 +180,9 @@ class Load:
 
     @property
     def lost(self) -> list[str]:
-        """Returns the errors of requests that were sent. Requests that were never sent don't count: while a process
-        of the server ends, gRPC waits a second before it connects to another process, and a client without a pause
-        fails thousands of times meanwhile."""
+        """Returns the errors of requests that were sent. Requests that were never sent don't count. While a process of
+        the server ends, gRPC waits a second before it connects to another process. In this second, a client without a
+        pause fails thousands of times."""
         return [why for _, why in self.errors if not why.startswith("failed to connect")]
 
     def _run(self, port: int, at: int) -> None:
@@ -237,7 +237,7 @@ def assert_refused(root: Path, said: str) -> None:
 
 
 def reasons(repository: Repository) -> dict[str, str]:
-    """Returns why each model that the repository can't serve is refused."""
+    """Returns the reason for each model that the repository refuses to serve."""
     return {row.name: row.reason for row in repository.index() if row.state == "UNAVAILABLE"}
 
 

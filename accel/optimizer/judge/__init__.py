@@ -1,5 +1,5 @@
 """Judges how much worse a candidate is than the source, by a metric, by labels or by the outputs alone.
 
-In: the source, the samples to judge on, a metric or labels. Out: a `Judgement` of each candidate, whose `drop` is
-compared with the user's budget.
+Takes the source, the samples to judge on, and a metric or labels. Returns a `Judgement` of each candidate. The `drop`
+of a judgement is compared with the user's `max_drop`.
 """

@@ -33,8 +33,8 @@ Metric = Callable[[Mapping[str, "np.ndarray"], Mapping[str, "np.ndarray"]], floa
 
 BATCH = 8
 
-# Cache keys contain this name of the drop that is computed without a metric. Changing the computation requires a new
-# name.
+# The name of the computation of the drop without a metric. Cache keys contain the name, so a changed computation needs
+# a new name.
 _DROP = "discordance"
 
 # Without a metric, outputs are compared on at most this many batches.

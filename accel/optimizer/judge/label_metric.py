@@ -80,8 +80,8 @@ class LabelMetric:
             wanted = f"[samples, more than {count} classes]"
             fitting = {n: v for n, v in outputs.items() if v.ndim == 2 and v.shape[1] > count}
         if fitting and self.kind != "spearman":
-            # The number of classes in the labels doesn't select the output, because one wrong label could then select
-            # an output of features.
+            # The largest label does not decide which output fits, because one wrong label could then select an output
+            # that holds features instead of classes.
             widest = max(fitting, key=lambda name: fitting[name].shape[1])
             self._check_classes(widest, fitting[widest].shape[1], labels)
         if len(fitting) != 1:
@@ -104,8 +104,9 @@ class LabelMetric:
             for n, v in outputs.items()
             if v.ndim > 2 and v.shape[1:-1] == places and v.shape[-1] > 1
         }
-        # An output that fits both layouts counts as [samples, classes, ...]. If an output fits only that layout, the
-        # outputs that fit only [samples, ..., n] count as features of each pixel, not as classes.
+        # An output that fits both layouts counts as [samples, classes, ...]. If some output fits only [samples,
+        # classes, ...], the outputs that fit only [samples, ..., n] are left out, because they hold features of each
+        # pixel.
         certain = first.keys() - last.keys()
         return first if certain else last | first
 

@@ -1,5 +1,5 @@
 """The measurement of candidates: the timed workload, the timing beside the source, and notes about noise.
 
-In: candidates that passed the judge, and the user's batch, lengths and objective. Out: each candidate's `measured`
-figures, per request.
+Takes the candidates that passed the judge, and the user's batch, lengths and objective. Gives each candidate its
+`measured` figures, per request.
 """

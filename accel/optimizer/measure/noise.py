@@ -16,15 +16,14 @@ _UNDECIDED: tuple[Verdict, ...] = ("no measurable difference", "too noisy")
 def seems_faster(measured: Mapping[str, Any]) -> bool:
     """Tells whether a quieter machine or more rounds could show that a candidate is faster.
 
-    A candidate that may be faster is neither ``faster`` nor ``slower``, but has a measured speedup above the smallest
-    noise floor.
+    The verdict on the candidate is then undecided, but its measured speedup is above the smallest noise floor.
     """
     return bool(measured.get("verdict") in _UNDECIDED and (measured.get("speedup") or 0.0) > 1 + MIN_FLOOR)
 
 
 def outcome_is_open(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Tells whether noise decided which of the measured ``rows`` is chosen. Noise decided if a row that only seems
-    faster has a higher speedup than the best row that is measurably faster."""
+    faster (``seems_faster``) has a higher speedup than every row that is measurably faster."""
     best = max((row.get("speedup") or 0.0 for row in rows if row.get("verdict") == "faster"), default=0.0)
     return any(seems_faster(row) and row["speedup"] > best for row in rows)
 
@@ -43,8 +42,8 @@ def why_not_faster(measured: Mapping[str, Any]) -> str:
 
 
 def noise_notes(rows: Sequence[CandidateResult], chosen: CandidateResult, environment: Mapping[str, Any]) -> list[str]:
-    """Returns notes about the ``rows`` that may be faster although noise hid the speedup, with advice. A further note
-    has the date of cached figures."""
+    """Returns notes about the ``rows`` that may be faster although noise hid the speedup, with advice. If the figures
+    come from the cache, a further note gives their date."""
     notes = []
     taken = (chosen.measured or {}).get("median_ms")
     hidden = [

@@ -50,12 +50,12 @@ def measured(
     The figures of an identical run come from the cache. If noise decided which cached candidate is the fastest,
     measures the candidates again and caches the new figures.
 
-    Each row gets ``measured``, which is the row of ``accel bench`` with further fields. ``measured`` has times in
-    ms and energy in J, per request. ``samples_per_second`` is the samples of all requests divided by the time of
-    all blocks. The further fields are ``percentiles_ms`` at ``PERCENTILES`` and ``noise_floor``. If a pass has
-    several requests, only whole passes are timed, and the percentiles are those of passes. A candidate that fails
-    is rejected with its reason. The environment holds the machine, the ``sizes``, the ``noise_floor`` and
-    ``cached``.
+    Each row gets ``measured``, which has all fields of a row of ``accel bench``. ``measured`` has times in ms and
+    energy in J, per request. ``samples_per_second`` is the samples of all requests divided by the time of all blocks.
+    ``measured`` also has ``percentiles_ms`` (at ``PERCENTILES``) and ``noise_floor``. If a pass has several requests,
+    only whole passes are timed, and the percentiles are taken over passes. A candidate that fails is rejected with its
+    reason. The environment describes the machine, and holds ``sizes``, ``noise_floor`` and ``cached`` (True if the
+    figures come from the cache).
     """
     from accel.timing.environment import environment as machine
     from accel.timing.paired import Candidate, measure
@@ -137,6 +137,6 @@ def _a_request(
         # Tail latencies and load times of passes can't be converted to requests.
         body |= {"p90_ms": None, "p99_ms": None, "load_ms": None, "first_run_ms": None}
     rate = row["samples_per_second"]
-    # The rate of a pass counts the samples of one request.
+    # The measured rate counts only the samples of one request in each pass.
     body["samples_per_second"] = None if rate is None else rate * count
     return body

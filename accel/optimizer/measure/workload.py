@@ -67,7 +67,7 @@ class PassCandidate(Candidate):
     """A candidate whose run is a whole pass of a workload."""
 
     opener: str = "accel.optimizer.measure.workload:PassSession"
-    streams: int = 1  # concurrent passes; the session's streams run inside a pass
+    streams: int = 1  # one pass at a time; the session's own streams run inside the pass
     mix: tuple[Feeds, ...] = ()
     repeats: int = 1
 
@@ -160,9 +160,9 @@ def read_lengths(given: str | Sequence[int], signature: Signature, data: SampleS
     """Returns the name of the length dim, and the lengths, each repeated as often as it occurs.
 
     ``given`` is a list of lengths, a text such as ``8,16,128``, the path of a file of whole numbers, or ``data``.
-    ``data`` means the lengths of the samples (the number of ones in each row of a mask). ``DIM=`` before the text names
-    the dim if the model has several. Raises ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds
-    anything but whole numbers.
+    ``data`` means the lengths of the samples (the number of ones in each row of a mask). If the model has several
+    dynamic dims besides the batch, the text begins with ``DIM=``, which names the dim of the lengths. Raises
+    ``BadInputSpec`` if the dim is ambiguous, ``BadData`` if the file holds anything but whole numbers.
     """
     text = given if isinstance(given, str) else ",".join(map(str, given))
     name, equals, rest = text.partition("=")
@@ -202,7 +202,7 @@ def _lengths_option(text: str) -> str:
 
 def _lengths_of(dim: str, signature: Signature, data: SampleStream | None) -> list[int]:
     if data is None:
-        raise UsageError(f"{_lengths_option('data')} takes the lengths of the samples; pass {option('data')}")
+        raise UsageError(f"{_lengths_option('data')} reads the lengths from the samples; pass {option('data')}")
     spec, axis = next((s, s.shape.index(dim)) for s in signature.inputs if dim in s.shape)
     masks = [s.name for s in signature.inputs if s.name.endswith("mask") and s.shape[1:] == (dim,)]
     found: list[int] = []

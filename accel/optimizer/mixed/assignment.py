@@ -1,8 +1,9 @@
 """Orders steps by gain per cost, the largest first. A step raises a layer from int8 to a wider precision.
 
-Every tried assignment is a prefix of one list of steps. The errors of different layers are unrelated, so their squares
-add up. The list is therefore sorted by the squared error that a step removes per unit of time. Finding the fastest
-assignment is a knapsack problem, and sorting in this way is its greedy solution (Dantzig 1957).
+The search tries how many steps from the front of one list are enough. The errors of different layers are unrelated, so
+their squares add up. The list is therefore sorted by the squared error that a step removes per unit of time. Finding
+the fastest assignment of precisions to layers is a knapsack problem, and this order is its greedy solution (Dantzig
+1957).
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ Assignment = tuple[tuple[str, str], ...]
 
 
 def upgrades(layers: Sequence[Sensitivity], base: str, *, beyond: bool) -> list[Upgrade]:
-    """Returns every step from all int8 to all float, the step with the largest ``worth`` first.
+    """Returns the steps that raise every layer from int8 to float, the step with the largest ``worth`` first.
 
-    A step raises a layer to ``base``. With ``beyond``, a further step raises the layer to float32, or a single step
-    raises the layer from int8 to float32 if that is worth more.
+    A step raises a layer to ``base``. With ``beyond``, a second step raises the layer from ``base`` to float32. If the
+    second step is worth more than the first, a single step raises the layer from int8 to float32.
     """
     found: list[Upgrade] = []
     for layer in layers:
@@ -68,7 +69,7 @@ def assigned(steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignm
 def assigned_after(before: Mapping[str, str], steps: Iterable[Upgrade], layers: Sequence[Sensitivity]) -> Assignment:
     """Returns the assignment after ``steps``.
 
-    ``before`` maps each layer that is not int8 before ``steps`` to its precision.
+    ``before`` holds the precision of each layer that was already wider than int8.
     """
     chosen = {**before, **{step.node: step.precision for step in steps}}
     return tuple((layer.node, chosen[layer.node]) for layer in layers if layer.node in chosen)

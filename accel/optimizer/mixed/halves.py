@@ -18,9 +18,7 @@ from ..judge.label_metric import LabelMetric
 if TYPE_CHECKING:
     import numpy as np
 
-_NO_METRIC_BY_HALF = (
-    "which of the metric's values belong to which sample isn't known; keep labels in the data, one a sample"
-)
+_NO_METRIC_BY_HALF = "accel can't split the metric's values by sample; keep labels in the data, one for each sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,8 @@ def halves(judge: Judge, stack: ExitStack) -> tuple[Half, Half | None, str]:
 def _write_batches(stream: SampleStream, first: Path, second: Path) -> bool:
     """Writes batches from the front of the data to ``first`` and from the middle to ``second``, each as an .npz file.
 
-    Each folder gets at most as many batches as a judge reads. Returns False if there is only one batch.
+    Each folder gets at most ``MOST_BATCHES`` batches, because a judge reads no more. Returns False if there is only one
+    batch.
     """
     import numpy as np
 

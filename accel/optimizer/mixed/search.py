@@ -43,11 +43,12 @@ def assign(
     cache: StageCache,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> tuple[Recipe, Trajectory]:
-    """Returns ``recipe``, which is an int8 recipe, with the layers to keep in float, and the record of the search.
+    """Finds the layers that the int8 recipe ``recipe`` has to keep in float. Returns the recipe with these layers, and
+    the record of the search.
 
     The layers are raised from int8 in the order of ``upgrades``. Bisection finds the shortest prefix of these upgrades
     that is within the budget ``max_drop``. The costliest layers of the prefix are then tried in int8 again, one by one.
-    Further steps of the list are taken until the held-out half of the data confirms the result.
+    Further upgrades are then added until the held-out half of the data confirms the result.
 
     Raises ``NothingPassed`` if the budget is exceeded even with every layer in float, ``OutOfTime`` if
     ``out_of_time()`` is true before an assignment is found.
@@ -74,7 +75,7 @@ class _Search:
         self._data: Path | None = self._quantization.data
         self._made: dict[Assignment, Artifact | None] = {}
         self._known: dict[tuple[str, Assignment], bool] = {}
-        # Only a cast can keep single layers in a wider precision than the base.
+        # If the base is a 16-bit precision, only a cast can keep single layers in float32.
         self._beyond = any(isinstance(config, CastConfig) for _, config, _ in recipe.stages)
         self.trajectory = Trajectory(base=base_precision(recipe))
 
@@ -202,7 +203,7 @@ class _Search:
         return judge.judge(artifact, options)
 
     def _through(self, src: Artifact, steps: Sequence[Step]) -> Artifact:
-        """Runs the stages. Returns the last artifact that this machine can run."""
+        """Runs the stages in order and returns the last result that this machine can run."""
         artifact = runnable = src
         for stage, config, limit in steps:
             if stage == "engine_from_onnx":

@@ -1,5 +1,5 @@
-"""The recipes for candidates, a file per target, and `candidates.py`, which lists the recipes for a request.
+"""The recipes for candidates, in a file per target. `candidates.py` lists the recipes for a request.
 
-In: an ONNX artifact and a `RecipeRequest`. Out: a `Recipe` (stages with limits, session options) for each candidate,
-and a `NotTried` for each impossible precision.
+Takes an ONNX artifact and a `RecipeRequest`. Returns a `Recipe` for each candidate, with stages, limits and session
+options, and a `NotTried` for each impossible precision.
 """

@@ -94,7 +94,8 @@ def recipes(src: Artifact, request: RecipeRequest) -> tuple[list[Recipe], list[N
 
 def searched(src: Artifact, recipe: Recipe, request: RecipeRequest) -> Recipe | None:
     """Returns the mixed-precision search that starts from the int8 recipe ``recipe``. Returns None if a search is
-    impossible, or if the user names precisions, because ``mixed`` is then a separate candidate or unwanted.
+    impossible. Also returns None if the user names precisions, because ``mixed`` is then a separate candidate or
+    unwanted.
     """
     if recipe.precision != "int8" or request.precisions is not None:
         return None
@@ -121,11 +122,11 @@ def _made(src: Artifact, target: Target, precision: str, request: RecipeRequest)
 def _uncalibrated(
     src: Artifact, target: Target, precision: str, request: RecipeRequest, made: Sequence[Recipe]
 ) -> list[NotTried]:
-    """Returns the int8 candidates for ``target`` that are not in ``made`` only because there are no samples to
+    """Returns the int8 candidates for ``target`` that are missing from ``made`` because there are no samples to
     calibrate on."""
     if precision != "int8" or request.data is not None:
         return []
-    calibrated = replace(request, data=Path("samples.npz"))  # the recipes are only named; nothing reads this file
+    calibrated = replace(request, data=Path("samples.npz"))  # only the recipes' names are used; nothing reads this file
     if _lacking(target, precision) or _impossible(src, target, precision, calibrated):
         return []
     return [

@@ -61,7 +61,7 @@ def simplify(src: Artifact) -> list[Step]:
 
 
 def prepared(src: Artifact, target: Target, min_opset: int = 0) -> list[Step]:
-    """Returns the steps at the head of every recipe: the right opset and a simplified graph."""
+    """Returns the first steps of every recipe, which set the opset and simplify the graph."""
     return [*in_range(src, target, min_opset), *simplify(src)]
 
 
@@ -94,7 +94,7 @@ def quantized(src: Artifact, target: Target, precision: str, request: RecipeRequ
 
 
 def cast_to(src: Artifact, base: str | None, request: RecipeRequest, after: Sequence[Step] = ()) -> list[Step]:
-    """Returns the steps ``after``, followed by a cast to ``base``.
+    """Returns the given steps (``after``) and then a cast to ``base``.
 
     Adds no cast if ``base`` is None or the source isn't fp32. A cast beside QDQ changes the outputs more than a cast
     alone, because a rounded value may fall into the next int8 step.

@@ -37,7 +37,7 @@ def command_line(request: OptimizeRequest) -> str:
 
 
 def _texts(name: str, value: Any) -> list[str]:
-    """Returns the values of an option, one for each repetition."""
+    """Returns the texts of an option's value, one for each time that the option is written."""
     if name == "inputs":
         return [str(spec) for spec in parse_inputs(value)]
     if name == "dims":

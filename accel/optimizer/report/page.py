@@ -81,8 +81,7 @@ def write_page(
 def figures(candidates: Sequence[CandidateResult]) -> dict[str, Any]:
     """Returns the table of figures.
 
-    ``columns`` lists the columns of figures that aren't empty. ``rows`` pairs each candidate with the texts of its
-    cells.
+    ``columns`` lists the columns that have figures. ``rows`` pairs each candidate with the texts of its cells.
     """
     rows = [row.bench_row() for row in candidates]
     columns = [column for column in with_values(rows) if column.right]
@@ -272,7 +271,7 @@ def sensitivity(candidates: Sequence[CandidateResult], history: Sequence[Mapping
 
 def _searched(name: str, found: Trajectory) -> list[dict[str, Any]]:
     seen = "confirmed" if found.confirmed else "not confirmed"
-    text = f"{len(found.kept)} of {len(found.layers)} layers stay {found.base}, {seen} on samples not searched on"
+    text = f"{len(found.kept)} of {len(found.layers)} layers stay {found.base}, {seen} on held-out samples"
     text += f": {found.not_confirmed}." if found.not_confirmed else "."
     if found.in_fp32:
         text += f" Of these {len(found.in_fp32)} need fp32."

@@ -1,4 +1,5 @@
-"""Weights of training checkpoints: a file per format (DeepSpeed, torch.distributed.checkpoint, Megatron, plain files).
+"""Reads the weights of training checkpoints, with one module per format (DeepSpeed, torch.distributed.checkpoint,
+Megatron, plain files).
 
-In: a file or a folder. Out: a ``Checkpoint``, whose tensors are read one at a time. No pickled code is executed.
+Takes a file or a folder. Returns a ``Checkpoint``, whose tensors are read one at a time. No pickled code is executed.
 """

@@ -1,5 +1,5 @@
-"""``Checkpoint``, the weights of one model, and the table of the formats that are read without the trainers'
-libraries."""
+"""Opens a training checkpoint as a ``Checkpoint``, which holds the weights of one model. No format needs the library
+that wrote it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accel.errors import BadSource, InvalidModel, one_line
 from accel.spelling import option
 
 # Each module has detect(path) -> bool and read(path) -> Checkpoint. The first module that detects its format reads the
-# checkpoint. DeepSpeed is first, because the transformers Trainer writes DeepSpeed's float32 weights beside a
-# model.safetensors.
+# checkpoint. DeepSpeed is before ``folder``, because the transformers Trainer saves a model.safetensors beside
+# DeepSpeed's files, but only DeepSpeed's files have the float32 master weights.
 FORMATS = (
     "accel.sources.checkpoints.deepspeed",
     "accel.sources.checkpoints.megatron",
@@ -35,7 +35,7 @@ class LazyTensor:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> LazyTensor:
-        """Wraps an existing tensor, usually mapped from its file."""
+        """Wraps an existing tensor, which is usually memory-mapped from its file."""
         return LazyTensor(shape=tuple(tensor.shape), read=lambda: tensor)
 
 
@@ -56,7 +56,8 @@ class Checkpoint:
     spare: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record for the manifest. The manifest lists the files and their sha256 separately."""
+        """Returns the format, path and notes for the manifest. The manifest lists the files and their sha256
+        separately."""
         return {"format": self.format, "path": str(self.path), "notes": list(self.notes)}
 
 
@@ -83,9 +84,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         checkpoint: Checkpoint = reader.read(path)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
-        reason = one_line(error, 160)  # any value of a damaged file may be wrong
+        reason = one_line(error, 160)  # reading a damaged file raises errors of many types
         raise InvalidModel(
-            f"{path} doesn't have the layout of its trainer ({reason}); save the checkpoint again"
+            f"{path} doesn't have the layout that its trainer writes ({reason}); save the checkpoint again"
         ) from error
     if not checkpoint.tensors:
         raise InvalidModel(f"{path} holds no weights; save the checkpoint again")

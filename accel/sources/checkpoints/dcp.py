@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint, from torchtitan, accel train, or FSDP in Accelerate, Lightning and Fabric.
 
-Each piece of a tensor is a small torch file inside a shard. The pickle ``.metadata`` gives its (file, offset, length).
-``unpickle`` reads ``.metadata`` as data, and each piece is copied into the whole tensor.
+Each piece of a tensor is a small torch file inside a shard. The pickle ``.metadata`` gives the file, offset and length
+of each piece. ``unpickle`` reads ``.metadata`` as data, and each piece is copied into the whole tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
     def read(self, row: int | None = None) -> torch.Tensor:
-        """Assembles the tensor piece by piece, or only the index ``row`` of its first axis."""
+        """Assembles the tensor piece by piece. With ``row``, assembles only this index of the first axis."""
         whole = torch.empty(self.shape if row is None else self.shape[1:], dtype=self.dtype)
         for piece in self.pieces:
             if row is not None and not piece.offsets[0] <= row < piece.offsets[0] + piece.sizes[0]:
@@ -58,8 +58,9 @@ class Pieces:
             found = _read_piece(piece, self.name)
             if tuple(found.shape) != piece.sizes or found.dtype != self.dtype:
                 raise InvalidModel(
-                    f"{piece.file} holds {list(found.shape)} {found.dtype} for {self.name!r}, {METADATA} says "
-                    f"{list(piece.sizes)} {self.dtype}; the files are of different checkpoints, copy them again"
+                    f"{piece.file} holds a tensor {list(found.shape)} of {found.dtype} for {self.name!r}, but "
+                    f"{METADATA} says {list(piece.sizes)} of {self.dtype}; the files are of different checkpoints, "
+                    "copy them again"
                 )
             slices = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
             if row is None:
@@ -136,7 +137,7 @@ def _pieces(path: Path, body: Any) -> dict[str, Pieces]:
     found: dict[str, Pieces] = {}
     for name, entry in body.get("state_dict_metadata").items():
         if not is_record(entry, "TensorStorageMetadata"):
-            continue  # not a tensor but, for example, a step count
+            continue  # the entry is no tensor (a step count, for example)
         shape, dtype = _sizes(entry.get("size")), entry.get("properties").state[0]
         if not isinstance(dtype, torch.dtype):
             raise ValueError("no dtype")

@@ -1,9 +1,9 @@
 """Folders of DeepSpeed's ``save_checkpoint``, ZeRO stages 0 to 3, joined from the shards of the ranks.
 
-    FOLDER/latest                                            the name of the TAG to read
-    FOLDER/TAG/mp_rank_00_model_states.pt                    names and shapes of the parameters, buffers (stages 0 to 2)
-    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt     the same, one per rank (stage 3)
-    FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's part of the float32 master weights
+    FOLDER/latest: the name of the TAG to read.
+    FOLDER/TAG/mp_rank_00_model_states.pt: names and shapes of the parameters, and the buffers (stages 0 to 2).
+    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt: the same, in one file per rank R (stage 3).
+    FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of the float32 master weights.
 
 Stages 1 and 2 concatenate the parameters of a group and split the result into one shard per rank. Stage 3 splits each
 parameter into shards of ceil(numel / ranks) numbers. The result equals DeepSpeed's own ``zero_to_fp32`` bit for bit.
@@ -255,7 +255,7 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
     shapes: list[Mapping[str, Any]] = shards.models[0]["param_shapes"]
     paddings = shards.optimizers[0].get("param_alignment_paddings")
     if len(shapes) != len(ranks[0]):
-        raise shards.bad(f"names {len(shapes)} parameter groups and holds {len(ranks[0])}")
+        raise shards.bad(f"names {len(shapes)} parameter groups but holds {len(ranks[0])} groups")
     tensors: dict[str, LazyTensor] = {}
     for group, named in enumerate(shapes):
         parts = [groups[group] for groups in ranks]
@@ -268,7 +268,7 @@ def _stages_1_and_2(shards: Shards) -> dict[str, LazyTensor]:
         there, unit = sum(part.numel() for part in parts), 2 * len(parts)
         # DeepSpeed pads the group to a multiple of 2 x ranks. Older versions pad each rank's shard to an even count.
         if math.ceil(offset / unit) != math.ceil(there / unit):
-            raise shards.bad(f"holds {there} numbers in parameter group {group}, its shapes need {offset}")
+            raise shards.bad(f"holds {there} numbers in parameter group {group}, but its shapes need {offset}")
     return tensors
 
 
@@ -284,7 +284,7 @@ def _stage_3(shards: Shards) -> dict[str, LazyTensor]:
     for rank, groups in enumerate(ranks):
         there = sum(group.numel() for group in groups)
         if there != sum(share):
-            raise shards.bad(f"holds {there} numbers in the part of rank {rank}, its shapes need {sum(share)}")
+            raise shards.bad(f"holds {there} numbers in the part of rank {rank}, but its shapes need {sum(share)}")
     offsets = [0, *accumulate(share)]
     return {
         name: LazyTensor(shape=tuple(size), read=partial(_gather, ranks, offset, count, size))
@@ -298,7 +298,7 @@ def _gather(ranks: list[list[torch.Tensor]], offset: int, count: int, size: torc
 
 
 def _frozen(shards: Shards) -> dict[str, LazyTensor]:
-    """Returns the parameters without gradients, which are whole in stages 1 and 2 and sharded in stage 3."""
+    """Returns the parameters that were not trained. Stages 1 and 2 store them whole, and stage 3 shards them."""
     tensors: dict[str, LazyTensor] = {}
     for name, shape in dict(shards.models[0].get("frozen_param_shapes") or {}).items():
         size = _shape(shards, name, shape)

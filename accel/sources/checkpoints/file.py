@@ -92,7 +92,8 @@ def _state(body: Any, path: Path) -> dict[str, LazyTensor]:
         if isinstance(body, Mapping) and isinstance(body.get(key), Mapping) and body[key]:
             body = body[key]
             break
-    # The suffix of entries that Transformer Engine and torch.nn save for objects other than tensors.
+    # Leaves out the entries with the suffix ``_extra_state``, which Transformer Engine and torch.nn save for objects
+    # other than tensors.
     tensors = (
         {n: v for n, v in body.items() if not str(n).endswith("_extra_state")} if isinstance(body, Mapping) else {}
     )

@@ -1,9 +1,9 @@
-"""Megatron's checkpoints, as torch_dist folders or in the older layout of one folder per rank, merged into whole
-tensors.
+"""Merges Megatron's checkpoints into whole tensors. Reads torch_dist folders, and the older layout with one folder per
+rank.
 
-    FOLDER/latest_checkpointed_iteration.txt                    2
-    FOLDER/iter_0000002/metadata.json, .metadata, *.distcp      torch_dist: whole tensors, the layers stacked
-    FOLDER/iter_0000002/mp_rank_TT[_PPP]/model_optim_rng.pt     tensor-parallel rank TT, pipeline stage PPP
+    FOLDER/latest_checkpointed_iteration.txt: the number of the iteration to read, here 2.
+    FOLDER/iter_0000002/metadata.json, .metadata, *.distcp: torch_dist, with whole tensors and stacked layers.
+    FOLDER/iter_0000002/mp_rank_TT[_PPP]/model_optim_rng.pt: tensor-parallel rank TT, pipeline stage PPP.
 
 Megatron shards column-parallel weights along axis 0 and row-parallel weights along axis 1. The name of a weight tells
 whether it is column-parallel or row-parallel. All other tensors have to be equal on every rank.
@@ -39,7 +39,7 @@ _COLUMN = re.compile(
     r"|(word_embeddings|word_embeddings_for_head|output_layer|lm_head)\.weight|(output_layer|lm_head)\.bias)$"
 )
 _ROW = re.compile(r"\b((linear_proj|linear_fc2|dense_4h_to_h)\.weight|(self_attention|attention)\.dense\.weight)$")
-# Pairs of names of the norm before a layer. The first name is that of Transformer Engine, which fuses norm and layer.
+# The two names of the norm before a layer. Transformer Engine, which fuses norm and layer, uses the first name.
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -194,7 +194,7 @@ def _legacy(folder: Path, ranks: Mapping[tuple[int, int], Path]) -> Parts:
                     tensors[whole] = join(name, [part[name] for part in parts])
             first_layer += len(layers)
     spare = set()
-    if stages > 1 and not said("untie_embeddings_and_output_weights"):  # a copy of the embedding is spare
+    if stages > 1 and not said("untie_embeddings_and_output_weights"):  # tied weights: the last stage has a copy
         spare = {n for n in tensors if n.endswith(("word_embeddings_for_head.weight", "output_layer.weight"))}
     kinds = {part.dtype for body in bodies.values() for key in chunks for _, part in _flat(body.get(key))}
     low = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.itemsize < 4)

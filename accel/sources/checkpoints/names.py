@@ -49,8 +49,8 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
     for name, value in wanted.items():
         if tuple(found[name].shape) != tuple(value.shape):
             raise BadSource(
-                f"{checkpoint.path}: {name!r} is {list(found[name].shape)}, the model's is {list(value.shape)}; "
-                "give the weights of this factory's model"
+                f"{checkpoint.path}: {name!r} has the shape {list(found[name].shape)}, but the model needs "
+                f"{list(value.shape)}; give the weights of this factory's model"
             )
     return replace(
         checkpoint,
@@ -62,7 +62,7 @@ def fit(checkpoint: Checkpoint, module: torch.nn.Module) -> Checkpoint:
 
 def _unwrapped(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     found = {_INSIDE.sub("", name): value for name, value in checkpoint.tensors.items()}
-    if len(found) < len(checkpoint.tensors):  # names would collide without the wrappers
+    if len(found) < len(checkpoint.tensors):  # without the wrappers' parts, two names would be equal
         return dict(checkpoint.tensors), ()
     changed = any(name not in checkpoint.tensors for name in found)
     return found, ("wrappers' names (such as _orig_mod) were left out",) if changed else ()

@@ -2,9 +2,9 @@
 
 ``read_torch`` maps files of ``torch.save`` into memory and reads them with torch's own weights-only unpickler.
 ``read_pickle`` reads a plain pickle, such as the ``.metadata`` of torch.distributed.checkpoint, with Python's
-unpickler. Both functions resolve only the listed names. An object of a listed class never becomes an instance of that
-class, but a ``Record`` with its arguments and state as data. No constructor, ``__setstate__`` or function of a library
-ever runs.
+unpickler. Both functions resolve only the listed names. An object of a listed class becomes a ``Record``, which holds
+the object's constructor arguments and state as data. No constructor, ``__setstate__`` or function of a library ever
+runs.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def read_torch(path: Path, *, fix: str = "save model.state_dict() alone, best as
     try:
         with warnings.catch_warnings(), _listed():
             warnings.simplefilter("ignore")  # Files that torch warns about are refused below.
-            # Files older than the zip format can't be mapped.
+            # Only zip files can be memory-mapped. Old versions of torch wrote another format.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         _refuse(path, error, fix)
@@ -170,7 +170,9 @@ def refuse_bomb(path: Path) -> None:
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return  # reading the file reports the error
     if size > _MOST_UNPACKED * path.stat().st_size:
-        raise InvalidModel(f"{path} unpacks to {size / 1e6:.0f} MB, which torch never writes; refused: save it again")
+        raise InvalidModel(
+            f"{path} unpacks to {size / 1e6:.0f} MB, but torch never compresses its files; save it again"
+        )
 
 
 def _refuse(path: Path, error: Exception, fix: str) -> NoReturn:
@@ -193,7 +195,7 @@ class _Unpickler(pickle.Unpickler):
         if full == "torch.Size":
             return torch.Size
         if full == "torch.serialization._get_layout":
-            return str  # a layout becomes its name, because no code uses layouts
+            return str  # a tensor layout becomes its name, because no code uses it
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full}")

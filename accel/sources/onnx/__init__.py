@@ -1,4 +1,4 @@
-"""ONNX files: ``file`` reads and checks ONNX files, ``weights`` leaves large weights on disk.
+"""ONNX files. ``file`` reads and checks them, and ``weights`` leaves large weights on disk.
 
-In: an ONNX file from anywhere. Out: an artifact of kind ``onnx``, or the ``ModelProto``.
+Takes an ONNX file from anywhere. Returns an artifact of kind ``onnx``, or the ``ModelProto``.
 """

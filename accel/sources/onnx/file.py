@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The metadata key under which torch's exporter records the modules of a node.
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
-# The cache's name for results of the check. Changing the check requires a new name.
+# The name under which the cache keeps the results of ``check``. A changed check needs a new name.
 PROBED = "probed-2"
 _QUANTIZED_OPS = frozenset(
     {
@@ -91,7 +91,8 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     return describe_model(read_proto(path))
 
 
-# The property of a model in which rows influence each other, because one of these operators has one scale for all rows.
+# A property of models with one of these operators. The operators give all rows of a batch one scale, so each row
+# influences the others.
 ROWS_SHARE_SCALES = "rows_share_scales"
 _SCALED_AT_RUN_TIME = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM")
 
@@ -116,7 +117,7 @@ def describe_model(model: onnx.ModelProto) -> tuple[Signature, dict[str, Any]]:
 
 def inputs_with_defaults(model: onnx.ModelProto) -> tuple[TensorSpec, ...]:
     """Returns the inputs whose default is an initializer. ``describe`` leaves these inputs out. Returns an empty tuple
-    before IR version 4, where constant initializers are listed as inputs too.
+    for a model before IR version 4, because such a model lists constant initializers as inputs too.
     """
     if model.ir_version < 4:
         return ()
@@ -129,7 +130,7 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
-        raise InvalidModel(f"{value.name!r} is a {value.type.WhichOneof('value')}; only tensors can go in and out")
+        raise InvalidModel(f"{value.name!r} is a {value.type.WhichOneof('value')}; inputs and outputs must be tensors")
     try:
         name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
     except ValueError:
@@ -140,7 +141,7 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
         if dim.HasField("dim_value") and dim.dim_value >= 0:
             shape.append(int(dim.dim_value))
         else:
-            # Some exporters write "?" for every unknown dim, so two "?" are different dims.
+            # Some exporters write "?" for every unknown dim, so two "?" may be different dims.
             shape.append(dim.dim_param if dim.dim_param not in ("", "?") else f"{value.name}_{axis}")
     return TensorSpec(value.name, dtype, tuple(shape))
 
@@ -208,11 +209,11 @@ def open_onnx(
     cache: StageCache | None = None,
     probe: bool = True,
 ) -> Artifact:
-    """Opens an ONNX file as an artifact. A file keeps its history if the hashes in its manifest match.
+    """Opens an ONNX file as an artifact. If the file has a manifest, the artifact keeps the manifest's history.
 
     ``dims`` gives new ranges of dynamic dims. ``inputs`` gives ranges of integer inputs, and sizes of dims that the
-    file leaves open. With ``probe``, a child process first runs the ONNX checker and ONNX Runtime on a file without a
-    manifest, because a hostile file may crash the process. The result is cached by the file's content.
+    file leaves open. A hostile file may crash the process. With ``probe``, a child process therefore runs the ONNX
+    checker and ONNX Runtime on every file without a manifest. The result is cached by the file's content.
 
     Raises ``InvalidModel`` if the file is damaged or differs from its manifest, ``BadInputSpec`` if ``dims`` or
     ``inputs`` don't fit.
@@ -326,7 +327,7 @@ def check(path: Path) -> str | None:
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
-        return None  # a valid model that needs, for example, the bfloat16 products of another CPU
+        return None  # a valid model that needs another CPU (for bfloat16 products, for example)
     except Exception as error:
         return one_line(error)
     return None

@@ -1,8 +1,8 @@
 """Detached weights, which stay on disk so that a stage can process a model larger than memory.
 
 ``read_detached`` leaves large tensors on disk if the model has more than ``DETACHED_BYTES`` of external data. A
-detached tensor names its file by an absolute path, unlike any tensor in a written file. ``weight_array`` maps the file
-and reads the tensor. ``write_onnx`` copies detached tensors piece by piece.
+detached tensor names its file by an absolute path. Tensors in written files have relative paths. ``weight_array`` maps
+the file and reads the tensor. ``write_onnx`` copies detached tensors piece by piece.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _SMALL_BYTES = 1 << 16
 
 _PIECE = 1 << 22  # numbers in a chunk
 
-# The key for the dtype of a detached tensor in its file, if reading converts the tensor to another dtype.
+# The key of the dtype that a detached tensor has in its file. It is set only if reading converts the tensor to another
+# dtype.
 _STORED_AS = "stored_as"
 
 
@@ -99,7 +100,8 @@ def weight_array(tensor: onnx.TensorProto, *, widened: bool = False) -> np.ndarr
 
 
 def rounded_later(tensor: onnx.TensorProto, data_type: int, name: str) -> onnx.TensorProto:
-    """Returns a copy of a detached float32 tensor, called ``name``, that becomes 16-bit floats when it is read."""
+    """Returns a copy, called ``name``, of a detached float32 tensor. Reading the copy rounds its values to 16-bit
+    floats."""
     import onnx
 
     made = onnx.TensorProto()
@@ -119,7 +121,7 @@ def attach(tensor: onnx.TensorProto) -> None:
 
 
 def raw_pieces(tensor: onnx.TensorProto) -> Iterator[bytes]:
-    """Yields the values of a detached tensor as bytes for a file."""
+    """Yields the bytes of a detached tensor in chunks, as a file stores them."""
     from onnx import helper
 
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)

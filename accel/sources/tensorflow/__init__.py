@@ -1,6 +1,6 @@
-"""TensorFlow models: ``source`` and ``process`` run in the main process, all other files only in the TensorFlow
+"""TensorFlow models. ``source`` and ``process`` run in the main process, and all other files run only in the TensorFlow
 process.
 
-In: a SavedModel, a Keras file, a frozen graph, a TF1 checkpoint, a TFLite file or a factory. Out: an artifact of kind
-``tensorflow`` or ``tflite``, and functions that run, describe and count the model (``model``).
+Takes a SavedModel, a Keras file, a frozen graph, a TF1 checkpoint, a TFLite file or a factory. Returns an artifact of
+kind ``tensorflow`` or ``tflite``. ``model`` has the functions that run the model, describe it and count its operators.
 """

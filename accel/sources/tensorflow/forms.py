@@ -5,6 +5,7 @@ Imported only in the TensorFlow process.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from accel.errors import AccelError, BadSource, InvalidModel, one_line, whole_sentences
+from accel.errors import AccelError, BadInputSpec, BadSource, InvalidModel, one_line, whole_sentences
+from accel.signature import TensorSpec
 from accel.spelling import arguments, option
 
 from ..python_object import load_object, raised
@@ -134,7 +136,7 @@ def _keras(spec: TensorFlowSpec) -> Loaded:
         model = keras.saving.load_model(path, compile=False)
     except Exception as error:
         raise InvalidModel(f"{path} {_keras_problem(error)}") from error
-    return _from_keras(model, spec.path)
+    return _from_keras(model, spec)
 
 
 def _keras_problem(error: Exception) -> str:
@@ -154,13 +156,11 @@ def _keras_problem(error: Exception) -> str:
     return f"can't be read as a Keras model ({said}); save it again with model.save('model.keras')"
 
 
-def _from_keras(model: Any, where: str) -> Loaded:
-    """Loads a built Keras model. Inputs keep their names, and outputs get the names of the layers that compute them."""
-    if not getattr(model, "built", True) or not getattr(model, "inputs", None):
-        raise BadSource(
-            f"{where} is a Keras model that was never called, so its inputs are unknown; call the model once on an "
-            "example before you save it, or give its first layer a keras.Input"
-        )
+def _from_keras(model: Any, spec: TensorFlowSpec) -> Loaded:
+    """Loads a Keras model. Inputs keep their names, and outputs get the names of the layers that compute them."""
+    where = spec.path
+    if not getattr(model, "inputs", None):
+        return _subclassed(model, spec)
     inputs = [(plain_name(t.name), dtype_name(tf.as_dtype(t.dtype)), _shape(t.shape)) for t in model.inputs]
     kinds = [tf.TensorSpec(t.shape, t.dtype, name=f"in_{i}") for i, t in enumerate(model.inputs)]
     result = tf.nest.flatten(model.outputs)
@@ -183,6 +183,42 @@ def _from_keras(model: Any, where: str) -> Loaded:
         return _from_call(call, kinds, inputs, names, keep=model)
     except Exception as error:
         raise _untraceable(where, kinds, inputs, error) from error
+
+
+def _subclassed(model: Any, spec: TensorFlowSpec) -> Loaded:
+    """Loads a Keras model that doesn't know its inputs, such as a subclass of ``keras.Model``, with the inputs that the
+    user declared. A model that was never called gets its weights by a call."""
+    declared = [TensorSpec.parse(text) for text in spec.declared]
+    if not declared:
+        raise BadInputSpec(
+            f"the Keras model {spec.path} doesn't know its inputs; pass {option('inputs')} for each input, e.g. "
+            f"{option('inputs', ['x:float32[batch,224,224,3]'])}"
+        )
+    shapes = [[None if isinstance(dim, str) else dim for dim in one.shape] for one in declared]
+    kinds = [
+        tf.TensorSpec(shape, tf.as_dtype(one.dtype), name=f"in_{i}")
+        for i, (one, shape) in enumerate(zip(declared, shapes, strict=True))
+    ]
+    taken = [name for name in inspect.signature(model.call).parameters if name not in ("training", "mask")]
+
+    def run(*tensors: Any) -> Any:
+        apart = len(tensors) == 1 or len(taken) >= len(tensors)
+        return model(*tensors, training=False) if apart else model(list(tensors), training=False)
+
+    example = [tf.zeros([size or 2 for size in shape], kind.dtype) for shape, kind in zip(shapes, kinds, strict=True)]
+    try:
+        result = run(*example)
+    except Exception as error:
+        given, reason = ", ".join(map(str, declared)), one_line(error, 200)
+        raise BadInputSpec(f"{spec.path} fails on {given}: {reason}; correct {option('inputs')}") from error
+    flat = tf.nest.flatten(result)
+    many = [f"output_{i}" for i in range(len(flat))] if len(flat) > 1 else ["output"]
+    names = [str(key) for key in sorted(result)] if isinstance(result, Mapping) else many
+    inputs: list[Row] = [(one.name, one.dtype, list(shape)) for one, shape in zip(declared, shapes, strict=True)]
+    try:
+        return _from_call(lambda *tensors: tf.nest.flatten(run(*tensors)), kinds, inputs, names, keep=model)
+    except Exception as error:
+        raise _untraceable(spec.path, kinds, inputs, error) from error
 
 
 def _untraceable(where: str, kinds: Sequence[Any], inputs: Sequence[Row], error: Exception) -> BadSource:
@@ -258,7 +294,8 @@ def _from_graph(graph: Any, spec: TensorFlowSpec) -> Loaded:
 
 
 def _check_tensors(graph: Any, spec: TensorFlowSpec) -> None:
-    """Raises ``BadSource`` with likely tensors if the spec names no inputs or outputs, or names missing tensors."""
+    """Raises ``BadSource`` if the spec names no inputs, no outputs, or a missing tensor. The message proposes
+    tensors."""
     nodes = {node.name for node in graph.node}
     starts, ends = _ends(graph)
     hint = arguments(graph_inputs=starts[:4] or ["x:0"], graph_outputs=ends[:4])
@@ -319,7 +356,7 @@ def _python(spec: TensorFlowSpec) -> Loaded:
         except Exception as error:
             raise raised(spec.path, error) from error
     if type(made).__module__.startswith(("keras", "tf_keras")) or hasattr(made, "_keras_history") or _is_keras(made):
-        return _from_keras(made, spec.path)
+        return _from_keras(made, spec)
     if hasattr(made, "get_concrete_function"):
         try:
             made = made.get_concrete_function()

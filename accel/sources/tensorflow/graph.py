@@ -155,7 +155,8 @@ def graph_sha256(frozen: Frozen) -> str:
 
 
 def refuse_random(frozen: Frozen, where: str, *, stripped: bool = False) -> None:
-    """Raises ``RandomOps`` if random ops lead to the outputs. ``stripped`` tells whether dropout was removed before."""
+    """Raises ``RandomOps`` if the outputs depend on random ops. ``stripped`` tells whether dropout was removed already,
+    and then the error is a plain ``BadSource``."""
     found = [f"{node.name} ({node.op})" for node in _leading_to_outputs(frozen) if node.op in _RANDOM]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -181,8 +182,7 @@ def without_weights(frozen: Frozen) -> Frozen:
 
 
 def refuse_windows_beyond(frozen: Frozen, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises TensorFlow's ``ValueError`` if a window is larger than its input, for inputs of these shapes.
-
+    """Raises TensorFlow's ``ValueError`` if the graph has a window that is too large for inputs of these ``shapes``.
     For too large a window, oneDNN's convolutions return uninitialized memory instead of an error.
     """
     types = {node.name: node.attr["dtype"].type for node in frozen.graph.node if node.op.startswith("Placeholder")}

@@ -49,7 +49,7 @@ def plain_name(name: str) -> str:
 
 
 def dtype_name(kind: Any) -> str:
-    """Returns the name of a ``tf.DType`` in a ``TensorSpec``.
+    """Returns the name that a ``TensorSpec`` uses for a ``tf.DType``.
 
     Raises ``InvalidModel`` if ONNX has no such dtype (resource, variant, complex, quantized).
     """

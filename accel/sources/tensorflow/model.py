@@ -24,10 +24,11 @@ from .source import TensorFlowSpec, with_given
 if TYPE_CHECKING:
     import numpy as np
 
-# How often the same inputs run again. A random choice among a few values may repeat itself in some of these runs.
+# How many times the same inputs run again. One more run is not enough, because a random choice among a few values may
+# repeat itself.
 _AGAIN = 4
 # Ranges to try if a model can't take the usual sizes. The largest range is tried only for models with one dynamic dim,
-# such as the length of a sound. An image of this size would take long.
+# such as the length of a sound, because an image of this size would take too long.
 _LARGER = (DimRange(64, 64, 128), DimRange(256, 256, 512), DimRange(1024, 1024, 2048))
 # How many models stay loaded. A conversion loads the same model several times.
 _KEPT = 2
@@ -57,12 +58,12 @@ def load(spec: TensorFlowSpec) -> Loaded:
 def describe(
     spec: TensorFlowSpec, inputs: Sequence[TensorSpec] = (), dims: Mapping[str, DimRange] | None = None
 ) -> dict[str, Any]:
-    """Describes the model that ``spec`` names, with its ``inputs`` and ``outputs`` as specs, the ranges of its
-    ``dims``, its ``properties``, and for a factory the ``sha256`` of the graph.
+    """Describes the model that ``spec`` names. Returns a dict with the specs of its ``inputs`` and ``outputs``, the
+    ranges of its ``dims``, its ``properties``, and the ``sha256`` of the graph of a factory (else "").
 
-    Runs the model at several sizes, and repeatedly at one size to find random outputs. Tries larger sizes
-    if the model can't take the usual sizes of a dim for which ``dims`` has no range. ``inputs`` are the user's specs
-    for ``with_given``. Raises ``BadSource`` if the model runs at no size or has random outputs.
+    Runs the model at several sizes, and repeatedly at one size to find random outputs. If the model can't take the
+    usual sizes, tries larger sizes of the dims without a range in ``dims``. ``inputs`` are the user's own specs (see
+    ``with_given``). Raises ``BadSource`` if the model runs at no size or has random outputs.
     """
     if spec.form == "python":  # a factory may use files that the stamp does not cover
         _loaded.pop(spec, None)
@@ -205,7 +206,8 @@ def _probe(
 
 
 def _is_sound(outputs: Mapping[str, np.ndarray]) -> bool:
-    """Tells whether no output is empty and all floats are finite. A mean over zero pixels, for example, is NaN."""
+    """Tells whether every output has elements and all floats are finite. For example, a mean over zero pixels is
+    NaN."""
     import numpy as np
 
     return all(v.size and (v.dtype.kind != "f" or np.isfinite(v).all()) for v in outputs.values())
@@ -232,8 +234,8 @@ def _without_too_small(run_on: _Run, signature: Signature, free: Sequence[str]) 
 
 
 def _namings(found: Sequence[Row], where: str, given: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, ...]]:
-    """Yields the inputs with named dims, first with different names for each input, then with one name for the same
-    axis of all inputs."""
+    """Yields the inputs with names for their dynamic dims. The first naming has separate names for each input. The
+    second naming has one name per axis, which all inputs share."""
     said = {spec.name: spec for spec in given}
     rows: list[tuple[str, str, list[int | None]]] = []
     for name, dtype, shape in found:

@@ -20,10 +20,9 @@ _process: Child | None = None
 def in_tensorflow(target: str, /, **arguments: Any) -> Any:
     """Calls ``target(**arguments)`` in the TensorFlow process and returns the result.
 
-    The first call starts the process. Later calls use the same process, because importing TensorFlow takes seconds.
-    The call runs in this process's current folder, where a factory may read files.
-    Raises ``MissingExtra`` if TensorFlow is not installed. Raises ``ChildCrashed`` with the last line of the process'
-    log if the process dies.
+    The first call starts the process. Later calls use the same process, because importing TensorFlow takes seconds. The
+    call runs in the current folder of the caller, where a factory may read files. Raises ``MissingExtra`` if TensorFlow
+    is not installed. Raises ``ChildCrashed`` with the last line of the process' log if the process dies.
     """
     global _process
     require_tensorflow()
@@ -46,7 +45,7 @@ def require_tensorflow(*others: str) -> None:
 
 
 def close() -> None:
-    """Ends the process. The next call of ``in_tensorflow`` starts a new process."""
+    """Ends the TensorFlow process. The next call of ``in_tensorflow`` starts a new process."""
     global _process
     if _process is not None:
         process, _process = _process, None

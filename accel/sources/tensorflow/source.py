@@ -1,6 +1,6 @@
 """TensorFlow sources: a SavedModel, a Keras file, a frozen graph, a TF1 checkpoint, a TFLite file, a Python factory.
 
-This process only names and hashes files. TensorFlow itself runs in the TensorFlow process (see ``process``).
+This module only names and hashes files. TensorFlow itself runs in the TensorFlow process (see ``process``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class TensorFlowSpec:
     """The path of a TensorFlow model and the options for reading it. ``form`` is the file format, one of
     ``saved_model``, ``keras``, ``graph`` (a frozen GraphDef), ``checkpoint`` (TF1), ``python`` and ``tflite``.
     ``signature`` is the name of a SavedModel's signature. ``inputs`` and ``outputs`` are tensors of a graph, like
-    ``x:0``. ``strip`` removes dropout that training left in the model.
+    ``x:0``. ``strip`` removes dropout that training left in the model. ``declared`` holds the inputs that the user
+    declares for a Keras model, which may not know its inputs.
     """
 
     form: str
@@ -39,13 +40,15 @@ class TensorFlowSpec:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     strip: bool = False
+    declared: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, artifact: Artifact) -> TensorFlowSpec:
         """Returns the spec of the model behind ``artifact``, which is of kind ``tensorflow`` or ``tflite``."""
         loading = artifact.source.get("loading")
         if loading and artifact.manifest is None:
-            return cls(**{**loading, "inputs": tuple(loading["inputs"]), "outputs": tuple(loading["outputs"])})
+            lists = {name: tuple(loading.get(name, ())) for name in ("inputs", "outputs", "declared")}
+            return cls(**{**loading, **lists})
         if artifact.kind == "tflite":
             return cls(form="tflite", path=str(artifact.path.absolute()))
         return cls(form="saved_model", path=str(artifact.path.absolute().parent))
@@ -126,8 +129,7 @@ def open_tensorflow(
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be read, holds random ops, or needs an option that is
     missing. Raises ``UsageError`` for an option that this file format does not have.
     """
-    form = form_of(text)
-    assert form is not None, text
+    form = form_of(text) or "python"
     path = Path(text)
     if form in ("graph", "checkpoint"):
         graph_inputs, graph_outputs = _tensor_names(graph_inputs), _tensor_names(graph_outputs)
@@ -143,6 +145,7 @@ def open_tensorflow(
         )
     files = _files(form, path, text)
     main = files[0]
+    specs = parse_inputs(inputs) if inputs else ()
     spec = TensorFlowSpec(
         form=form,
         path=str(main.absolute().parent if form == "saved_model" else path.absolute() if form != "python" else text),
@@ -150,8 +153,8 @@ def open_tensorflow(
         inputs=tuple(graph_inputs),
         outputs=tuple(graph_outputs),
         strip=strip_training_ops,
+        declared=tuple(map(str, specs)) if form in ("keras", "python") else (),
     )
-    specs = parse_inputs(inputs) if inputs else ()
     ranges: dict[str, DimRange] = parse_dims(dims or {})
     try:
         found: Mapping[str, Any] = in_tensorflow(
@@ -164,6 +167,7 @@ def open_tensorflow(
         raise BadInputSpec(f"no input has a dim called {unknown[0]!r}; the dims are {', '.join(bare.dims) or 'none'}")
     entries = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in files]
     loading = asdict(spec)
+    del loading["declared"]  # ``given`` holds the same
     said = canonical_json({**loading, "path": "", "given": [str(s) for s in specs]})
     return Artifact(
         path=main,
@@ -174,13 +178,18 @@ def open_tensorflow(
             "kind": "tensorflow",
             "spec": text,
             "files": entries,
-            "loading": {**loading, "inputs": list(spec.inputs), "outputs": list(spec.outputs)},
+            "loading": {
+                **loading,
+                "inputs": list(spec.inputs),
+                "outputs": list(spec.outputs),
+                **({"declared": list(spec.declared)} if spec.declared else {}),
+            },
             "sha256": text_sha256("\n".join([said, found["sha256"], *(e["sha256"] for e in entries)])),
         },
     )
 
 
-# The options of ``open_tensorflow`` for each file format, besides inputs and dims.
+# The options of ``open_tensorflow`` for each file format, except inputs and dims.
 OPTIONS = {
     "saved_model": ("signature", "strip_training_ops"),
     "keras": ("strip_training_ops",),
@@ -198,7 +207,7 @@ def _tensor_names(names: Sequence[str]) -> tuple[str, ...]:
 def _files(form: str, path: Path, text: str) -> list[Path]:
     """Returns the files of the model, the main file first.
 
-    Raises ``BadSource`` if a file is missing, ``InvalidModel`` if it is empty.
+    Raises ``BadSource`` if a file is missing, ``InvalidModel`` if the main file is empty.
     """
     if form == "python":
         where = text.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""TFLite files in TensorFlow's own interpreter. Imported only in the TensorFlow process."""
+"""Describes and runs TFLite files with TensorFlow's own interpreter. Imported only in the TensorFlow process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _interpreter(path: Path) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Hides the notice that the interpreter moves to another package.
-        # The reference kernels define the result of the file, and XNNPACK's kernels may differ.
+        # The interpreter's built-in kernels define the result of the file, and XNNPACK's kernels may differ.
         interpreter = tf.lite.Interpreter(
             str(path),
             num_threads=1,
@@ -102,8 +102,8 @@ def operators(path: Path) -> set[str]:
 
 
 def count_file(path: Path) -> dict[str, Any]:
-    """Counts nodes, operators, parameters and bytes of a ``.tflite`` file for ``model.count``. Tensors with a buffer
-    are the weights."""
+    """Counts nodes, operators, parameters and bytes of a ``.tflite`` file for ``model.count``. The weights are the
+    float tensors and the quantized tensors that have a buffer."""
     from tensorflow.lite.python import schema_py_generated as schema
 
     kinds = {value: name.lower() for name, value in vars(schema.TensorType).items() if not name.startswith("_")}

@@ -1,5 +1,6 @@
-"""PyTorch models, a file per kind of source (factory, exported program and TorchScript, transformers folder, accel
-train).
+"""Opens PyTorch models, with one module per kind of source (factory, exported program or TorchScript, transformers
+folder, accel train).
 
-In: a spec, with inputs, weights and dims. Out: an artifact of kind ``torch``, and its module (``source.module_of``).
+Takes a spec, with inputs, weights and dims. Returns an artifact of kind ``torch``. ``source.module_of`` returns its
+module.
 """

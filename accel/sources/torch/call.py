@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 
 from accel.errors import BadInputSpec, BadSource, one_line
 from accel.signature import Signature, TensorSpec, shapes_of
+from accel.sources.structure import Template, describe
 from accel.spelling import options
 
 from ..output_specs import far_runs, output_specs, probe_cases, same_output, step_advice
@@ -31,7 +31,7 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
 
     if str(value.dtype) == "bfloat16":
         return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16)
-    if not value.flags.writeable:  # the warning is hidden, because callers don't write to the tensor
+    if not value.flags.writeable:  # torch warns, but no caller writes to the tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(np.ascontiguousarray(value))
@@ -50,31 +50,8 @@ def to_array(value: torch.Tensor) -> np.ndarray:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Returns the tensors in a result of ``forward`` by name.
-
-    Names are keys of dicts and fields of dataclasses and named tuples. Other results are named ``output``, or
-    ``output_0``, ``output_1``... for several tensors. Leaves out None and plain numbers.
-    """
-    if isinstance(value, torch.Tensor):
-        return {prefix or "output": value}
-    if isinstance(value, Mapping):  # transformers' ModelOutput is a Mapping
-        items = [(str(key), item) for key, item in value.items()]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = list(zip(value._fields, value, strict=True))
-    elif isinstance(value, tuple | list):
-        tensors = [v for v in value if v is not None]
-        if len(tensors) == 1:
-            return flatten(tensors[0], prefix)
-        items = [(str(i) if prefix else f"output_{i}", item) for i, item in enumerate(value)]
-    else:
-        return {}
-    found: dict[str, torch.Tensor] = {}
-    for name, item in items:
-        if item is not None:
-            found |= flatten(item, f"{prefix}_{name}" if prefix else name)
-    return found
+    """Returns the tensors in a result of ``forward`` by name (see ``accel.sources.structure.describe``)."""
+    return {name: one for name, one in describe(value, prefix)[1].items() if isinstance(one, torch.Tensor)}
 
 
 class NamedModule(torch.nn.Module):
@@ -93,15 +70,17 @@ class NamedModule(torch.nn.Module):
         # Whether forward writes to its inputs, or None before the first run.
         self.writes_inputs: bool | None = None
 
-    def by_name(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        named = dict(zip(self.names, tensors, strict=True))
-        found = flatten(self.module(**named) if self.keywords else self.module(*tensors))
-        if self.outputs:
-            return dict(zip(self.outputs, found.values(), strict=False))
-        return found
+    def call(self, *tensors: torch.Tensor) -> Any:
+        """Returns the module's own result, such as a dataclass."""
+        return self.module(**dict(zip(self.names, tensors, strict=True))) if self.keywords else self.module(*tensors)
+
+    def by_name(self, result: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors in the module's own result by name."""
+        found = flatten(result)
+        return dict(zip(self.outputs, found.values(), strict=False)) if self.outputs else found
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.by_name(*tensors).values())
+        return tuple(self.by_name(self.call(*tensors)).values())
 
 
 def script_parameters(module: torch.jit.ScriptModule) -> list[str]:
@@ -135,17 +114,23 @@ def _by_keyword(module: torch.nn.Module, names: Sequence[str]) -> bool:
 
 
 def run_named(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Runs one forward pass from numpy to numpy, without gradients. A model that writes to its inputs (``x -= mean``)
-    gets copies, so ``feeds`` never change."""
-    with torch.inference_mode(False):  # inference tensors don't count writes
+    """Runs one forward pass from numpy to numpy, without gradients (see ``run_own``)."""
+    with torch.inference_mode():
+        return {name: to_array(value) for name, value in module.by_name(run_own(module, signature, feeds)).items()}
+
+
+def run_own(module: NamedModule, signature: Signature, feeds: Mapping[str, np.ndarray]) -> Any:
+    """Returns the module's own result of one forward pass without gradients. A model that writes to its inputs
+    (``x -= mean``) gets copies, so ``feeds`` never change."""
+    with torch.inference_mode(False):  # an inference tensor has no ``_version``, which counts writes
         tensors = [to_tensor(feeds[spec.name]) for spec in signature.inputs]
         if module.writes_inputs is not False:
             tensors = [tensor.clone() for tensor in tensors]
     before = [tensor._version for tensor in tensors]
     with torch.inference_mode():
-        found = module.by_name(*tensors)
+        result = module.call(*tensors)
         module.writes_inputs = module.writes_inputs or [tensor._version for tensor in tensors] != before
-        return {name: to_array(value) for name, value in found.items()}
+        return result
 
 
 def in_training(module: torch.nn.Module) -> str:
@@ -164,9 +149,9 @@ def in_training(module: torch.nn.Module) -> str:
 
 def discover_outputs(
     module: torch.nn.Module, signature: Signature, names: Sequence[str], where: str
-) -> tuple[TensorSpec, ...]:
-    """Runs the module at several sizes and returns the specs of its outputs (names, dtypes and dims). ``names`` lists
-    names for the outputs in order. ``where`` names the source in messages.
+) -> tuple[tuple[TensorSpec, ...], Template]:
+    """Runs the module at several sizes. Returns the specs of its outputs (names, dtypes and dims) and the structure of
+    its result. ``names`` lists names for the outputs in order. ``where`` names the source in messages.
 
     Raises ``BadSource`` if the module fails at a size of the signature, has random outputs or returns no tensor.
     """
@@ -188,7 +173,8 @@ def discover_outputs(
             ) from error
     far, found = far_runs(signature, partial(run_named, named, signature))
     first = runs[0]
-    again = run_named(named, signature, signature.example_inputs(**cases[0]))
+    result = run_own(named, signature, signature.example_inputs(**cases[0]))
+    again = {name: to_array(value) for name, value in named.by_name(result).items()}
     for name, value in first.items():
         if not same_output(value, again[name]):
             why = in_training(module) or (
@@ -203,5 +189,8 @@ def discover_outputs(
             f"{where} returns {len(first)} tensors ({', '.join(first)}) and {len(names)} names are given; "
             "give one name for each tensor"
         )
-    renamed = dict(zip(first, names, strict=False))
-    return output_specs(signature, [*cases, *far], [*runs, *found], where, renamed)
+    # A result that passes an input on, as the models of sentence-transformers do, needs another name for it.
+    taken = {spec.name for spec in signature.inputs}
+    renamed = dict(zip(first, names, strict=False)) or {name: f"{name}_out" for name in first if name in taken}
+    structure = describe(result, names=renamed)[0]
+    return output_specs(signature, [*cases, *far], [*runs, *found], where, renamed), structure

@@ -8,8 +8,8 @@ from accel.signature import DimRange
 
 
 def export_dim(name: str, bounds: DimRange, *, open_end: bool = False) -> torch.export.Dim:
-    """Returns ``bounds`` as a dim called ``name``. ``open_end`` leaves out the upper bound. A dim with a step becomes
-    ``step`` times another dim, so that the exported program records the step.
+    """Returns ``bounds`` as a ``torch.export.Dim`` called ``name``. ``open_end`` leaves out the upper bound. A dim with
+    a step becomes ``step`` times another dim, so that the exported program records the step.
     """
     step = bounds.step
     most = None if open_end else bounds.max // step

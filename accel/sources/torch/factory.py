@@ -19,6 +19,10 @@ from .found import Found
 from .weights import load_weights
 
 
+class MadeByTensorFlow(BadSource):
+    """A factory returned a model of TensorFlow, although neither its name nor its file tells so."""
+
+
 def open_factory(spec: str, weights: Path | None) -> Found:
     """Calls the factory that ``spec`` names and loads ``weights`` into the module it returns.
 
@@ -30,6 +34,8 @@ def open_factory(spec: str, weights: Path | None) -> Found:
     example: Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor | None = None
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         made, example = made
+    if any(kind.__module__.startswith(("keras.", "tensorflow.")) for kind in type(made).__mro__):
+        raise MadeByTensorFlow(f"{spec} returned {type(made).__name__}, a model of TensorFlow")
     if not isinstance(made, torch.nn.Module):
         raise BadSource(
             f"{spec} returned {type(made).__name__}; a factory returns an nn.Module, or a module and its example inputs"
@@ -83,10 +89,10 @@ def specs_from_example(module: torch.nn.Module, example: Any) -> tuple[TensorSpe
     specs = []
     for name, tensor in tensors.items():
         shape = ("batch", *tensor.shape[1:]) if tensor.ndim else ()
-        values = None
+        seen = None
         if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel():
-            values = (int(tensor.min()), int(tensor.max()))
-        specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, values))
+            seen = (int(tensor.min()), int(tensor.max()))
+        specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, seen=seen))
     return tuple(specs)
 
 

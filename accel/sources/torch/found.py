@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,8 @@ class Found:
     ``path`` is the main file. ``inputs``, ``outputs`` and ``dims`` are empty if the spec doesn't declare them.
     ``checkpoint`` holds the weights that were loaded into the module. ``forms`` lists possible signatures of the
     module, one of which is selected by running the module. ``example`` holds example declarations of the module's
-    inputs.
+    inputs. ``name`` names a live module in messages. ``live`` holds the facts that the manifest records about a live
+    module.
     """
 
     module: torch.nn.Module
@@ -32,3 +34,5 @@ class Found:
     checkpoint: Checkpoint | None = None
     forms: tuple[Signature, ...] = ()
     example: tuple[str, ...] = ()
+    name: str = ""
+    live: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Modules that torch saved with their code, which are exported programs (``.pt2``) and TorchScript files."""
+"""Opens the files in which torch saves a module with its code: exported programs (``.pt2``) and TorchScript files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ..checkpoints.unpickle import refuse_bomb
 from .call import flatten
 from .found import Found
 
-# For an unlimited dim, torch writes an upper limit of at least _ANY_SIZE. A smaller limit becomes the upper end of the
-# dim's range. Gates run at this end, so it is at most four times the example's size, or _DECLARED if that is larger.
+# For an unlimited dim, torch writes an upper limit of at least _ANY_SIZE. A smaller limit was declared, and becomes the
+# upper end of the dim's range. Because gates run at the upper end, a declared limit is cut to four times the example's
+# size or to _DECLARED, whichever is larger.
 _ANY_SIZE, _DECLARED = 2**13, 32
 
 
@@ -53,7 +54,7 @@ def open_exported_program(path: Path) -> Found:
             written = str(size.node.expr)
             step, symbol = _multiple_of(size.node.expr)
             dim = "batch" if axis == 0 and symbol not in dims else symbol
-            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # a dim with another multiple
+            if dim != "batch" and dims.get(dim, (written,))[0] != written:  # another expression has this name
                 dim = f"{symbol}_in_steps_of_{step}"
             dim = next((d for d, s in dims.items() if s[0] == written), dim)
             opt = int(tensor.shape[axis])

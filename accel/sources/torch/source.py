@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,16 +9,19 @@ from pathlib import Path
 
 import torch
 
-from accel.artifact import Artifact, combined_sha256, file_sha256, text_sha256
+from accel.artifact import Artifact, file_sha256, text_sha256
 from accel.errors import BadInputSpec
 from accel.signature import Signature, TensorSpec
+from accel.sources.structure import Template
 from accel.spelling import option
 
 from ..checkpoints.checkpoint import detect
 from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
 from .call import discover_outputs, in_training
 from .factory import forward_parameters, open_factory, required_parameters
+from .fingerprint import code_sha256, state_sha256
 from .found import Found
+from .live import SUFFIX, open_captured
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import final_folder, open_train_folder
 from .transformers_folder import open_folder
@@ -59,9 +61,13 @@ def open_torch(
         specs = given = other.inputs
         found = replace(found, dims=other.dims)
     if not specs:
+        if found.live:
+            raise BadInputSpec(
+                f"the inputs of {found.name} are unknown; pass {option('example')}, the arguments of a call"
+            )
         examples = found.example or tuple(map(input_example, required_parameters(found.module) or ["x"]))
         raise BadInputSpec(
-            f"{spec} doesn't declare its inputs; pass {option('inputs')} for each input, e.g. "
+            f"{found.name or spec} doesn't declare its inputs; pass {option('inputs')} for each input, e.g. "
             f"{option('inputs', list(examples))}"
         )
     declared = dict(found.dims or {})
@@ -72,11 +78,14 @@ def open_torch(
     signature = Signature(specs, (), {d: r for d, r in declared.items() if d in bare.dims}).with_dims(ranges)
     found.module.eval()
     names = found.outputs if not given or found.outputs else ()
-    signature = replace(signature, outputs=discover_outputs(found.module, signature, names, spec))
+    outputs, result = discover_outputs(found.module, signature, names, found.name or spec)
+    signature = replace(signature, outputs=outputs)
     training = in_training(found.module)
     files = [{"path": str(f.absolute()), "sha256": file_sha256(f)} for f in found.files]
     state = state_sha256(found.module)
-    code = _code_sha256(found.module)
+    code = code_sha256(found.module)
+    if found.live:
+        state, code = found.live["state_sha256"], found.live["code_sha256"]
     # Two factories of one file may differ only in attributes, which the hashes above don't cover.
     factory = spec.rpartition(":")[2] if ":" in spec else ""
     sha256 = text_sha256("\n".join([state, code, factory, *(f["sha256"] for f in files)]))
@@ -92,6 +101,7 @@ def open_torch(
             "weights": str(weights) if weights else None,
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
+            "call": {"arguments": _arguments(found, specs), "result": result},
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,
             "state_sha256": state,
@@ -116,27 +126,13 @@ def module_of(artifact: Artifact) -> torch.nn.Module:
     return _opened[sha256]
 
 
-def state_sha256(module: torch.nn.Module) -> str:
-    """Returns the sha256 of the names, dtypes, shapes and bytes of all parameters and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return digest.hexdigest()
-
-
-def _code_sha256(module: torch.nn.Module) -> str:
-    """Returns the sha256 of the files that define the classes of the module and its submodules."""
-    files = set()
-    for kind in {type(m) for m in module.modules()}:
-        try:
-            files.add(inspect.getfile(kind))
-        except (TypeError, OSError):
-            continue
-    return combined_sha256(sorted({file_sha256(Path(f)) for f in files if Path(f).is_file()}) or [""])
+def _arguments(found: Found, specs: Sequence[TensorSpec]) -> dict[str, Template]:
+    """Returns the structure of the arguments of ``forward`` by parameter (see ``accel.sources.structure``)."""
+    if len(specs) == 1:
+        return {(forward_parameters(found.module) or [specs[0].name])[0]: {"tensor": specs[0].name}}
+    named = [spec.name for spec in specs]
+    order = [name for name in forward_parameters(found.module) if name in named]
+    return {name: {"tensor": name} for name in (order if len(order) == len(named) else named)}
 
 
 def _renamed(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> dict[str, str]:
@@ -173,6 +169,8 @@ def _find(spec: str, weights: Path | None) -> Found:
         if not (path / "config.json").is_file() and detect(path) is not None:
             raise weights_without_code(path)
         return open_folder(path)
+    if path.suffix == SUFFIX:
+        return open_captured(path)
     if path.suffix == ".pt2":
         return open_exported_program(path)
     if path.suffix in (".pt", ".pth", ".ts", ".jit", ".torchscript", ".bin", ".safetensors", ".ckpt"):

@@ -42,7 +42,8 @@ def open_train_folder(folder: Path) -> Found:
     """Opens the trained model by calling its factory and loading the weights. The inputs come from the recorded
     signature, or from the recorded samples.
 
-    Raises ``InvalidModel`` if a file is not the one that training wrote, ``BadSource`` if the factory is not found.
+    Raises ``InvalidModel`` if a file is missing or changed since the training, ``BadSource`` if the factory is not
+    found.
     """
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     try:

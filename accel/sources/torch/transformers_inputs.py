@@ -15,7 +15,8 @@ from ..declare import input_example
 from ..output_specs import farthest, probe_cases
 from .call import NamedModule, run_named
 
-# No default range goes beyond this size, because gates run at the ends of each range.
+# No default range of a text's length goes beyond this size. Gates run at both ends of a range, and a longer text would
+# take too long.
 _LONGEST = 512
 # The last Unicode code point.
 _LAST_CHARACTER = 0x10FFFF

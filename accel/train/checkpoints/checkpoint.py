@@ -1,8 +1,8 @@
 """Checkpoints. Each checkpoint is written atomically and can be read on any world size and ZeRO stage.
 
     RUN/checkpoints/step-00000200/   DCP shards and their .metadata, and run.json: step, loss scale, config, model
-    RUN/checkpoints/best.json        the best step so far, and the metric RUN/final/                       the model for
-    ``accel export`` (see ``accel.train.checkpoints.final``)
+    RUN/checkpoints/best.json        the best step so far, and the metric
+    RUN/final/                       the model for ``accel export`` (see ``accel.train.checkpoints.final``)
 
 A folder without ``run.json`` is unfinished, and no run resumes from it. ``run.json`` is written after every rank's
 shards are on disk. Then the folder gets its final name. ``run.json`` holds the size and CRC-32 of each file. A run
@@ -64,8 +64,8 @@ class Checkpoints:
         return name not in self._passed and (self.folder / name / RUN).is_file()
 
     def save(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Writes ``state``, a dict of tensors, and ``run``, a dict of plain values with ``step``. Each rank writes its
-        shards.
+        """Writes ``state``, a dict of tensors, and ``run``, a dict of plain values that has ``step``. Each rank writes
+        its shards.
 
         Waits for the previous save first. If the config says ``asynchronous``, copies the tensors and writes the copies
         in the background. ``wait`` then finishes the save. All ranks have to call ``wait`` together, ideally once no
@@ -108,7 +108,7 @@ class Checkpoints:
         return self._pending is not None and not self._pending[0].done()
 
     def wait(self) -> None:
-        """Waits until the background save is complete and has its final name."""
+        """Waits until the background save is complete and its folder has the final name."""
         if self._pending is None:
             return
         (future, final, run), self._pending = self._pending, None
@@ -205,7 +205,8 @@ class Checkpoints:
     def load_newest(
         self, wanted: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]], model: str
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Reads the newest sound checkpoint. Returns its ``run.json`` and tensors, or None if there is no checkpoint.
+        """Reads the newest undamaged checkpoint. Returns its ``run.json`` and tensors, or None if there is no
+        checkpoint.
 
         ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
         rank has to call ``load_newest``, and all ranks take the same checkpoint. ``damaged`` lists the skipped
@@ -292,7 +293,7 @@ class Checkpoints:
 
 
 class _Unreadable(Exception):
-    """Raised for a damaged checkpoint, which is then skipped."""
+    """The checkpoint is damaged and has to be skipped."""
 
 
 def _reason(error: BaseException) -> str:

@@ -84,7 +84,7 @@ def write_run(
 ) -> None:
     """Writes ``final/`` of a run into ``folder`` (rank 0): weights, factory, declared signature, some inputs.
 
-    ``names`` are the names of ``forward``'s inputs. ``code`` holds the model's ``sources`` at the start of the run.
+    ``names`` are the names of ``forward``'s inputs. ``code`` is the result of ``sources`` at the start of the run.
     """
     from accel.sources.python_object import load_object
 
@@ -93,7 +93,7 @@ def write_run(
     samples = [data[i] for i in range(min(64, len(data)))]
     try:
         stacked = torch.utils.data.default_collate(samples)[0]
-    except RuntimeError:  # the samples differ in length (a micro-batch of 1 allows that) and can't be stacked
+    except RuntimeError:  # samples of different lengths can't be stacked; a micro-batch of 1 allows them
         stacked = torch.utils.data.default_collate(samples[:1])[0]
     if config.pack:  # only training passes positions and documents
         stacked = stacked[0]

@@ -17,14 +17,14 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def problems(config: TrainConfig, world_size: int) -> Iterator[str]:
-    """Yields each problem of ``config`` on ``world_size`` ranks, with its fix."""
+    """Yields a message for each problem of ``config`` on ``world_size`` ranks, with the fix."""
     yield from _names(config)
     yield from _numbers(config)
     yield from _layout(config, world_size)
 
 
 def runnable(config: TrainConfig) -> None:
-    """Raises ``BadConfig`` if ``config`` lacks keys that a run needs, although ``accel plan`` doesn't."""
+    """Raises ``BadConfig`` if ``config`` lacks keys that a run needs. ``accel plan`` doesn't need these keys."""
     if not config.model or not config.data:
         raise BadConfig(
             "the config needs model and data; write model = 'package.module:factory', and data the same way "

@@ -153,9 +153,9 @@ class TrainConfig:
     ``evaluate`` every ``evaluate_every`` steps and at the end.
 
     ``global_batch`` is the number of samples per step over all ranks. ``micro_batch`` is the number of samples per rank
-    and pass; gradients are accumulated over the micro-batches of a step. ``pack`` packs samples of any length into
-    sequences of this many positions (see ``data/packing.py``). With ``pack``, the batch sizes count sequences. ``pack =
-    0`` takes samples unchanged. ``drop_last = false`` trains on the last, smaller batch of an epoch too.
+    and pass; gradients are accumulated over the micro-batches of a step. ``pack`` is the length of the sequences into
+    which samples of any length are packed (see ``data/packing.py``). With ``pack``, the batch sizes count sequences.
+    ``pack = 0`` takes samples unchanged. ``drop_last = false`` trains on the last, smaller batch of an epoch too.
 
     ``tensor_parallel`` maps module-name patterns to styles (see ``accel.train.parallel.tensor``). ``compile`` compiles
     each block with torch.compile. ``peak_flops`` is the FLOP/s of one rank's device (989e12 for an H100 in bf16), for

@@ -1,8 +1,8 @@
 """Packing: puts several documents of any length into one sequence, and trains as if each document were alone.
 
-``pack = 128`` in the config packs the samples of ``data`` (``int64[n]`` tokens and ``int64[n]`` targets, n varies) into
-sequences of 128 positions. Documents are placed longest first, each into the fullest sequence with enough room (best
-fit, Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
+``pack = 128`` in the config packs the samples of ``data`` into sequences of 128 positions. A sample has ``int64[n]``
+tokens and ``int64[n]`` targets, and n varies. Documents are placed longest first, each into the fullest sequence with
+enough room (best fit, Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3).
 
 Positions restart in every document. A model that uses positions takes ``positions`` or ``position_ids`` in ``forward``.
 In ``F.scaled_dot_product_attention``, a position sees only positions of the same document. The padding at the end of a
@@ -142,8 +142,8 @@ class OwnDocument(AroundAttention):
         for tensor in (query, key):
             if tensor.ndim != 4 or tensor.shape[0] != batch or tensor.shape[2] != positions:
                 raise BadConfig(
-                    f"attention over {list(tensor.shape)} isn't [batch, heads, positions, width] of {batch} sequences "
-                    f"of {positions}, so packing can't keep its documents apart; {_FIX}"
+                    f"attention gets a tensor of shape {list(tensor.shape)} instead of [{batch}, heads, {positions}, "
+                    f"width], so packing can't keep the documents apart; {_FIX}"
                 )
         mask = self._mask(is_causal)
         if attn_mask is not None and attn_mask.dtype != torch.bool:

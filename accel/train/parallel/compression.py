@@ -56,11 +56,11 @@ class PowerSGD:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._buckets: dict[int, tuple[str, ...]] = {}
         self._memory: dict[str, torch.Tensor] = {}
-        # A lambda, because DDP checks the annotations of a hook and refuses those of ``run``.
+        # A lambda, because DDP checks the annotations of a hook and refuses the annotations of ``run``.
         module.register_comm_hook(self, lambda memory, bucket: memory.run(bucket))
 
     def run(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Reduces a bucket. Compresses and reduces a bucket, as DDP's communication hook."""
+        """Compresses and reduces a bucket, as DDP's communication hook."""
         names, index = tuple(self._names[id(p)] for p in bucket.parameters()), bucket.index()
         if self._buckets.get(index, names) != names:  # earlier buckets are unchanged and already being reduced
             for old in [old for old in self._buckets if old >= index]:

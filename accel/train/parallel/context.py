@@ -58,8 +58,9 @@ class Ulysses(AroundAttention):
         for tensor in (query, key, value):
             if tensor.ndim != 4 or tensor.shape[_HEADS] % self.mesh.size():
                 raise BadConfig(
-                    f"attention over {list(tensor.shape)} has to have the shape [batch, heads, positions, width], and "
-                    f"cp {self.mesh.size()} has to divide its heads; use a cp that does"
+                    f"attention gets a tensor of shape {list(tensor.shape)}; the shape has to be [batch, heads, "
+                    f"positions, width], and cp {self.mesh.size()} has to divide the number of heads; use a cp that "
+                    "does"
                 )
         whole = [self._turn(tensor, _POSITIONS, _HEADS) for tensor in (query, key, value)]
         found = F.scaled_dot_product_attention(whole[0], whole[1], whole[2], None, *rest, **named)

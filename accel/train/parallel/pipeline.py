@@ -167,8 +167,8 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[k][n] cuts the first n parts into k groups: it has the highest cost of a group, and the start of the last
-    # group.
+    # best[k][n] describes the best cut of the first n parts into k groups: the cost of the most expensive group, and
+    # the start of the last group.
     best = [[(0.0, 0) if n == 0 else (float("inf"), 0) for n in range(count + 1)]]
     for k in range(1, stages + 1):
         row = [(float("inf"), 0)] * k
@@ -218,8 +218,8 @@ def _not_tied(module: nn.Module, names: Sequence[str]) -> None:
         for parameter in module.get_submodule(name).parameters():
             if owner.setdefault(id(parameter), name) != name:
                 raise BadConfig(
-                    f"{owner[id(parameter)]} and {name} share a parameter, but pipeline stages can't share one; untie "
-                    "them, or use pp 1"
+                    f"{owner[id(parameter)]} and {name} share a parameter, but pipeline stages can't share parameters; "
+                    "untie them, or use pp 1"
                 )
 
 

@@ -73,9 +73,9 @@ class _Comm:
         return torch.empty(size, dtype=dtype, device=device)
 
     def sizes(self, count: int) -> list[int]:
-        """Returns the number of a rank's ``count`` values that belong to each parameter.
+        """Returns how many of a rank's ``count`` values belong to each parameter.
 
-        Returns ``[count]`` if FSDP2 leaves out parameters, namely those without a gradient.
+        Returns ``[count]`` if FSDP2 leaves out parameters. FSDP2 leaves out parameters without a gradient.
         """
         groups = self.module._get_fsdp_state()._fsdp_param_groups
         found = [p._sharded_param_data.numel() for group in groups for p in group.fsdp_params]

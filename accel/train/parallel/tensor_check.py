@@ -40,7 +40,7 @@ _SEQUENCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A call of ``F.scaled_dot_product_attention``: the module that calls it, the shapes of query and key."""
+    """A call of ``F.scaled_dot_product_attention``: the module that calls it, and the shapes of query and key."""
 
     module: str
     query: torch.Size
@@ -95,8 +95,8 @@ def check_heads(module: nn.Module, styles: Mapping[str, str], attentions: Sequen
 
 
 def check_same(module: nn.Module, whole: Tried, mesh: DeviceMesh, *, exact: bool, sequence: bool) -> None:
-    """Raises ``BadConfig`` if ``module``, now sharded over ``mesh``, fails on a sample or its output differs
-    from ``whole``.
+    """Raises ``BadConfig`` if ``module``, now sharded over ``mesh``, fails on a sample. Also raises ``BadConfig`` if
+    its output differs from ``whole``.
 
     ``exact`` means that parameters and products are float32. ``sequence`` means that the ranks share the sequence
     between sharded modules.

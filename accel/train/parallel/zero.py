@@ -39,13 +39,13 @@ def shard(
     """Lays ``module`` out over ``mesh`` at ZeRO stage ``zero`` and returns the module to call.
 
     Returns ``module`` itself, except at stage 0, where DDP wraps it. Gradients are averaged over the data-parallel
-    ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). Without a ``mesh``, for a single process,
-    nothing is done.
+    ranks. ``mesh`` is 1-D (data-parallel ranks) or 2-D (replicas and shards). ``mesh`` is None for a single process,
+    and ``module`` stays unchanged.
 
-    With ``ddp=False``, which tensor and pipeline parallel need, stage 0 uses FSDP2 too, with shards over one rank.
-    ``parts`` are the modules whose parameters are gathered together, by default the blocks. At stage 3, the parameters
-    stay in shards over ``hpz`` ranks between forward and backward (ZeRO++), which costs memory and saves a gather over
-    all ranks.
+    Tensor and pipeline parallel need ``ddp=False``. Stage 0 then uses FSDP2 too, with shards over one rank. ``parts``
+    are the modules whose parameters are gathered together, by default the blocks. If ``hpz`` is set (stage 3 with
+    ZeRO++), the parameters stay in shards over ``hpz`` ranks between forward and backward. This costs memory and saves
+    a gather over all ranks.
     """
     if mesh is None:
         return module

@@ -1,4 +1,5 @@
 """The processes of a training run: the launcher, the program of one rank, the watchdog that finds a hanging rank.
 
-In: a `TrainConfig` and a run folder. Out: the report of rank 0 (steps, loss, metrics), or one error for all ranks.
+Takes a `TrainConfig` and a run folder. Returns the report of rank 0 (steps, loss, metrics), or raises one error for all
+ranks.
 """

@@ -252,8 +252,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """Returns ``path`` or, if missing, accel's example config of that name, so that ``examples/digits.toml`` works
-    anywhere."""
+    """Returns ``path`` if the file exists. Otherwise returns accel's example config of the same name, so that
+    ``examples/digits.toml`` works anywhere."""
     if path.is_file() or path.parent.name != "examples":
         return path
     root = Path(accel.__file__).resolve().parent

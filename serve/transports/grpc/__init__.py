@@ -1,4 +1,4 @@
 """The gRPC transport: the service of the Open Inference Protocol, streams, grpc.health.v1 and reflection.
 
-In: protobuf messages. Out: an `InferCall` for the server, and its replies as protobuf messages.
+Turns a protobuf message into an `InferCall` for the server, and the server's replies into protobuf messages.
 """

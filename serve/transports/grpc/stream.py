@@ -23,7 +23,7 @@ log = logging.getLogger("accel.serve")
 _Response = proto.message("ModelStreamInferResponse")
 # The number of unanswered requests of one stream at which reading stops, so that gRPC's flow control stops the client.
 _UNANSWERED = 128
-FOREVER = 1e8  # in seconds; for a call without a deadline, grpcio reports one centuries away
+FOREVER = 1e8  # in seconds; to grpcio, a call without a deadline has centuries left
 
 
 def trace_of(context: Any) -> dict[str, str]:

@@ -59,7 +59,7 @@ def read_call(request: Any) -> InferCall:
                 )
             if used >= len(raws):
                 raise invalid(
-                    f"expected as many raw_input_contents as inputs without shared memory for model "
+                    f"expected one entry of raw_input_contents for each input without shared memory for model "
                     f"'{request.model_name}', got {len(raws)}"
                 )
             made.raw = raws[used]
@@ -69,8 +69,8 @@ def read_call(request: Any) -> InferCall:
         inputs.append(made)
     if used != len(raws):
         raise invalid(
-            f"expected as many raw_input_contents as inputs without shared memory for model '{request.model_name}', "
-            f"got {len(raws)} raw_input_contents for {used} inputs"
+            f"expected one entry of raw_input_contents for each input without shared memory for model "
+            f"'{request.model_name}', got {len(raws)} for {used} inputs"
         )
     return InferCall(
         model=request.model_name,
@@ -102,8 +102,8 @@ def _wanted(output: Any) -> WantedOutput:
 
 
 def write_reply(reply: InferReply) -> Any:
-    """Returns a ``ModelInferResponse``. Outputs are always raw contents; an output in shared memory has an empty
-    entry."""
+    """Returns a ``ModelInferResponse``. Each output has an entry in ``raw_output_contents``. The entry of an output in
+    shared memory is empty."""
     response = _InferResponse(model_name=reply.model, model_version=reply.version, id=reply.id)
     if reply.parameters:
         set_parameters(response.parameters, reply.parameters)

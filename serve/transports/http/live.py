@@ -58,8 +58,9 @@ HEADERS = {
 def snapshot(server: InferenceServer, token: str | None) -> dict[str, Any]:
     """Returns the figures that the page draws.
 
-    The result has one row for each model that the token allows. The figures of a model count from its load and are
-    summed over the processes of the server. ``time`` is in seconds since 1970, ``latency_bounds`` is in seconds.
+    The result has one row for each model that the token allows. The figures of a model are counted since the model was
+    loaded, and summed over the processes of the server. ``time`` is in seconds since 1970, ``latency_bounds`` is in
+    seconds.
     """
     name, version, _ = server.metadata(token)
     found = {(model, number): figures for model, number, figures in server.statistics(token=token)}

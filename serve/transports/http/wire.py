@@ -16,7 +16,7 @@ from ...protocol.tensors import encode, invalid
 from ..parameters import memory_slice, wanted_output
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-# Datatypes that JSON can't carry, because numbers in JSON are decimal.
+# The protocol has no JSON form of these datatypes.
 _BINARY_ONLY = ("FP16", "BF16")
 
 

@@ -1,4 +1,4 @@
-"""Functions that run in child processes of the tests of large models. Those processes can't import torch."""
+"""Functions that run in child processes of the tests of large models. These child processes can't import torch."""
 
 from __future__ import annotations
 

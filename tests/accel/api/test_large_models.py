@@ -83,7 +83,8 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("detached")
 def test_detached_weights_are_the_weights(tmp_path: Path) -> None:
-    """Fails if a detached tensor is read from the wrong offset in the file, or if the model's outputs change."""
+    """Fails if a detached tensor, whose values stay in the file, is read from the wrong offset, or if the model's
+    outputs change."""
     path = chain(tmp_path / "m", 256, 3)
     light, whole = read_detached(path), read_proto(path, weights=True)
     assert detached_bytes(light) == 3 * 256 * 256 * 4

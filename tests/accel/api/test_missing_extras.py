@@ -17,8 +17,8 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
-from accel.cli.optimize import table
 from accel.errors import MissingExtra
+from accel.optimizer.report.table import table
 from tests.support import ROOT
 
 # The packages of each extra, by import name (protobuf comes with onnx).
@@ -59,7 +59,7 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The extras of the server. If the packages of [serve] were missing, too, the errors for the other server extras would
+# The extras of the server. These are tested with the packages of [serve] installed, because otherwise the errors would
 # name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 

@@ -1,4 +1,4 @@
-"""Makes damaged, lying and malicious files from valid files.
+"""Makes damaged, self-contradictory and malicious files from valid files.
 
 Each ``make(good, here)`` writes into the folder ``here``. ``good`` is the folder of valid files that a fixture of
 ``test_hostile_files.py`` makes.
@@ -43,7 +43,7 @@ def small(**changes: Any) -> onnx.ModelProto:
 
 
 def chain(length: int) -> onnx.ModelProto:
-    """Makes a chain of ``length`` nodes, on which recursive parsers overflow their stack."""
+    """Makes a chain of ``length`` nodes. A long chain overflows the stack of a recursive parser."""
     nodes = [helper.make_node("Relu", [f"t{i}" if i else "x"], [f"t{i + 1}"]) for i in range(length)]
     nodes[-1].output[0] = "y"
     return small(nodes=nodes)
@@ -196,7 +196,7 @@ def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
 
 
 class _Harm:
-    """Pickles to code that makes a folder when the pickle is loaded."""
+    """An object whose pickle makes a folder when it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

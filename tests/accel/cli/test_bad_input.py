@@ -301,7 +301,7 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
         text=True,
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache), "PYTHONDONTWRITEBYTECODE": "1"},
         # A terminal sends the signal to the command and all its children, so the test starts them in a process group. A
-        # suite that runs in the background of a shell would pass an ignored SIGINT down to its children.
+        # shell makes its background commands ignore SIGINT, and children inherit this, so ``preexec_fn`` undoes it.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

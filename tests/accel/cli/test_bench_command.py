@@ -37,7 +37,8 @@ make = Net
 
 
 def save(path: Path, *, output: str = "y", offset: float = 0.0, kind: int = TensorProto.FLOAT) -> Path:
-    """Saves ``y = x @ w (+ offset)``, with x float32[batch, 4], or x of another dtype and a Cast to float32."""
+    """Saves ``y = cast(x) @ w + offset``. The input x has the dtype ``kind`` and the shape [batch, 4], and is cast to
+    float32."""
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["wide", "w"], ["m"]),
@@ -75,8 +76,8 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 def test_json_is_one_object_and_progress_goes_to_stderr(
     two: tuple[Path, Path], tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if stdout holds anything but the object, a documented field is missing, or the report file differs from
-    stdout."""
+    """Fails if stdout holds anything but one JSON object, a documented field is missing, or the report file differs
+    from stdout."""
     out = tmp_path / "report.json"
     ran = cli("bench", *two, *QUICK, "--sizes", "batch=3", "--threads", "1", "--json", "-o", out)
     assert ran.code == 0
@@ -118,7 +119,7 @@ def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any]
 
 @pytest.mark.slow
 def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a source can't be the baseline, if the user can't declare its inputs, or if torch.compile isn't
+    """Fails if a source can't be the baseline, if the user can't declare the source's inputs, or if torch.compile isn't
     available."""
     source = tmp_path / "my_bench_model.py"
     source.write_text(FACTORY)
@@ -171,8 +172,8 @@ def test_exit_code_is_1_where_nothing_could_be_compared(
 
 
 def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if bench runs random inputs instead of the data (numbers from 100 to 101), or if a short last batch changes
-    the shape."""
+    """Fails if bench runs random inputs instead of the data, which are numbers from 100 to 101, or if a shorter last
+    batch changes the batch size."""
     data = tmp_path / "data.npz"
     np.savez(data, x=np.random.default_rng(0).uniform(100, 101, (10, 4)).astype(np.float32))
     far = save(tmp_path / "far.onnx", offset=1000.0)
@@ -233,7 +234,7 @@ def test_python_raises_what_the_command_prints(two: tuple[Path, Path], tmp_path:
 
 
 def test_nothing_is_timed_when_the_report_cant_be_written(two: tuple[Path, Path], cli: Callable[..., Any]) -> None:
-    """Fails if a wrong -o is found only after minutes of timing."""
+    """Fails if bench starts to time before it refuses a wrong ``-o``."""
     ran = cli("bench", *two, *QUICK, "-o", two[0].parent)
     assert ran.code == 1
     assert "round" not in ran.stderr

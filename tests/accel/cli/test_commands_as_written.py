@@ -77,8 +77,8 @@ def test_the_main_job(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a command of the demo passes an unknown argument, doesn't time a net against PyTorch, or gives a
-    candidate no task metric."""
+    """Fails if a command of the demo passes an unknown argument, doesn't time a net against PyTorch, or optimizes
+    without a task metric."""
     lines: list[tuple[str, ...]] = []
 
     def listed(*words: str, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Damaged, lying and malicious files of every format give a one-line error on the command line.
-``test_bad_input.py``, ``test_hostile_settings.py`` and ``tests/accel/sources/checkpoints/test_refused.py`` cover
-other bad input."""
+"""Damaged, self-contradictory and malicious files of every format give a one-line error on the command line.
+``test_bad_input.py``, ``test_hostile_settings.py`` and ``tests/accel/sources/checkpoints/test_refused.py`` cover other
+bad input."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ INPUT = ("--input", "x:float32[batch,4]")
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A command on a damaged file. ``make`` writes the files, and ``words`` are the arguments (``{d}`` is the folder).
-    ``code`` is the exit code, or None if 0, 1 and 2 are all right, depending on the damage. ``says`` matches the only
-    line on stderr."""
+    ``code`` is the exit code, or None if the damage decides whether it is 0, 1 or 2. ``says`` matches the only line on
+    stderr."""
 
     make: make.Make
     words: tuple[str, ...]
@@ -107,7 +107,7 @@ ONNX_FILES: dict[str, Case] = {
     "no outputs": inspected(make.onnx_file(outputs=[]), "export|no outputs"),
     "no inputs": inspected(make.onnx_file(inputs=[], nodes=[_node("Identity", "w", "y")]), "", 0),
     "no nodes": inspected(make.onnx_file(nodes=[]), "export"),
-    "a sequence goes in": inspected(make.onnx_file(inputs=[SEQUENCE]), "only tensors"),
+    "a sequence goes in": inspected(make.onnx_file(inputs=[SEQUENCE]), "must be tensors"),
     "a dtype there isn't": inspected(make.onnx_file(inputs=[_value("x", ["batch", 4], 77)]), "export"),
     "a negative dim": inspected(make.onnx_file(inputs=[_value("x", [-3, 4])]), "", 0),
     "dims of an exabyte": inspected(make.model_file(lambda: make.wrong_dims([1 << 30, 1 << 30])), "export"),

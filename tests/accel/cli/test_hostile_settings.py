@@ -38,7 +38,7 @@ LEAVES = "import sys\nsys.exit(0)\n"
 
 
 def two_inputs() -> onnx.ModelProto:
-    """Makes ``y = a @ w + b``, with a and b float32[batch, length]."""
+    """Makes ``y = a @ w + b``, with a and b float32[batch, 4]."""
     value = helper.make_tensor_value_info
     names = ("a", "b")
     return make.small(

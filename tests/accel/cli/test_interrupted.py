@@ -66,7 +66,7 @@ def entries_of(cache: Path, stage: str) -> list[Path]:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Limits the size of every file, here and in child processes, as a full disk does."""
+    """Simulates a full disk: limits the size of every file that this process and its child processes write."""
     processes = [os.getpid()]
     if tensorflow_process._process is not None:  # a running process doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
@@ -173,8 +173,8 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# No command in ``KILLS`` runs these stages. A test runs the last command of each stage in ``COMMANDS``, and kills the
-# command in that stage.
+# No command in ``KILLS`` runs these stages. For each of them, a test kills the last command of the stage in
+# ``COMMANDS`` while the stage runs.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"

@@ -83,7 +83,7 @@ def test_a_stage_has_the_key_that_it_had(old: Path) -> None:
     """Fails if a change of accel's code alone, with the same libraries, invalidates the cache of 0.1.0."""
     before = Artifact.open(old / "net.onnx").history
     again = accel.export("net.py:make", inputs={"x": ("float32", ("batch", 4))}, out=old / "again.onnx").history
-    was, now = before[0], again[0]  # the first stage's output contains the folder, so the keys of later stages differ
+    was, now = before[0], again[0]  # the first stage's output contains the folder's path, so later keys differ
     assert was["input"] == now["input"]
     if was["versions"] == now["versions"]:
         assert was["key"] == now["key"]

@@ -100,8 +100,8 @@ def test_the_page_of_a_real_run(result: Any) -> None:
 
 
 def test_the_command_does_the_same(result: Any) -> None:
-    """Fails if accel doesn't accept the reported command, or if the command has another metric, number of rounds,
-    target, or file name of the model or the data than the search."""
+    """Fails if accel doesn't accept the reported command, or if its metric, rounds, target or file names differ from
+    those of the search."""
     words = shlex.split(result.command)
     assert words[:2] == ["accel", "optimize"]
     asked = command.make_context("optimize", words[2:]).params
@@ -211,8 +211,7 @@ def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_judged_without_a_metric(digits: Artifact, digits_data: tuple[Path, Path]) -> None:
-    """Fails if the judge, without a metric, doesn't rate a model with other outputs as worse, or a model with equal
-    outputs as equal."""
+    """Fails if a judge without a metric finds a difference between a model and itself."""
     judge = Judge(Source(digits.path).open(), digits_data[0], None)
     same = judge.judge(digits, {})
     assert same.drop < 1e-12
@@ -241,7 +240,7 @@ def test_the_rule_of_choice() -> None:
 
 
 def test_unmeasured_targets_prefer_fp16() -> None:
-    """Fails if, without measurements, fp16 isn't preferred to int8 and int8 to fp32, or a rejected one is chosen."""
+    """Fails if, without measurements, the choice isn't fp16 before int8 before fp32, or is a rejected candidate."""
     rows = [replace(_row(p, 1.0, ""), precision=p) for p in ("fp32", "int8", "fp16")]
     assert likeliest(rows).precision == "fp16"
     rows[2].status = "rejected"
@@ -304,8 +303,8 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if integer outputs that differ on the user's data (the index of one of two equal scores, for example)
-    lead to an error, or give no warning. The second run takes its results from the cache."""
+    """Fails if integer outputs that differ on the user's data lead to an error, or give no warning. Such an output is,
+    for example, the index of one of two equal scores. The second run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(

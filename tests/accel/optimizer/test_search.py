@@ -29,7 +29,7 @@ LOAD = Workload(objective="throughput", mix=({},), repeats=8, note="")
 
 
 class Clock:
-    """A clock whose time, in seconds, the test sets."""
+    """A clock. The test sets its time in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -103,7 +103,7 @@ def searching(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_options_have_to_be_measurably_faster(searching: Any) -> None:
-    """Fails if options that only look faster are chosen, or options that are measurably faster aren't."""
+    """Fails if options that only look faster are chosen, or options that are measurably faster aren't chosen."""
     for ms, taken in ((5.9, "a"), (4.0, "a, 1 thread")):
         search = searching(Timed({"source": 10, "a": 6, "a, 1 thread": ms}, noise=0.05))
         rows = [row("a")]
@@ -117,8 +117,8 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
-    """Fails if the search keeps the source although session options are measurably faster. In this test, the best
-    candidate of the first measurement isn't measurably faster in the second."""
+    """Fails if the search keeps the source although a candidate with other session options is measurably faster. In
+    this test, the best candidate of the first measurement isn't measurably faster than the source in the second."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
     rows = [row("a"), row("b")]
@@ -259,7 +259,7 @@ def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float
 
 
 def test_no_time_for_options(searching: Any) -> None:
-    """Fails if options are measured without time for them, or aren't listed as not tried."""
+    """Fails if session options are measured although no time is left, or aren't listed as not tried."""
     clock = Clock()
     timed = Timed({"source": 10, "a": 6})
     search = searching(timed, seconds=14, clock=clock)
@@ -271,7 +271,7 @@ def test_no_time_for_options(searching: Any) -> None:
 
 
 def test_faster_than_needs_the_same_rounds() -> None:
-    """Fails if the search compares figures of different measurements."""
+    """Fails if the search compares the times of two candidates that weren't measured in the same rounds."""
     one, other = row("a"), row("b")
     one.measured = {"round_medians_ms": [1.0] * 9}
     other.measured = {"round_medians_ms": [2.0] * 5}

@@ -181,7 +181,7 @@ def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if a candidate that needs calibration is neither made nor listed with the reason, if the reason doesn't
-    name the option, or if a candidate is listed although there is data."""
+    name the option, or if a candidate is listed as left out although there is data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))
     request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)

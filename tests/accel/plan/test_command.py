@@ -94,7 +94,7 @@ def test_the_documented_line_prints_a_table(
 def test_the_search_keeps_to_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, axis: str, value: object, from_file: bool
 ) -> None:
-    """Fails if the list or the written config silently ignores an option that is given beside --hbm."""
+    """Fails if the list or the written config silently ignores an option that is given together with --hbm."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     config.write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     shape = "--layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --global-batch 512"

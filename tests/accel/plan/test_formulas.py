@@ -120,7 +120,7 @@ def test_states_and_traffic_at_1024_ranks() -> None:
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), layout)
     parameters, gradients, optimizer = model_states(spec, layout)
     assert (found.gradients, found.optimizer) == (gradients, optimizer)
-    # Each rank holds the parameters outside the blocks whole. The plan counts these parameters as temporary.
+    # Each rank holds all of the parameters outside the blocks. The plan counts these parameters as temporary.
     assert found.parameters == parameters + 2 * spec.outside * 1023 / 1024
     assert temporary(spec, layout) > 2 * spec.outside
     assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
@@ -210,8 +210,8 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
     """Fails if c ranks that share sequences hold other states than data-parallel ranks, or if each doesn't hold 1 / c
-    of a sequence's activations. Also fails if a rank's traffic per layer and pass isn't (c - 1) / c of 4 s b h / c,
-    Ulysses's traffic (Jacobs et al. 2023, section 3.2)."""
+    of a sequence's activations. Also fails if a rank's traffic per layer and pass isn't (c - 1) / c of 4 s b h / c.
+    This is the traffic of Ulysses (Jacobs et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)

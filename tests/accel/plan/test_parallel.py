@@ -62,9 +62,9 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
     """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the closed form allows.
-    Padding is allowed, and so are the norms, biases and positions that tensor parallel doesn't cut (0.8 % of this
-    model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding, which the
-    plan counts as temporary."""
+    Padding is allowed. So are the norms, biases and positions that tensor parallel doesn't cut, which are 0.8 % of this
+    model at tp 2. Gradients that accumulate until the last micro-batch may include the whole embedding, which the plan
+    counts as temporary."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
@@ -83,15 +83,16 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
 @pytest.mark.parametrize(("ranks", "replicate", "hpz", "accumulation"), [(8, 1, 2, 1), (16, 2, 4, 2)])
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
     """Fails if the bytes of the shards that hpZ keeps between forward and backward, or the bytes that hpZ gathers,
-    differ from the closed form by more than padding. Each rank holds the parameters outside the blocks whole, and
+    differ from the closed form by more than padding. Each rank holds all of the parameters outside the blocks, and
     gathers these parameters once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The plan also counts the first shards: 2 bytes per parameter, a sixth of the optimizer's 12. The plan counts all
-    # parameters as sharded, but ranks hold the parameters outside the blocks whole, so the difference is added.
+    # The plan also counts the first shards. They take 2 bytes per parameter, a sixth of the optimizer's 12. The plan
+    # counts all parameters as sharded. But ranks hold all of the parameters outside the blocks, so the test adds the
+    # difference.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)

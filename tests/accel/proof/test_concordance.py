@@ -44,8 +44,8 @@ def test_batches_of_other_lengths() -> None:
 
 
 def test_one_number_a_sample() -> None:
-    """Fails if only the sign of a scalar output counts, if a few large samples drown the many small ones, or if an
-    output that follows none of the differences between the samples counts as correct."""
+    """Fails if only the sign of a scalar output counts, if a few large samples drown the many small ones, or if a
+    constant output counts as correct although the reference differs from sample to sample."""
     prices = np.random.default_rng(0).lognormal(0, 3, (256, 1)).astype(np.float32)
     step = prices.max() / 127
     assert discordance([prices], [prices * 1.01]) < 1e-3
@@ -64,7 +64,8 @@ def test_one_number_a_sample() -> None:
 
 @given(hnp.arrays(np.float64, 20, elements=st.floats(-10, 10)), st.integers(0, 9))
 def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
-    """Fails if the concordance of all samples together isn't what Lin's formula gives with the paper's 1/n."""
+    """Fails if the concordance of all samples together isn't Lin's coefficient, with variances divided by n as in the
+    paper."""
     noise = np.random.default_rng(seed).normal(0, 1e-3 * (1 + np.abs(value).max()), 20)
     if value.std() < 0.1:
         return
@@ -93,8 +94,8 @@ def test_errors_of_samples() -> None:
 
 
 def _rounding(path: Path, step: float) -> Path:
-    """Saves a model that rounds its input, one number per sample, to multiples of ``step``, as int8 rounds an
-    output."""
+    """Saves a model that rounds its input to multiples of ``step``, as int8 rounds an output. A sample is one
+    number."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[batch, 1] x) => (float[batch, 1] y) '
         f"<float s = {{{step:g}}}> {{ a = Div(x, s) b = Round(a) y = Mul(b, s) }}"

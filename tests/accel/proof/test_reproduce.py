@@ -24,7 +24,7 @@ from accel.stage import run_stage
 
 @pytest.fixture(scope="module")
 def engine(digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Builds an int8 engine of the trained net: exports, simplifies, quantizes on data, casts, builds."""
+    """Makes an int8 engine of the trained net in five stages: export, simplify, quantize, cast and build."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="tensorrt", data=digits_data[0]))
     cast = run_stage("cast", quantized, CastConfig(precision="fp16"))
     out = tmp_path_factory.mktemp("engine") / "model.engine"
@@ -34,8 +34,8 @@ def engine(digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: p
 def test_a_chain_of_five_stages_gives_the_same(
     cli: Any, engine: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if a stage isn't deterministic, if its recorded options don't repeat it, or if a result comes from the
-    cache (which would prove nothing)."""
+    """Fails if a stage isn't deterministic, or if its recorded options don't repeat it. Also fails if a result comes
+    from the cache, because this would prove nothing."""
     ran = cli("reproduce", engine.path, "--data", digits_data[0], "-o", tmp_path / "again.engine", "--json")
     assert ran.code == 0, ran.stderr
     body = json.loads(ran.stdout)
@@ -129,7 +129,8 @@ def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path: Path) -> None:
-    """Fails if a changed engine passes only because its stages give the bytes that the manifest records."""
+    """Fails if an engine that was changed after it was made passes because its stages still give the bytes in the
+    manifest."""
     stub(tmp_path, 2)
     exported = accel.export(f"{tmp_path}/net.py:make", out=tmp_path / "net.onnx")
     made = run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(), out=tmp_path / "net.engine")

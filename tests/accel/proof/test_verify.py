@@ -80,8 +80,8 @@ def make():
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
     """Fails if --input or --weights doesn't reach a factory that is the reference or the candidate, or if a net with
-    other weights than the file passes. Also fails if the error doesn't name the weights that the file was made with,
-    or names weights although neither model was opened without them."""
+    other weights than the file passes. Also fails if the error doesn't advise the user to pass the weights that the
+    file was made with, or gives this advice when no manifest records weights or no model is a factory."""
     import torch
     from safetensors.torch import save_file
 
@@ -157,8 +157,9 @@ def scaled(path: Path, factor: float) -> Artifact:
 
 
 def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
-    """Fails if a quantized model that differs on random inputs gets no advice to pass data, if a float model or a
-    comparison on data gets this advice, or if the command's help or table doesn't say which inputs were used."""
+    """Fails if verify doesn't advise the user to pass data when a quantized model differs on random inputs. Also fails
+    if verify gives this advice for a float model or for a comparison on data, or if the help or the table of the
+    command doesn't name the inputs."""
     one, other = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "other.onnx", 2.0)
     in_int8 = replace(other, properties={**other.properties, "precision": "int8"})
     data = build.save_data(tmp_path / "d.npz", x=np.ones((3, 2), np.float32))
@@ -198,7 +199,7 @@ def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size:
 
 
 def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
-    """Fails if a gate at another shape runs on numbers that aren't in the data."""
+    """Fails if a gate that needs a shape other than the data's runs on numbers that aren't in the data."""
     path = tmp_path / "d.npz"
     np.savez(path, x=np.arange(12, dtype=np.float32).reshape(3, 4), ids=np.arange(3))
     feeds = Dataset.load(path, SIGNATURE).shaped({"batch": 5, "n": 6}, 1)

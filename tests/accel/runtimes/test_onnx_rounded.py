@@ -1,4 +1,4 @@
-"""The rounded session rounds after every node, which shows overflows that ONNX Runtime hides."""
+"""``RoundedSession`` rounds to 16 bits after every node, which shows overflows that ONNX Runtime hides."""
 
 from __future__ import annotations
 

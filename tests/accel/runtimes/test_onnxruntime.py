@@ -163,7 +163,7 @@ def ended(some: set[str]) -> bool:
 
 def test_threads_are_those_asked_for(linear: Artifact) -> None:
     """Fails if ``threads`` doesn't reach ONNX Runtime. With one thread, ONNX Runtime starts no pool. With three
-    threads, ONNX Runtime starts two beside the caller's."""
+    threads, ONNX Runtime starts two, because the third is the caller's."""
     before = threads()
     with open_session(linear, "onnxruntime", {"threads": 1}):
         assert threads() <= before
@@ -231,7 +231,8 @@ def test_strings_go_in_and_out(tmp_path: Path) -> None:
 
 
 def test_weights_beside_the_model_are_found(tmp_path: Path) -> None:
-    """Fails if the model is loaded from its bytes, from which ONNX Runtime can't find the external weights."""
+    """Fails if the session doesn't find external weights, for example because it loads the model from bytes without a
+    path."""
     model = save(
         tmp_path / "m.onnx",
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -294,9 +295,9 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
-    """Fails if a run of the session takes longer than the runtime's own run plus four times the input checks. These
-    checks take most of the time that the session adds. The test compares the shortest of many alternating runs, because
-    other load can only lengthen a run."""
+    """Fails if a run of the session takes longer than the runtime's own run plus four times the time of the input
+    checks. These checks take most of the time that the session adds. The test compares the shortest of many alternating
+    runs, because other load can only lengthen a run."""
     feeds = {"x": np.ones((1, 3), np.float32)}
     with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
         names, raw = session.outputs, session.session

@@ -305,7 +305,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # a session with one thread also waits this way (OpenVinoSession._waits)
+        def own_call() -> None:  # waits as a session with one thread does
             slot.request.start_async()
             slot.request.wait()
 

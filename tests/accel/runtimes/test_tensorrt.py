@@ -100,8 +100,8 @@ def fixed(artifact: Artifact) -> Artifact:
 
 
 def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a run launches a graph of other shapes or buffers, the first run of a shape is captured, a graph
-    outlives the session, or the outputs belong to another run."""
+    """Fails if a run launches a CUDA graph of other shapes or buffers, the first run of a shape is captured, a CUDA
+    graph outlives the session, or the outputs belong to another run."""
     shapes = [(2, 3), (2, 3), (2, 3), (4, 8), (4, 8), (2, 3)]
     with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
         counts = []
@@ -115,7 +115,8 @@ def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifac
 
 
 def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a graph is captured while TensorRT asks for memory. Such a graph can't be replayed."""
+    """Fails if a CUDA graph is captured from a run in which TensorRT asks for memory, because this graph couldn't be
+    replayed."""
     with TensorRTSession(artifact, SessionOptions(cuda_graph=True)) as session:
         for seed in range(3):
             given_feeds = feeds(2, 3, seed)
@@ -125,7 +126,7 @@ def test_a_size_that_depends_on_the_data_is_never_captured(artifact: Artifact, c
 
 
 def test_a_capture_that_fails_ends(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if the stream stays in capture mode after a failed capture, or if an empty graph is launched later."""
+    """Fails if the stream stays in capture mode after a failed capture, or if an empty CUDA graph is launched later."""
     with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
         session.run(feeds(2, 3))
         context = FakeToolkit.Runtime.engines[-1].contexts[-1]
@@ -208,7 +209,8 @@ def test_closed_is_closed(artifact: Artifact, cuda: FakeCuda) -> None:
 
 
 def test_a_changed_byte_stops_before_the_engine_is_loaded(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if bytes that differ from the manifest reach the deserializer, which they can crash."""
+    """Fails if accel deserializes an engine whose bytes differ from the manifest. Wrong bytes can crash the
+    deserializer."""
     artifact.path.write_bytes(b"ENGINE wholf")
     loaded = len(FakeToolkit.Runtime.engines)
     with pytest.raises(InvalidModel, match=r"sha256 differs\); build it again with: accel optimize net\.onnx"):

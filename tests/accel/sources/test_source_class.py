@@ -4,13 +4,15 @@ accepts a ``Source``."""
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import accel
 from accel.artifact import Artifact
-from accel.errors import UsageError
+from accel.errors import AccelError, UsageError
 from accel.sources.source import Source, SourceOptions, shared
 
 FUNCTIONS = ("export", "optimize", "bench", "verify", "bisect", "load", "preflight", "inspect")
@@ -19,16 +21,19 @@ NET = "import torch\n\ndef make():\n    torch.manual_seed(0)\n    return torch.n
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_takes_the_same(name: str) -> None:
-    """Fails if a public function lacks an option of a source, or has another default or type for it."""
+    """Fails if a public function takes other options of a source than ``Source`` has, or takes any other keyword."""
     from accel.api.bisect import bisect
     from accel.api.preflight import preflight
 
     function = {"bisect": bisect, "preflight": preflight}.get(name) or getattr(accel, name)
-    own = inspect.signature(Source).parameters
-    taken = inspect.signature(function).parameters
-    for option in SourceOptions.__annotations__:
-        assert taken[option].kind is inspect.Parameter.KEYWORD_ONLY
-        assert (taken[option].default, taken[option].annotation) == (own[option].default, own[option].annotation)
+    assert set(SourceOptions.__annotations__) == {field.name for field in fields(Source)} - {"spec"}
+    assert inspect.signature(function).parameters["about"].annotation == "Unpack[SourceOptions]"
+    assert not set(inspect.signature(function).parameters) & set(SourceOptions.__annotations__)
+    wrong: Any = {"inptus": ["x:float32[1]"]}
+    needed = {"out": "x.onnx", "target": "ort-cpu", "candidate": "x.onnx"}
+    given = {n: v for n, v in needed.items() if n in inspect.signature(function).parameters}
+    with pytest.raises((TypeError, AccelError), match="inptus"):
+        function(["net.py:make"] if name == "bench" else "net.py:make", **given, **wrong)
 
 
 def test_a_source_is_taken_wherever_a_path_is(tmp_path: Path) -> None:
@@ -52,8 +57,8 @@ def test_of(digits: Artifact) -> None:
 
 
 def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if an ONNX file gets options that only its source needs, or if an option that applies to none of the models
-    is silently ignored."""
+    """Fails if, in a call with an ONNX file and its source, the file gets options that only the source needs. Also
+    fails if an option that applies to neither is silently ignored."""
     (tmp_path / "net.py").write_text(NET)
     spec = f"{tmp_path / 'net.py'}:make"
     file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})

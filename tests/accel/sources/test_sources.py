@@ -115,7 +115,7 @@ def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
     refused("less.pt", lambda p: torch.save({"0.weight": state["0.weight"]}, p), BadSource, "lacks '0.bias'")
     refused("more.pt", lambda p: torch.save({**state, "new": torch.ones(1)}, p), BadSource, "holds 'new'")
     shape = {**state, "0.bias": torch.ones(9)}
-    refused("shape.pt", lambda p: torch.save(shape, p), BadSource, r"'0.bias' is \[9\], the model's is \[4\]")
+    refused("shape.pt", lambda p: torch.save(shape, p), BadSource, r"shape \[9\], but the model needs \[4\]")
 
     def truncated(path: Path) -> None:
         save_file(state, str(path))
@@ -162,7 +162,7 @@ def test_torchscript(tmp_path: Path) -> None:
 
 
 def test_a_transformers_folder(tmp_path: Path) -> None:
-    """Fails if the inputs aren't read from the config (both ids and mask, with the vocabulary as bounds)."""
+    """Fails if the inputs aren't read from the config, or if the vocabulary size doesn't limit the token ids."""
     import transformers
 
     config = transformers.BertConfig(
@@ -220,7 +220,8 @@ def test_inputs_that_do_not_fit(my_model: Path) -> None:
 
 
 def test_outputs_by_name() -> None:
-    """Fails if nested, named or missing outputs are matched by anything but their names."""
+    """Fails if a nested output gets a wrong name, if an output that is None gets a name, or if inputs are matched by
+    their order instead of their names."""
     t = torch.ones(1)
     assert list(flatten({"a": t, "b": [t, t], "c": None})) == ["a", "b_0", "b_1"]
     assert list(flatten((t, {"k": t}))) == ["output_0", "output_1_k"]
@@ -231,7 +232,7 @@ def test_outputs_by_name() -> None:
             return a - b
 
     by_keyword = NamedModule(TwoInputs(), ["b", "a"])
-    assert by_keyword.by_name(torch.tensor(1.0), torch.tensor(5.0))["output"] == 4.0
+    assert by_keyword.by_name(by_keyword.call(torch.tensor(1.0), torch.tensor(5.0)))["output"] == 4.0
 
 
 def _onnx(tmp_path: Path, model: onnx.ModelProto) -> Path:
@@ -289,7 +290,7 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
     """Fails if two models with the same class and weights but different settings count as one, so that the cache
-    returns the first for the second."""
+    returns the result of the first model for the second."""
     path = tmp_path / "two_factories.py"
     path.write_text(
         "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"

@@ -78,8 +78,8 @@ class Clock:
 
 
 class Simulated(Scripted):
-    """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock, with noise and rare spikes from a
-    fixed ``seed``, whatever the machine. After ``slow_after`` runs, a run takes ``slow_by`` times as long."""
+    """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock. The noise and the rare spikes of
+    this clock depend only on ``seed``. After ``slow_after`` runs, a run takes ``slow_by`` times as long."""
 
     def __init__(self, candidate: Candidate, clock: Clock) -> None:
         super().__init__(candidate)
@@ -98,7 +98,7 @@ class Simulated(Scripted):
 
 
 def simulated(candidate: Candidate) -> Simulated:
-    """Opens a session that is timed by a simulated clock, so that the figures are the same on every machine, however
+    """Opens a session that is timed by a simulated clock, so that the figures are the same on every machine, idle or
     busy."""
     clock = Clock()
     blocks.time.perf_counter_ns = clock

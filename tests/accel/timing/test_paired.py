@@ -337,9 +337,9 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
 
 
 def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
-    """Fails if a block keeps its first estimate of the number of runs after the runs get slower, here 200 runs of
-    0.1 s in a block of 0.2 s on a simulated clock. Also fails if a figure counts the planned runs instead of the
-    runs made."""
+    """Fails if a block keeps its first estimate of the number of runs after the runs get slower. In this test, 200 runs
+    are planned for a block of 0.2 s, but a run takes 0.1 s of the simulated time. Also fails if a figure counts the
+    planned runs instead of the runs made."""
     slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
     report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
     row, rounds = report.row("slow"), report.samples["slow"]
@@ -365,8 +365,8 @@ def test_a_block_is_cut_between_passes() -> None:
 
 
 def test_streams_share_the_runs_of_a_block() -> None:
-    """Fails if two threads advance the generator of a block at the same time, which a generator refuses, or if a run
-    is made twice or not at all."""
+    """Fails if two threads advance the generator of a block at the same time, which raises an error, or if a run is
+    made twice or not at all."""
 
     def clock() -> int:
         time.sleep(0)  # lets another thread run here

@@ -105,8 +105,9 @@ def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, m
 def test_a_range_that_a_source_has_from_an_artifact(
     cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error names a source that declares no range, or if its advice doesn't help the artifact that has
-    the range. Also fails if the error names an artifact for a range that is the source's own."""
+    """Compares an artifact with a source at a size outside a range. If the range comes from the artifact, fails if the
+    error names the source, or if its advice doesn't widen the artifact's range. If the range is declared for the
+    source, fails if the error names the artifact."""
 
     def declare(most: int) -> None:
         made = Source(model).open()
@@ -275,7 +276,7 @@ def test_the_terminal_has_the_same_columns() -> None:
 
 
 def test_columns_without_values_are_left_out() -> None:
-    """Fails if an empty column is shown, or if a column with a value isn't."""
+    """Fails if an empty column is shown, or if a column with a value isn't shown."""
     titles = page.cells(body(name="other", error="crashed"))[0]
     assert "J a run" not in titles
     assert "median ms" in titles
@@ -286,8 +287,8 @@ def test_columns_without_values_are_left_out() -> None:
 
 
 def test_a_ratio_below_the_noise_is_not_shown() -> None:
-    """Fails if the table or the plot shows a speedup or an interval that is too noisy, or if the JSON form loses
-    them."""
+    """Fails if the table or the plot shows the speedup or the interval of a row with the verdict "too noisy", or if the
+    JSON form loses them."""
     point = body(name="other", median_ms=1.0, speedup=189.8, ci95=(10.2, 3655.8), verdict="too noisy")
     titles, _, other = page.cells(point)
     shown = dict(zip(titles, other, strict=True))

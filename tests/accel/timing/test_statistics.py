@@ -127,8 +127,8 @@ def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
 
 
 def test_above_a_noise_floor_of_100_percent_it_is_too_noisy() -> None:
-    """Fails if an effect below such a noise floor is called anything but too noisy, or if an effect beyond the noise
-    floor, by which ``accel optimize`` chooses, loses its verdict."""
+    """With a noise floor above 100%, fails if the verdict on an effect below the floor isn't "too noisy", or if an
+    effect above the floor isn't called "faster" or "slower"."""
     assert judge(Ratio(value=189.8, low=10.2, high=3655.8), 401.923) == "too noisy"
     assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.01) == "too noisy"
     assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.0) == "no measurable difference"
@@ -147,7 +147,7 @@ def test_the_interval_is_the_same_for_the_same_seed_and_holds_the_ratio() -> Non
 
 
 def test_summary_is_over_all_iterations_in_milliseconds() -> None:
-    """Fails if percentiles are taken over round medians (a p99 of 9 numbers), or if the unit is wrong."""
+    """Fails if percentiles are taken over the medians of rounds instead of all runs, or if the unit is wrong."""
     rounds = [np.arange(1, 51) * 1_000_000, np.arange(51, 101) * 1_000_000]
     found = summarize(rounds)
     assert found.iterations == 100
@@ -172,8 +172,8 @@ def test_few_rounds_take_a_wider_percentile() -> None:
 
 
 def test_only_the_width_of_an_interval_decides_whether_to_go_on() -> None:
-    """Fails if the run stops as soon as the interval excludes 1 (which gives false verdicts), or never stops for a
-    large, clear effect."""
+    """Fails if a benchmark never stops for a large, clear effect, or stops as soon as its interval excludes 1. Stopping
+    then would give false verdicts."""
     assert not is_narrow(Ratio(value=1.06, low=1.01, high=1.12), 0.05)
     assert is_narrow(Ratio(value=1.0, low=0.99, high=1.01), 0.05)
     assert is_narrow(Ratio(value=4.0, low=3.6, high=4.4), 0.05)

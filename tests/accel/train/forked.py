@@ -1,4 +1,4 @@
-"""Runs ``python -m MODULE`` without seconds of imports, by forking each process from a server that has imported torch.
+"""Runs ``python -m MODULE`` by forking each process from a server that has already imported torch, which saves seconds.
 
 ``Server.installed`` makes ``subprocess.Popen`` fork for the modules of ``FORKED``. A forked process is a true child of
 the caller, with its own session, environment, working folder and command line in ``/proc``, so ``waitpid`` and signals
@@ -51,15 +51,16 @@ _whole = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 def serve(requests: socket.socket) -> None:
-    """Forks a process for each request until the caller is gone. Does not return in a forked process."""
+    """Forks a process for each request until the caller is gone. Never returns, because each forked process exits at
+    the end of its request."""
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1, 4)
         if not message:
             os._exit(0)
         reader, writer = os.pipe()
         if (middle := os.fork()) == 0:
-            # The intermediate process exits at once. The forked process then gets the caller, a subreaper, as its
-            # parent.
+            # This intermediate process exits at once. The parent of the forked process is then the caller, because the
+            # caller is a subreaper.
             if (process := os.fork()) == 0:
                 requests.close()
                 os.close(reader)
@@ -129,8 +130,8 @@ def _show(line: Sequence[str]) -> None:
 
 
 def _forked_server() -> socket.socket:
-    """Forks a server for this process alone, before this process starts a second thread, and returns a socket to the
-    server."""
+    """Forks a server that serves only this process, and returns a socket to the server. Call it before this process
+    starts a second thread."""
     own, requests = socket.socketpair()
     if os.fork() == 0:
         own.close()

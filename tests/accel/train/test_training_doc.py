@@ -1,5 +1,4 @@
-"""The commands of docs/how-to/training.md work, and the error for a wrong object names the kind of object that is
-needed."""
+"""The commands of docs/how-to/training.md work, and the error for an object of the wrong kind names the right kind."""
 
 from __future__ import annotations
 

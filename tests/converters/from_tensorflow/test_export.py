@@ -16,7 +16,7 @@ import pytest
 from onnx import helper
 
 import accel
-from accel.errors import BadData, BadSource, ExportFailed, GateFailed, InvalidModel, UsageError
+from accel.errors import BadData, BadInputSpec, BadSource, ExportFailed, GateFailed, InvalidModel, UsageError
 
 
 def names(specs: Any) -> list[str]:
@@ -204,7 +204,7 @@ BAD = {
     "no_signatures": (BadSource, "has no signatures", {}),
     "only.weights.h5": (InvalidModel, "only weights", {}),
     "lambda.keras": (InvalidModel, "Lambda", {}),
-    "unbuilt.keras": (BadSource, "never called", {}),
+    "unbuilt.keras": (BadInputSpec, "doesn't know its inputs; pass inputs=", {}),
     "gelu_int8.tflite": (ExportFailed, "GELU", {}),
     "sequential": (UsageError, "leave out signature=|has no signature 'other'", {"signature": "other"}),
     "missing.keras": (BadSource, "does not exist", {}),

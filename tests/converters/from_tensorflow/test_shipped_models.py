@@ -99,8 +99,8 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
     with pytest.raises(GateFailed) as caught:  # on some CPUs, the file may pass at the default limit
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
     assert "--limit" not in str(caught.value)  # the caller has already passed a limit
-    # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, the precision of float32 in this net. The test decides by
-    # the bits per character instead.
+    # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, which is the precision of float32 in this net. The test
+    # decides by the bits per character instead.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)
     assert str(made.signature.inputs[0]) == "input:int32[batch,40]{0..464}"
     vocabulary = json.loads((folder / "textgenrnn_vocab.json").read_text())

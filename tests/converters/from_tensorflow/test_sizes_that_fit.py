@@ -101,8 +101,8 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """Fails if --dim can't restrict a net that halves an image to even sizes, or if export then runs odd sizes. Also
-    fails if the error for a range without a step doesn't name the fix."""
+    """Fails if --dim can't restrict sizes to even numbers, for a net that halves images, or if export then runs odd
+    sizes. Also fails if the error for a range without a step doesn't name the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
     fix = r"it runs at multiples of 2: pass dims={'height': '32:48:64:2', 'width': '32:32:64:2'}$"

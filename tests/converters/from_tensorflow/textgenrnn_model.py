@@ -10,7 +10,7 @@ from keras import layers, ops
 
 
 class AttentionWeightedAverage(layers.Layer):
-    """Computes the mean over time, weighted by one learned number per channel."""
+    """Computes a weighted mean over time. A learned vector gives the weight of each step."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], 1), name="attention_W")

@@ -75,8 +75,8 @@ def test_a_model_with_channels_last(
 
 @pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
 def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
-    """Fails if the transpose to channels last is removed although a node other than the transpose back reads its
-    output."""
+    """Fails if the transpose to channels last stays although only the transpose back reads its output, or is removed
+    although something else needs it."""
     nodes = [
         helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
         helper.make_node("GlobalAveragePool", ["first"], ["pooled"]),

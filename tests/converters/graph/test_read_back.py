@@ -21,7 +21,7 @@ from accel.tables.stage_table import get_stage
 
 
 class Net(torch.nn.Module):
-    """Computes y = 2x and z = x + 1 with one fault. A faulty stage of the test writes this module to a file."""
+    """Computes y = 2x and z = x + 1 with one fault. In the tests, a faulty stage writes this module to a file."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def source(tmp_path: Path) -> Path:
         ("", ""),
         ("name", "stage torch_from_onnx lost the output 'z'; what is left: y"),
         ("batch", "stage torch_from_onnx turned the dim 'batch' of the input 'x' into 2"),
-        ("dtype", "stage torch_from_onnx made the output 'z' float64, it has to stay float32"),
+        ("dtype", "stage torch_from_onnx made the output 'z' float64, but it has to stay float32"),
         ("added", "stage torch_from_onnx added the output 'output_2'"),
     ],
 )

@@ -184,7 +184,7 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan", "flipped", "too many", "number"])
 def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
     """Fails if a bad file ends in a traceback of numpy or zipfile, if a pickle is loaded, or if a checksum isn't
-    compared. Also fails if a header that declares more samples than the file contains is trusted."""
+    compared. Also fails if the reader trusts a header that declares more samples than the file contains."""
     src = conv_net(tmp_path / "m.onnx")
     path = tmp_path / "d.npz"
     images = np.zeros((4, 3, 9, 9), np.float32)
@@ -265,8 +265,8 @@ def script(*arguments: object, waits_at: int = -1) -> list[str]:
 
 
 def test_ten_times_the_samples_take_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations accumulate in memory. The second run has ten times as many images, 70 MB more if
-    kept in memory."""
+    """Fails if samples or activations accumulate in memory. The second run has ten times as many images, which would
+    take 70 MB more if they stayed in memory."""
     src = conv_net(tmp_path / "m.onnx", 64)
     peaks = []
     for count in (160, 1600):

@@ -23,8 +23,8 @@ CHANNELS = 8
 
 
 def small_unet(path: Path, size: int = 32) -> Artifact:
-    """Makes a U-Net of one level. The skip tensor of the U-Net is pooled on the way down and later concatenated with a
-    tensor without ReLU."""
+    """Makes a U-Net of one level. The skip tensor is pooled on the way down. On the way up, it is concatenated with a
+    tensor that has no ReLU."""
     rng = np.random.default_rng(1)
     weights: list[TensorProto] = []
 
@@ -88,8 +88,8 @@ def peak_of_nncf(task: Task) -> int:
 
 @pytest.mark.proof
 def test_ten_times_the_samples_take_nncf_the_same_memory(tmp_path: Path) -> None:
-    """Fails if samples or activations accumulate in memory. The second run has ten times as many images, 83 MB more if
-    kept in memory."""
+    """Fails if samples or activations accumulate in memory. The second run has ten times as many images, which would
+    take 83 MB more if they stayed in memory."""
     src = small_unet(tmp_path / "m.onnx", 160)
     peaks = []
     for count in (30, 300):

@@ -145,8 +145,8 @@ def test_engine_options_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("options", [{"version_compatible": True}, {"hardware": "ampere-plus"}])
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
-    """Fails if, for TensorRT-RTX, accel accepts version_compatible (breaks the build) or a hardware compatibility level
-    (TensorRT-RTX ignores the level)."""
+    """Fails if, for TensorRT-RTX, accel accepts version_compatible, which breaks the build, or a hardware compatibility
+    level, which TensorRT-RTX ignores."""
     with pytest.raises(UnsupportedHere, match="compute_capabilities= for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 
@@ -164,5 +164,5 @@ def test_compatibility_is_asked_of_the_builder() -> None:
     assert (flags, config.hardware_compatibility_level) == ([], "none")
     _make_compatible(toolkit, config, True, "ampere-plus")
     assert (flags, config.hardware_compatibility_level) == (["compatible"], "ampere")
-    with pytest.raises(UnsupportedHere, match="leave it out"):
+    with pytest.raises(UnsupportedHere, match="leave out same-capability"):
         _make_compatible(toolkit, config, False, "same-capability")

@@ -188,7 +188,7 @@ def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_compute_capability_lists_what_there_is(source: Artifact, tmp_path: Path) -> None:
     """Fails if accel accepts compute capability 9.0, for which TensorRT-RTX has no code, or if the error doesn't list
-    the supported ones."""
+    the supported capabilities."""
     with pytest.raises(UnsupportedHere, match=r"9\.0; it offers .*8\.6.*12\.0"):
         engine_from_onnx(source, EngineFromOnnxConfig(compute_capabilities=("9.0",)), tmp_path / "m.engine")
     assert list(tmp_path.iterdir()) == []

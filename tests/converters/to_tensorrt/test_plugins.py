@@ -149,7 +149,7 @@ def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if the build, the check of an engine or the session accepts a damaged plugin library, or if the three
-    errors differ. Finds the library once by the environment variable and once in the cache."""
+    errors differ. The test finds the library once by the environment variable and once in the cache."""
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     _, made = built(fused, tmp_path)
     monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))

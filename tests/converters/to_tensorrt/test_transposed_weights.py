@@ -110,8 +110,8 @@ def test_a_transformers_products_are_the_librarys(
 def test_a_weight_that_another_node_uses_stays_for_that(
     trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a weight is transposed for a node that needs the original, or is transposed once for each of two
-    products."""
+    """Fails if a weight is transposed for a node that needs the original, or if two products of one weight make two
+    transposed copies."""
     source = block(tmp_path / "block.onnx", shared=True)
     model = onnx.load(source.path)
     again = onnx.helper.make_node(DOWN, ["r", "w", "c", "y"], ["again"], domain="accel")

@@ -2,7 +2,7 @@
 
 These tests fail if the numpy or the torch formula is wrong, for example in the order of scale, bias, activation and
 residual, or in the GELU. The tests fail if the CPU path rounds more than once or sums in less than fp32. The tests also
-fail if the bound is too loose to catch a planted wrong index, a planted missing scale or a planted wrong activation.
+fail if the bound is too loose to catch a planted mistake, such as a wrong index, a missing scale or a wrong activation.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ PLANTED: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_outside_the_bound(mistake: str) -> None:
-    """Fails if the bound accepts a planted mistake. Operands and output are fp16, which hides mistakes better than
-    fp32. The bound still separates GELU's tanh formula from its erf formula."""
+    """Fails if the bound accepts a planted mistake. Operands and output are fp16, because fp16 hides a mistake better
+    than fp32. The bound still separates GELU's tanh formula from its erf formula."""
     epilogue = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True, out_dtype="fp16")
     spec = GemmSpec(m=33, n=47, k=29, epilogue=epilogue)
     a, b, operands, _ = operands_of(spec)
@@ -118,8 +118,9 @@ def test_convolution_agrees_with_the_tap_by_tap_sum(
     act: str,
     dtype: str,
 ) -> None:
-    """Fails if a convolution differs from the sum over its taps. The fp32 output may differ by 1e-4 of the largest
-    element, which covers 45 fp32 roundings (the largest K) and cancellation. The float64 output may differ by 1e-12."""
+    """Fails if a convolution differs from the sum over the positions of its kernel. The fp32 output may differ by 1e-4
+    of the largest element, which covers 45 fp32 roundings (the largest K) and cancellation. The float64 output may
+    differ by 1e-12."""
     fits = [s + 2 * p - d * (k - 1) >= 1 for s, p, d, k in zip(size, padding, dilation, kernel, strict=True)]
     epilogue = EpilogueSpec(act=act, bias=True, residual=True, col_scale=True, out_dtype="fp32")
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}

@@ -22,7 +22,7 @@ from accel.kernels.choose import choices, dispatch
 from accel.kernels.native import launch as native_launch
 from accel.kernels.torch.gemm import fused_gemm
 
-# Dispatch uses the configurations in FOR_ANY if no size is a multiple of 16, because the other tiles then spill.
+# Dispatch uses these configurations if no size is a multiple of 16, because other tiles would then spill registers.
 FOR_ANY = ("gemm_64x64", "gemm_16x64_split", "conv2d_64x64", "quantize_8192")
 KINDS = ("triton", "cutlass", "cuda")
 

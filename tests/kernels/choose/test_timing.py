@@ -52,7 +52,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def run(self) -> None:
-        """Runs a kernel of 5 microseconds that Python takes 80 microseconds to launch."""
+        """Runs a kernel of 5 microseconds. Python takes 80 microseconds to launch the kernel."""
         self.launched += 1
         if not self.recording:
             self.now += 80.0
@@ -67,8 +67,8 @@ def test_what_python_takes_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_sets_of_the_smallest_layers_are_more_than_any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the operands of a few-row product in BERT-base's smallest layer fit into a GPU's L2 cache (60 MB on an
-    H200, 126 MB on a B200). The timed kernel would then read the operands from the cache instead of from memory."""
+    """Fails if all sets of operands of a product with one row fit into a GPU's L2 cache (60 MB on an H200, 126 MB on a
+    B200). The timed kernel would then read the operands from the cache instead of from memory."""
 
     def made(spec: GemmSpec, _device: torch.device, _seed: int = 0, *, seed: int = 0) -> tune.Operands:
         a, b = (torch.empty(size, spec.k, dtype=torch.bfloat16, device="meta") for size in (spec.m, spec.n))

@@ -234,7 +234,7 @@ def test_dispatch_takes_the_tuned_one_only_where_it_can_run() -> None:
 
 
 def test_why_explains_the_tuned_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if, for a tuned GPU (9.0), the command ``why`` doesn't give the explanation of ``choose_for``."""
+    """Fails if ``why`` doesn't give the tuner's choice for the tuned GPU (9.0), or gives it for another GPU."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: DEVICE.capability)
@@ -368,8 +368,8 @@ def test_a_triton_without_a_record_has_a_version(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_reference_on_a_gpu_has_no_tf32() -> None:
-    """Fails if the reference multiplies fp32 with ten bits (TF32), as cuDNN does by default. No kernel takes fp32
-    operands."""
+    """Fails if the reference multiplies fp32 with ten bits (TF32), as cuDNN does by default. On a GPU without Triton,
+    the reference computes fp32 products."""
     spec = replace(SPEC, in_dtype="fp32")
     assert dispatch._sums(spec, torch.device("cuda")) == torch.float64
     assert dispatch._sums(spec, torch.device("cpu")) == torch.float32
@@ -397,8 +397,8 @@ def test_every_way_to_a_convolution_is_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_convolution_that_was_tuned_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if ``--conv`` and a layer make different keys for the same convolution, or if --shape, which describes a
-    product, also tunes a convolution."""
+    """Fails if ``--conv`` and a layer make different keys for the same convolution, or if ``--conv`` also tunes
+    products."""
     seen: list[GemmSpec | ConvSpec] = []
 
     def tuned_one(spec: GemmSpec | ConvSpec, _table: Table) -> tune.Tuned:

@@ -177,8 +177,8 @@ def problem(**changed: object) -> Problem:
 
 @pytest.mark.proof
 def test_a_wrong_call_gets_its_error_code(library: build.Built) -> None:
-    """Fails if a struct with a wrong field doesn't get the field's error code. The test covers every field, and so also
-    finds a layout that differs between C and Python."""
+    """Fails if a wrong field of the struct doesn't give the error code of this field. The test covers every field, so
+    it also finds a layout that differs between C and Python."""
     loaded = Library(library.path)
     config = "sm90_fp16_pingpong_64x128"
     wrong: list[tuple[dict[str, object], str]] = [

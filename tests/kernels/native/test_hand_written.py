@@ -2,8 +2,8 @@
 
 These tests fail if the reference runs a problem that a hand-written kernel supports, or if a kernel gets operands in an
 unsupported layout or dtype. The tests fail if a result has the wrong shape, or if a convolution's patches are
-multiplied in the wrong order. The tests also fail if ``why`` names another implementation than the one that runs.
-test_csrc.py tests the kernels alone, under ASan.
+multiplied in the wrong order. The tests also fail if ``why`` names an implementation that doesn't run. test_csrc.py
+tests the kernels alone, under ASan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Proves that accel builds the library for ONNX Runtime once, loads it from a set path, and hides no function body."""
+"""Proves that accel builds the library for ONNX Runtime once and loads it from a path that the user sets, and that the
+library hides no function body."""
 
 from __future__ import annotations
 

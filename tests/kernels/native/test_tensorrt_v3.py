@@ -332,8 +332,8 @@ def test_a_convolution_is_the_reference(geometry: int, dtype: str, plugins: Plug
 @pytest.mark.proof
 @pytest.mark.parametrize("geometry", range(len(GEOMETRIES)))
 def test_a_convolution_of_more_images_than_fit_at_a_time(geometry: int, plugins: Plugins) -> None:
-    """Fails if the convolution of five images, computed as two, two and one, differs from the reference. A stand-in for
-    a tensor-core GEMM computes the products."""
+    """Fails if the convolution of five images differs from the reference. The images are computed in parts of two, two
+    and one. A stand-in for a tensor-core GEMM computes the products."""
     status, error, tactics = run_convolution(plugins, conv_spec(geometry, images=5, c_out=24, act="silu"))
     assert (status, tactics) == (0, 1), plugins.said
     assert error <= 1

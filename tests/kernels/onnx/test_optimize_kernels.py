@@ -42,9 +42,9 @@ def fused_nodes(path: Path) -> Counter[str]:
 
 @pytest.mark.proof
 def test_minilm_as_on_the_command_line(cli: Any, minilm: Artifact, tmp_path: Path) -> None:
-    """Fails if a pattern of MiniLM is not fused. In each of six layers, query, key, value and the two products with a
-    residual have a bias, and the sixth product also has a GELU. The stage's gate lets the outputs change by 1e-4 of
-    their norm."""
+    """Fails if a pattern of MiniLM is not fused. Each of the six layers has six products, all with a bias: query, key
+    and value, two products with a residual, and a product with a GELU. The stage's gate lets the outputs change by 1e-4
+    of their norm."""
     out = tmp_path / "fused"
     words = ["optimize", minilm.path, "--kernels", "--target", "ort-cpu", "--rounds", "5", "-o", out]
     ran = cli(*words)
@@ -116,8 +116,8 @@ def test_openvino_has_no_kernels(digits: Artifact) -> None:
 
 
 def test_fusing_is_the_last_step_before_an_engine(digits: Artifact) -> None:
-    """Fails if fusing runs before the cast. After the cast, the function names contain the dtype in which the products
-    run."""
+    """Fails if fusing runs before the cast. The function names contain the dtype of the products, which the cast
+    changes."""
     made, _ = recipes(digits, request(*(TARGETS[name] for name in ("tensorrt-rtx", "tensorrt", "ort-cuda"))))
     steps = {recipe.name: [stage for stage, *_ in recipe.stages] for recipe in made}
     for name in ("tensorrt-rtx", "tensorrt"):

@@ -1,4 +1,5 @@
-"""Runs every kernel on small ragged problems in a process under compute-sanitizer, and checks the results."""
+"""Runs every kernel in a process under compute-sanitizer, on small sizes that don't fill a tile, and checks the
+results."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import accel
 from accel.errors import GateFailed, UnsupportedHere
 from accel.kernels.torch import modules
 from accel.kernels.torch.fuse import fuse
+from accel.kernels.torch.verify import verify
 
 
 class Block(nn.Module):
@@ -46,7 +47,8 @@ class Block(nn.Module):
 
 def test_every_pattern_is_matched_and_reported() -> None:
     """Fails if a pattern is not matched or reported, or if an output differs by more than 1e-5 of the largest element.
-    The bound of 1e-5 covers fewer than ten layers in fp32. The verification inside ``fuse`` allows 1e-4."""
+    The bound of 1e-5 covers the fp32 roundings of fewer than ten layers. The verification inside ``fuse`` allows
+    1e-4."""
     torch.manual_seed(0)
     model = Block().eval()
     x = torch.randn(2, 3, 9, 7)
@@ -342,3 +344,14 @@ def test_hooks_and_parametrizations_are_left_alone() -> None:
     _, report = fuse(model, (torch.randn(2, 4),))
     assert not report.matches
     assert [name for name, _ in report.left] == ["0", "1"]
+
+
+def test_a_module_that_loses_an_output() -> None:
+    """Fails if a fused module with fewer outputs raises anything but the error that tells what to do."""
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x
+
+    with pytest.raises(GateFailed, match="returns 1 tensors instead of 2; leave this module unfused"):
+        verify(Two(), nn.Identity(), (torch.ones(2),))

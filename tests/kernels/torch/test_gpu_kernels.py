@@ -1,9 +1,9 @@
-"""Proves on a GPU that the kernels are correct for every dtype, activation and ragged shape, without races.
+"""Proves on a GPU that the kernels are correct for every dtype and activation, and for any sizes, without races.
 
 These tests fail if a kernel that passes in the interpreter is wrong on the hardware because of a wrong descriptor, a
 missing barrier, or an epilogue on the wrong row. The bound is ``gemm_bound``, which is proven per element. For fp8, the
-bound also covers the error of the tensor cores' short sums. The tests run every candidate, not only the candidate that
-dispatch chooses.
+bound also covers the error of sums that the tensor cores keep in 14 bits. The tests run every candidate, not only the
+candidate that dispatch chooses.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ pytestmark = [
 ]
 
 DTYPES = ("fp16", "bf16", "int8", "fp8_e4m3", "fp32")
-# The sizes cover less than a tile, one more than a tile, K with a tail, every alignment, and rows of 16 bytes (for
-# CUTLASS and TMA).
+# The sizes include less than a tile, one more than a tile, a K that isn't a multiple of the tile, every alignment, and
+# rows that are multiples of 16 bytes (for CUTLASS and TMA).
 RAGGED = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (129, 130, 131), (300, 257, 1023))
 ALIGNED = ((1, 64, 64), (16, 136, 256), (37, 72, 80), (130, 264, 528), (511, 1032, 4112))
 
@@ -74,8 +74,8 @@ def triton_runs(dtype: str) -> bool:
     return arch is not None and (dtype != "fp8_e4m3" or arch >= 89)
 
 
-# Triton compiles a kernel for each alignment of each epilogue, which takes seconds. Many small tests can run side by
-# side.
+# Triton compiles a kernel for each alignment of each epilogue, which takes seconds. So these are many small tests,
+# which can run side by side.
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_activations(dtype: str, act: str) -> None:

@@ -1,7 +1,7 @@
 """Proves that the Triton kernels are correct in the interpreter and compile for every architecture.
 
-These tests fail if a kernel differs from the reference on ragged shapes, or if a planted mistake isn't caught. The
-tests fail if a configuration loses its tensor-core instruction, spills or overruns shared memory.
+These tests fail if a kernel differs from the reference on sizes that don't fill a tile, or if a planted mistake isn't
+caught. The tests fail if a configuration loses its tensor-core instruction, spills or overruns shared memory.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def test_the_operands_are_multiplied_in_their_own_type(dtype: str, word: str) ->
 
 @pytest.mark.proof
 def test_check_proves_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if a proof other than the GPU's fails, if the GPU's proof isn't reported as not run, or if the command
-    ignores a failed proof."""
+    """Fails if a proof that runs without a GPU fails, if the proof for the GPU isn't reported as not run, or if the
+    command ignores a failed proof."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     everything = interpret.run  # another test covers interpret.run
     monkeypatch.setattr(interpret, "run", lambda: everything(case="acts"))

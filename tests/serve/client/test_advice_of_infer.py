@@ -1,4 +1,4 @@
-"""``accel infer`` shows its user the options of its own command line, and how far it is."""
+"""``accel infer`` names its own options in its errors, and shows its progress."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def refuse(_: Any, context: grpc.ServicerContext) -> None:
 
 
 def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path: Path) -> None:
-    """Fails if the error names a header, which the user of ``accel infer`` can't send, in place of ``--token`` and
-    ACCEL_TOKEN, or names the command line's option to a Python caller."""
+    """Fails if the error of ``accel infer`` names a header instead of ``--token`` and ACCEL_TOKEN, because the user of
+    the command can't send headers. Also fails if the error in Python names the option of the command."""
     np.savez(tmp_path / "x.npz", x=np.zeros((1, 2), np.float32))
     server = grpc.server(ThreadPoolExecutor(1))
     methods = {"ModelMetadata": grpc.unary_unary_rpc_method_handler(refuse)}
@@ -47,8 +47,8 @@ def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path:
 
 
 def test_the_progress_of_a_log_seems_finished(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Fails if the log of several requests ends with a count that isn't the whole, such as "0 of 5 samples", if the
-    log doesn't tell how much is sent, or if the bar doesn't end at 100%."""
+    """Fails if the log of several requests ends with an unfinished count, such as "0 of 5 samples", if the log doesn't
+    give the number of samples, or if the bar doesn't end at 100%."""
     seen: list[float | None] = []
     log = PlainLines()
 

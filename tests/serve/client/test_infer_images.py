@@ -170,7 +170,7 @@ def test_a_model_that_takes_no_image(url: str, pictures: Path, cli: Any) -> None
     assert "x FP32 [-1, 4]" in ran.stderr
     ran = cli("infer", "bytes", "--url", url, "--input", pictures, "-q", "--normalize", "0.5,0.5")
     assert ran.code == 2
-    assert "takes the bytes of an image" in ran.stderr
+    assert "takes UINT8 pixels" in ran.stderr
 
 
 def test_a_picture_that_unpacks_to_a_huge_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

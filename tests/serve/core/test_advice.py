@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,34 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
     assert caught.value.status() == "StatusCode.INTERNAL"
 
 
+@pytest.mark.parametrize("wrong", [-1, 8, 99])
+def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
+    """Fails if an integer outside the range that a manifest declares is answered, although the table has more rows, or
+    a negative integer silently counts from the end."""
+    (tmp_path / "words" / "1").mkdir(parents=True)
+    made = build.artifact(
+        tmp_path / "words" / "1" / "model.onnx",
+        [build.node("Gather", "table ids", "y")],
+        {"ids": (INT64, ["batch", "n"])},
+        {"y": (FLOAT, ["batch", "n", 2])},
+        {"table": TABLE},
+    )
+    declared = replace(made.signature, inputs=(replace(made.signature.inputs[0], values=(0, 7)),))
+    source = {**made.source, "kind": "torch"}
+    Manifest(kind="onnx", signature=declared, files=made.hashes(), source=source).write(manifest_path(made.path))
+    with triton.InferenceServerClient(f"127.0.0.1:{start(tmp_path).ports['grpc']}") as client:
+        given = triton.InferInput("ids", [1, 2], "INT64")
+        given.set_data_from_numpy(np.array([[7, 0]]))
+        np.testing.assert_array_equal(client.infer("words", [given]).as_numpy("y"), TABLE[[[7, 0]]])
+        given.set_data_from_numpy(np.array([[3, wrong]]))
+        with pytest.raises(InferenceServerException, match=rf"input 'ids' holds {wrong}, it takes 0\.\.7") as caught:
+            client.infer("words", [given])
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
 def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any) -> None:
-    """Fails if a request beyond a dim's range is refused although the model can run the request, or counts as a server
-    error if the model fails. Also fails if a failure within the range counts as a client error."""
+    """Fails if a request beyond a dim's range is refused although the model can run it. Fails if a request that the
+    model can't run counts as a server error beyond the range, or as a client error within the range."""
     for name, declared in (("places", DimRange(1, 4, 8)), ("promised", DimRange(1, 4, 64))):
         (tmp_path / name / "1").mkdir(parents=True)
         made = build.artifact(
@@ -103,8 +129,8 @@ def test_a_request_that_is_longer_than_the_model_goes(tmp_path: Path, start: Any
 
 
 def test_nan_is_sent_and_said(repository: Path, start: Any, cli: Any, tmp_path: Path) -> None:
-    """Fails if NaN in a file is refused (some models take NaN) or causes no warning, or if a file without NaN causes a
-    warning."""
+    """Fails if NaN in a file is refused or causes no warning, or if a file without NaN causes a warning. NaN isn't
+    refused, because some models accept NaN."""
     url = f"127.0.0.1:{start(repository).ports['grpc']}"
     x = np.ones((3, 4), np.float32)
     np.savez(tmp_path / "good.npz", x=x)

@@ -116,7 +116,7 @@ def test_inputs_and_outputs_on_a_gpu(gpu: FakeGpu, repository: Path, start: Star
         given.set_shared_memory("all", X.nbytes, offset=64)
         with pytest.raises(InferenceServerException, match="can't be read or written: CUDA failed"):
             client.infer("linear", [given])
-        client.unregister_system_shared_memory()  # the call unregisters the other kind of memory
+        client.unregister_system_shared_memory()  # unregisters only system memory
         assert gpu.opened
         client.unregister_cuda_shared_memory("all")
         assert not gpu.opened

@@ -35,7 +35,7 @@ def test_a_request_between_lookup_and_submit(tmp_path: Path) -> None:
         if len(asked) == 1:
             linear(tmp_path / "linear" / "1", scale=2.0)
             repository.load("linear")
-            found.retire(5.0)  # the thread that retires a version makes the same call
+            found.retire(5.0)  # in a real server, another thread makes this call
         return found
 
     repository.get = get  # type: ignore[method-assign]

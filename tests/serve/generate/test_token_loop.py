@@ -154,8 +154,8 @@ def configure(root: Path, kind: str, more: str = "") -> None:
 
 @contextmanager
 def streaming(port: int) -> Iterator[Any]:
-    """Yields ``ask(prompt)``, which streams a request and returns (token or None, final) for each response. Raises the
-    error of the stream."""
+    """Yields ``ask(prompt)``, which streams a request and returns a pair (token or None, final) for each response. If
+    the stream ends in an error, ``ask`` raises this error."""
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -189,7 +189,7 @@ def test_tokens_as_they_come(tmp_path: Path, start: Start, kind: str) -> None:
     with streaming(process.ports["grpc"]) as ask:
         for prompt in ([4], [1, 2, 3], [4]):
             wanted = reference(prompt, 12)
-            assert len(set(wanted)) > 1, "a model that always says the same shows nothing"
+            assert len(set(wanted)) > 1, "a model that repeats one token can't show a mix-up"
             assert ask(prompt) == [*(([token], False) for token in wanted), (None, True)]
         rows = ask([[1, 2], [7, 5]])
         one, other = reference([1, 2], 12), reference([7, 5], 12)

@@ -43,7 +43,7 @@ class Engine(FakeSession):
     def run(self, feeds: Feeds) -> dict[str, np.ndarray]:
         shapes = {name: value.shape for name, value in feeds.items()}
         if choose_profile(self.profiles, shapes) is None:  # type: ignore[arg-type]
-            raise BadFeeds("off the engine's profiles")
+            raise BadFeeds("outside the engine's profiles")
         self.runs.append(np.array(feeds["x"]))
         return {"y": feeds["x"] * 2}
 
@@ -84,8 +84,8 @@ def ask_four(port: int, model: str, rows: int) -> None:
 
 
 def test_the_profiles_of_a_manifest(tmp_path: Path, start: Start, opened: list[Engine]) -> None:
-    """Fails if the server ignores the profiles of the manifest. An engine for 1 or 6 to 8 rows must get batches of 2 to
-    5 rows padded to 6."""
+    """Fails if the server ignores the profiles of the manifest. The engine of this test takes 1 row or 6 to 8 rows, so
+    a batch of 2 to 5 rows must be padded to 6."""
     path = tmp_path / "engine" / "1" / "model.engine"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"engine")

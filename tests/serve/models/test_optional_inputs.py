@@ -1,4 +1,5 @@
-"""Proves that clients may omit inputs with a default in the model (ONNX initializers that are also inputs)."""
+"""Proves that clients may omit inputs that have a default in the model. In ONNX, the default is an initializer with the
+name of the input."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,21 @@ def test_an_engine(tmp_path: Path, serve: Any) -> None:
         with pytest.raises(triton.InferenceServerException, match="batch-size must be <= 8"):
             made.infer("linear", [tensor])
     assert served.end() == 0
+
+
+@pytest.mark.skipif(find_spec("ncnn") is None, reason="ncnn is not installed")
+def test_an_ncnn_net(tmp_path: Path, start: Start) -> None:
+    """Fails if the server can't name the platform of a net that accel export wrote for ncnn, or answers wrongly."""
+    torch.manual_seed(0)
+    net = Net().eval()
+    x = torch.ones(1, 4)
+    accel.export(net, example=(x,), dynamic={}, to="ncnn", out=tmp_path / "net" / "1")
+    with client(start(tmp_path).ports["grpc"]) as made:
+        config = made.get_model_config("net", as_json=True)["config"]
+        assert (config["platform"], config["backend"]) == ("ncnn", "ncnn")
+        tensor = triton.InferInput("x", [1, 4], "FP32")
+        tensor.set_data_from_numpy(x.numpy())
+        [name] = [output.name for output in made.get_model_metadata("net").outputs]
+        found = made.infer("net", [tensor]).as_numpy(name)
+    with torch.inference_mode():
+        np.testing.assert_allclose(found, net(x).numpy(), rtol=1e-3, atol=1e-4)

@@ -29,15 +29,16 @@ def squares(folder: Path, *dims: str) -> None:
     build.artifact(folder / "model.onnx", [node], {"x": (FLOAT, shape)}, {"y": (FLOAT, shape)})
 
 
-def hold_first_run(monkeypatch: pytest.MonkeyPatch, model: Any, waiting: int) -> None:
-    """Makes the next run of a session last until ``waiting`` requests are in the queue of ``model``."""
+def hold_first_run(monkeypatch: pytest.MonkeyPatch, model: Any, rows: int, waiting: int) -> None:
+    """Makes the next run of a session last until ``waiting`` requests are in the queue of ``model``. Lets a run of more
+    than ``rows`` rows go on, because it holds several requests already."""
     run = BaseSession.run
     held = threading.Lock()
 
-    def held_run(self: BaseSession, *args: Any, **kwargs: Any) -> Any:
-        if held.acquire(blocking=False):
+    def held_run(self: BaseSession, feeds: Any) -> Any:
+        if held.acquire(blocking=False) and len(feeds["x"]) <= rows:
             until(lambda: model.statistics().queue_depth == waiting)
-        return run(self, *args, **kwargs)
+        return run(self, feeds)
 
     monkeypatch.setattr(BaseSession, "run", held_run)
 
@@ -54,7 +55,7 @@ def test_a_ragged_input(tmp_path: Path, start: Start, monkeypatch: pytest.Monkey
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((1 + n % 2, n)).astype(np.float32) for n in range(1, 11)]
     answers: queue.Queue[Any] = queue.Queue()
-    hold_first_run(monkeypatch, process.server.repository.get("square"), len(inputs) - 1)
+    hold_first_run(monkeypatch, process.server.repository.get("square"), len(inputs[0]), len(inputs) - 1)
     with client(process.ports["grpc"]) as made:
         assert made.get_model_config("square").config.input[0].allow_ragged_batch is ragged
         made.start_stream(lambda result, error: answers.put((result, error)))
@@ -79,7 +80,7 @@ def test_which_dim_is_ragged(tmp_path: Path, start: Start) -> None:
     squares(tmp_path / "models" / "square" / "1", "height", "width")
     config = tmp_path / "models" / "square" / "config.pbtxt"
     config.write_text(RAGGED.format(dims="[-1, -1]", ragged="true"))
-    assert_refused(tmp_path / "models", "'square': say which dim is ragged with the parameter length_dim")
+    assert_refused(tmp_path / "models", "'square': name the ragged dim in the parameter length_dim")
     config.write_text(config.read_text() + 'parameters { key: "length_dim" value { string_value: "width" } }')
     process = start(tmp_path / "models")
     assert process.server.repository.get("square").scheduling.lengths.dim == "width"

@@ -174,7 +174,7 @@ def test_explicit_fetches_what_it_is_told(
         put(memory, linear(tmp_path / "newer", scale=5), "/models/other/1")
         client.load_model("other")
         np.testing.assert_allclose(asked(process, "other"), 5, rtol=1e-5)
-        for name, says in (("nothing", "failed to poll"), ("../other", "no name of a model")):
+        for name, says in (("nothing", "failed to poll"), ("../other", "be a model's name")):
             with pytest.raises(InferenceServerException, match=says):
                 client.load_model(name)
 

@@ -128,7 +128,7 @@ def test_a_batch_below_the_declared() -> None:
     ("config", "says"),
     [
         ("max_batch_size: oops", "can't read linear/config.pbtxt"),
-        ('name: "other"', "says name 'other'"),
+        ('name: "other"', "has the name 'other'"),
         ('input { name: "z" data_type: TYPE_FP32 dims: [4] }', "no input 'z'"),
         ('max_batch_size: 4 input { name: "x" data_type: TYPE_INT32 dims: [4] }', "the config says TYPE_INT32"),
         ('max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [5] }', "the config's dims are [5]"),

@@ -212,7 +212,7 @@ def test_a_port_that_was_left_a_moment_ago(repository: Path, serve: Any) -> None
 
 
 def test_idle_connections_do_not_hold_up_the_end(repository: Path, start: Any) -> None:
-    """Fails if an ending server waits (5 s) for a client with an idle connection."""
+    """Fails if an ending server waits for a client with an idle connection."""
     process = start(repository, http_port=0)
     with closing(HTTPConnection("127.0.0.1", process.ports["http"], timeout=10)) as idle:
         idle.request("GET", "/v2/health/live")

@@ -18,7 +18,7 @@ from tests.support.fake_sessions import POISON, SIGNATURE, FakeSession, request
 
 
 class Streaming(FakeSession):
-    """A session that yields as many responses as the input's second value says. A poisonous row raises after the second
+    """A session that yields as many responses as the second value of the input. A poisonous row raises after the second
     response."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def test_parts_then_the_end(parts: int) -> None:
         else:
             assert not answer.outputs
     assert finals == [False] * parts + [True]
-    assert session.sizes == [2], "filled up to a size that the model takes"
+    assert session.sizes == [2], "the batch is padded to a size that the model accepts"
     found = executor.statistics()
     assert (found.received, found.success.count, found.inference_count) == (1, 1, 1)
 

@@ -33,13 +33,13 @@ def test_an_expired_request_never_runs() -> None:
     run_all(executor)
     assert [caller.code for caller in callers] == ["DEADLINE_EXCEEDED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "OK"]
     assert str(callers[1].answer) == "Request timeout expired"
-    assert callers[2].refused is not None, "late already when it came: nothing to wait for"
+    assert callers[2].refused is not None, "the request was late on arrival, so it didn't wait"
     assert session.sizes == [1, 1]
     callers[3].check_rows()
 
 
 def test_a_deadline_that_passes_while_the_batch_is_bisected() -> None:
-    """Fails if half of a bisected batch runs without another check of the deadlines."""
+    """After a batch failed, its halves run separately. Fails if a half runs without another check of the deadlines."""
     executor, session, clock = by_hand(waiting())
 
     def during() -> None:

@@ -189,7 +189,7 @@ def test_the_delay_bound() -> None:
     assert not executor.poll()
     clock.now += 0.0005
     assert executor.poll()
-    assert session.shapes == [(1, 60)], "the oldest, alone: nobody is like it"
+    assert session.shapes == [(1, 60)], "the oldest request runs alone, because no other is as long"
     clock.now += 0.0001
     assert executor.poll()
     assert session.shapes[1:] == [(5, 3)]
@@ -256,8 +256,8 @@ def test_batched_is_as_alone(requests: list[tuple[int, int, bool]], allowed: tup
 
 
 def test_an_output_that_does_not_keep_the_length() -> None:
-    """Fails if a caller gets another caller's rows from a model that halves the sequence, because such an output can't
-    be cut to the request's length."""
+    """Fails if a caller gets another caller's rows from a model that halves the sequence. The output of this model is
+    shorter than the request, so accel can't cut it to the request's length."""
 
     class Halving(TextSession):
         def run(self, feeds: Feeds) -> dict[str, np.ndarray]:

@@ -29,8 +29,8 @@ class SlowText(TextSession):
 
 @pytest.mark.parametrize("budget", [1e9, 0.1])
 def test_costs_are_measured(budget: float) -> None:
-    """Fails if the cost table differs from the session's times, or if a cell beyond the time budget is measured or
-    badly estimated."""
+    """Fails if the cost table differs from the session's times, if a cell of the table is measured after the time
+    budget is spent, or if the estimate of such a cell is bad."""
     clock = FakeClock()
     session = SlowText(clock)
     before = clock.now
@@ -48,8 +48,8 @@ def test_costs_are_measured(budget: float) -> None:
 
 
 def test_an_interrupted_measurement() -> None:
-    """Fails if one run that another process interrupted makes larger batches look more expensive than they are. Such
-    a table kept requests from running together, because each run alone seemed cheaper."""
+    """Fails if a single run that another process slowed down makes larger batches look more expensive than they are.
+    Then requests wouldn't run together, because separate runs would seem cheaper."""
     clock = FakeClock()
 
     class Interrupted(SlowText):

@@ -101,7 +101,7 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
             asked = request(value, step.rows, priority=step.priority, timeout_us=step.timeout_us, deadline=deadline)
             if step.poison:
                 asked.inputs["x"][step.rows // 2, 0] = POISON
-            callers.append(caller := Caller.__new__(Caller))  # a run inside ``__init__`` finds this caller in the list
+            callers.append(caller := Caller.__new__(Caller))  # during ``__init__``, a run finds this caller in the list
             caller.__init__(executor, asked)  # type: ignore[misc]
         elif isinstance(step, Cancel) and callers:
             caller = callers[step.which % len(callers)]
@@ -138,23 +138,23 @@ def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
     }
     codes = []
     for number, caller in enumerate(callers, 1):
-        assert len(caller.answers) == (caller.refused is None), "exactly one answer, or refused"
+        assert len(caller.answers) == (caller.refused is None), "a caller gets exactly one answer or is refused"
         codes.append(caller.code)
         poisonous = (caller.request.inputs["x"] == POISON).any()
         if caller.code == "OK":
             assert not poisonous
             caller.check_rows()
         if caller.code == "INTERNAL":
-            assert poisonous, "failed because of another one's row"
+            assert poisonous, "the request failed because of another request's row"
         runs = runs_of[number]
         if caller.refused is not None:
             assert not runs
         for k in runs:
             deadline = caller.request.deadline
-            assert deadline is None or started[k][0] < deadline, "run although nobody waited any more"
-            assert k < cancelled_before.get(float(number), len(started)), "run after it was cancelled"
+            assert deadline is None or started[k][0] < deadline, "the request ran after its deadline"
+            assert k < cancelled_before.get(float(number), len(started)), "the request ran after it was canceled"
         if not poisonous and caller.code == "OK" and not any((c.request.inputs["x"] == POISON).any() for c in callers):
-            assert len(runs) == 1, "run twice without a reason"
+            assert len(runs) == 1, "the request ran twice without a reason"
     found = executor.statistics()
     assert found.received == len(callers)
     assert found.success.count == codes.count("OK")

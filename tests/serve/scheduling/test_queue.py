@@ -82,8 +82,8 @@ def test_a_bound_for_each_level() -> None:
 
 
 def test_timeout_rejects_or_delays() -> None:
-    """Fails if the timeout action ``delay`` drops a timed-out request or leaves it before other requests. Also fails if
-    ``reject`` keeps a timed-out request."""
+    """Fails if the timeout action ``delay`` drops a timed-out request, or keeps it ahead of requests that haven't timed
+    out. Also fails if ``reject`` keeps a timed-out request."""
     policies = {
         1: QueuePolicy(timeout_us=1000, timeout_action="delay"),
         2: QueuePolicy(timeout_us=1000, timeout_action="reject"),
@@ -135,8 +135,8 @@ def test_instants_of_those_that_left_are_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.floats(0, 1), st.sampled_from("pret"))))
 def test_rows_and_bytes_add_up(steps: list[tuple[int, int, float, str]]) -> None:
-    """Fails if the sums of rows and bytes differ from those of the waiting requests after requests left the queue in
-    any way."""
+    """Requests leave the queue in every possible way. Fails if the sums of rows and bytes then differ from those of the
+    waiting requests."""
     queue = RequestQueue(
         Scheduling(
             priority_levels=3,

@@ -83,7 +83,7 @@ def test_a_large_need_is_not_starved_by_small_ones() -> None:
     assert right.enter()
     assert not large.enter()
     left.leave()
-    assert not left.enter(), "what is free is kept for the one that waits"
+    assert not left.enter(), "the free units are kept for the waiting model"
     right.leave()
     assert large.enter()
     large.leave()
@@ -200,7 +200,7 @@ def test_more_than_there_is() -> None:
     """Fails if a model that needs more than the limit is accepted, if this model's session stays open, or if a removed
     model still counts."""
     limiter, session = RateLimiter({"R": 2}), FakeSession()
-    with pytest.raises(BadConfig, match=r"needs 3 of the resource 'R', the limit is 2.*--rate-limit-resource R:3"):
+    with pytest.raises(BadConfig, match=r"needs 3 of the resource 'R', but the limit is 2.*--rate-limit-resource R:3"):
         limited(limiter, session, need=3)
     assert session.closed == 1
     free = RateLimiter()

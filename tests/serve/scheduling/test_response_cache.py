@@ -153,7 +153,7 @@ def test_a_reloaded_version_starts_empty() -> None:
     assert session.sizes == [1]
     old.close(0.0)
     assert len(cache) == 1
-    assert Caller(old, request(1)).code == "UNAVAILABLE", "closed means closed, even for what could be answered"
+    assert Caller(old, request(1)).code == "UNAVAILABLE", "a closed executor refuses even requests with cached answers"
     new.close(0.0)
     assert (len(cache), cache.nbytes) == (0, 0)
 

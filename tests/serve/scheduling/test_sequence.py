@@ -138,7 +138,7 @@ def test_after_the_end() -> None:
     """Fails if a sequence continues after its end, or if its state stays in memory."""
     executor, _, _ = make()
     first = Caller(executor, step(1, 1, "se"))
-    assert Caller(executor, step(1, 2)).code == "INVALID_ARGUMENT", "the end was taken, even if it has not run"
+    assert Caller(executor, step(1, 2)).code == "INVALID_ARGUMENT", "an accepted last step ends the sequence"
     run_all(executor)
     assert first.code == "OK"
     assert executor.sequences() == 0
@@ -177,7 +177,7 @@ def test_the_queue_of_steps_is_bounded() -> None:
     """Fails if a sequence can queue any number of steps."""
     executor, _, _ = make(queue_rows=3)
     codes = [Caller(executor, step(1, 1, "s" if i == 0 else "")).code for i in range(6)]
-    assert codes == [None] * 4 + ["UNAVAILABLE"] * 2, "one in the executor below, three behind it"
+    assert codes == [None] * 4 + ["UNAVAILABLE"] * 2, "one step is in the executor below, and three wait"
 
 
 def test_bytes_that_wait_are_free_again() -> None:
@@ -188,7 +188,7 @@ def test_bytes_that_wait_are_free_again() -> None:
         run_all(executor)
         assert [total(caller) for caller in callers] == [1, 2, 3, 4, 5, 6]
     codes = [Caller(executor, step(1, 1)).code for _ in range(20)]
-    assert codes == [None] * 16 + ["UNAVAILABLE"] * 4, "one below, fifteen of 4 bytes behind it"
+    assert codes == [None] * 16 + ["UNAVAILABLE"] * 4, "one step is in the executor below, and fifteen of 4 bytes wait"
 
 
 def test_a_failed_step_leaves_the_state() -> None:

@@ -100,7 +100,7 @@ def test_sequences(tmp_path: Path, start: Start) -> None:
     process = start(tmp_path / "models")
     with triton.InferenceServerClient(f"127.0.0.1:{process.ports['grpc']}") as client:
         inputs = [tensor.name for tensor in client.get_model_metadata("sums").inputs]
-        assert inputs == ["x"], "clients don't send what the server makes"
+        assert inputs == ["x"], "clients don't send the inputs that the server makes"
         assert step(client, 5, 1, "s") == ([11, 21], 103)
         assert step(client, 6, 100, "s") == ([110, 120], 103)
         assert step(client, 5, 2) == ([13, 23], 3)
@@ -172,9 +172,9 @@ def test_a_stream_of_two_sequences(tmp_path: Path, start: Start) -> None:
         (
             "TYPE_FP32 dims: [2]\n            initial",
             "TYPE_FP32 dims: [3]\n  initial",
-            r"dims \[3\], in the model \[2\]",
+            r"has dims \[3\] in the config and \[2\] in the model",
         ),
-        ('dims: [2] data_file: "begin"', 'dims: [3] data_file: "begin"', r"has dims \[3\], the model takes"),
+        ('dims: [2] data_file: "begin"', 'dims: [3] data_file: "begin"', r"has dims \[3\], but the model takes"),
         ('data_file: "begin"', 'data_file: "none"', "can't read initial_state/none"),
         ('data_file: "begin"', 'data_file: "../config.pbtxt"', "plain file name"),
         ("max_candidate_sequences: 2", "max_candidate_sequences: -2", "max_candidate_sequences is -2"),

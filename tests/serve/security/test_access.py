@@ -94,8 +94,8 @@ def test_what_is_beside_the_protocol(process: Any) -> None:
 
 
 def test_probes_need_no_token(process: Any) -> None:
-    """Fails if a grpc.health.v1 probe without a token is refused (a kubelet has no token), or reveals anything about a
-    model."""
+    """Fails if a grpc.health.v1 probe without a token is refused, or reveals anything about a model. A kubelet, which
+    sends these probes, has no token."""
     with grpc.insecure_channel(f"127.0.0.1:{process.ports['grpc']}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING

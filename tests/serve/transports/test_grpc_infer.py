@@ -242,7 +242,7 @@ def test_typed_contents(stub: Any) -> None:
     says("contents field must not be specified when using raw_input_contents")
     given.ClearField("contents")
     request.raw_input_contents.append(b"more")
-    says("expected as many raw_input_contents")
+    says("expected one entry of raw_input_contents")
     del request.raw_input_contents[:]
     given.contents.int_contents.extend([1] * 8)
     says("its contents are in int_contents")

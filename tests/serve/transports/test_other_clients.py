@@ -148,7 +148,7 @@ def test_perf_analyzer(repository: Path, serve: Any, tmp_path: Path, face: str, 
     assert ran.returncode == 0, ran.stdout + ran.stderr
     [row] = csv.DictReader(report.read_text().splitlines())
     assert float(row["Inferences/Second"]) > 0
-    assert float(row["Server Compute Infer"]) > 0, "it reads the server's statistics"
+    assert float(row["Server Compute Infer"]) > 0, "perf_analyzer reads the server's statistics"
     status, body = plain(type("Ports", (), {"ports": ports}), "/v2/models/linear/stats")
     statistics = json.loads(body)["model_stats"][0]["inference_stats"]
     assert status == 200

@@ -80,8 +80,8 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
 
 
 def test_iou_with_channels_last(tmp_path: Path) -> None:
-    """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...]. Also fails
-    if the judge takes another axis of the same size for the classes, or takes features per pixel for a segmentation."""
+    """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...]. Also fails if
+    the judge mistakes another axis of the same size for the classes, or features per pixel for a segmentation."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
     labels = rng.integers(-1, 3, (4, 6, 5))
@@ -119,8 +119,8 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
-    """Fails if the error for one-hot labels, for float class numbers, or for class numbers from 1 on doesn't say what
-    to save instead, or if other labels get that advice."""
+    """Fails if the error for one-hot labels, for float class numbers, or for class numbers that start at 1 doesn't say
+    what to save instead, or if other labels get that advice."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 

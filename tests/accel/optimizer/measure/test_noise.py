@@ -1,5 +1,5 @@
-"""accel optimize reports the verdicts that noise decided, measures these again in the next run, and ends with its
-time budget."""
+"""accel optimize reports which verdicts ("faster" or not) were decided by noise, measures these again in the next run,
+and ends when its time budget is spent."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def test_a_row_that_noise_decided_says_so() -> None:
 
 
 def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
-    """Fails if the reason gives a speedup that is too noisy, or if a row isn't measured again because its verdict is
-    called too noisy."""
+    """Fails if a row with the verdict "too noisy" has a speedup in its reason, or isn't measured again."""
     source = row("source", 10.0, verdict="baseline")
     measured_row = {"verdict": "too noisy", "speedup": 189.8, "ci95": [10.2, 3655.8], "noise_floor": 401.923}
     noisy = row("int8", 0.05, **measured_row)
@@ -99,8 +98,8 @@ def test_options_that_noise_decided_say_so() -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, speedup: float, verdict: str) -> list[str]:
-    """Replaces the benchmark by one that reports this speedup and verdict for the only candidate. Returns the list
-    of candidates that the benchmark times."""
+    """Replaces the benchmark with a function that reports this speedup and verdict for the only candidate. Returns the
+    list of candidates that the benchmark times."""
     called: list[str] = []
 
     def measure(candidates: Any, feeds: Any, **_: Any) -> BenchReport:
@@ -144,7 +143,7 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
 
 
 class Clock:
-    """A clock whose time, in seconds, the test sets."""
+    """A clock. The test sets its time in seconds."""
 
     now = 0.0
 
@@ -267,8 +266,8 @@ def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_that_the_source_cannot_run_are_found_first(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    """Fails if a token beyond the vocabulary is found only when candidates are made, or if the error doesn't name the
-    sample and the input."""
+    """Fails if a token id beyond the vocabulary is found only when candidates are made, or if the error doesn't name
+    the sample and the input."""
     import accel
 
     build.artifact(

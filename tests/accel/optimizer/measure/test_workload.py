@@ -39,7 +39,8 @@ TEXT = Signature(
 
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    """Makes a model from token ids to a sum of embeddings, through two products, with dynamic batch and length."""
+    """Makes a model that multiplies the embeddings of token ids by two matrices and returns the mean over the tokens.
+    The batch and the length are dynamic."""
     rng = np.random.default_rng(0)
 
     def weight(name: str, *shape: int) -> onnx.TensorProto:
@@ -68,8 +69,9 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_throughput_as_written(cli: Any, text_model: Artifact, tmp_path: Path) -> None:
-    """Fails if the options of the throughput objective are refused, if the report lacks samples per second, if
-    samples per second aren't samples over time, or if the folder is loaded with other options than the chosen ones."""
+    """Fails if the options of the throughput objective are refused, if the report lacks samples per second, if they
+    aren't the batch size divided by the mean time, or if the folder is loaded with other options than the chosen
+    ones."""
     words = ["optimize", text_model.path, "--input", "ids:int64[batch,length]{0..99}", "--dim", "length=4:16:128"]
     words += ["--objective", "throughput", "--batch", "4", "--lengths", "8,8,64", "--rounds", "5"]
     ran = cli(*words, "--target", "openvino", "--precision", "fp32", "-o", tmp_path / "out", "--json")
@@ -132,9 +134,9 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel bench doesn't time an artifact with two streams by two concurrent runs in one session, as accel
-    optimize and accel serve run it. Also fails if accel bench uses the two recorded streams although the caller asks
-    for one thread."""
+    """Fails if, for an artifact with two streams, accel bench doesn't time two concurrent runs in one session, as in
+    accel optimize and accel serve. Also fails if accel bench uses the two recorded streams although the caller asks for
+    one thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
     words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}
@@ -222,7 +224,8 @@ def test_several_runs_at_once(text_model: Artifact, runtime: str, tmp_path: Path
 
 
 def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
-    """Fails if a timed pass leaves out a length, or if the pass doesn't return the outputs of each request."""
+    """A timed pass runs one request of each length, several times over. Fails if the pass leaves out a length, or
+    doesn't return the outputs of each request."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     plain = Candidate(name="x", artifact=text_model, runtime="onnxruntime", options={"threads": 1})
     made = PassCandidate(
@@ -242,7 +245,7 @@ def test_a_pass_is_all_of_its_requests(text_model: Artifact) -> None:
 
 def test_figures_of_a_pass_are_told_by_the_request(text_model: Artifact) -> None:
     """Fails if the report gives the energy, the phases or the samples per second of a whole pass as those of one
-    request, loses the phases, or derives the samples per second from the median."""
+    request. Also fails if the report loses the phases, or computes the samples per second from the median time."""
     mix = tuple(text_model.signature.example_inputs(batch=2, length=n) for n in (4, 16, 32))
     work = Workload(objective="throughput", mix=mix, repeats=2, note="")
     candidate = work.candidate(Candidate(name="x", artifact=text_model, options={"threads": 1}))
@@ -344,8 +347,8 @@ def test_lengths_in_all_their_forms(tmp_path: Path) -> None:
 
 
 def test_a_workload_that_cannot_be() -> None:
-    """Fails if accel optimize measures a batch or length that the model was never checked at, or accepts
-    contradictory sizes."""
+    """Fails if accel optimize measures a batch or length outside the range of the model's dim, or accepts contradictory
+    sizes."""
     common: dict[str, Any] = {"objective": "latency", "sizes": {}, "batch": None, "lengths": None, "cores": 2}
     for change, error, words in (
         ({"lengths": "8,256"}, BadInputSpec, r"pass dims=\{'length': '4:16:256'\}"),
@@ -377,8 +380,8 @@ def test_session_options_that_are_none() -> None:
 
 
 def test_the_note_names_every_measured_size(text_model: Artifact) -> None:
-    """Fails if the note leaves out the batch of requests of several lengths, or if the quantiles aren't said to be
-    those of the lengths."""
+    """Fails if the note leaves out the batch when there are several lengths, or if it doesn't say that the measured
+    lengths are quantiles of more lengths."""
 
     def note(lengths: list[int], batch: int | None) -> str:
         return workload(

@@ -175,8 +175,8 @@ def candidates(src: Artifact, data: Path | None) -> Any:
 
 
 def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: Path) -> None:
-    """Fails if the search ignores the held-out half of the data. Only the held-out half has values that calibration
-    didn't see."""
+    """Fails if the search ignores the held-out half of the data. In this test, only the held-out half has large values,
+    which calibration doesn't see."""
     needs_vnni()
     x = np.random.default_rng(2).standard_normal((64, WIDTH)).astype(np.float32)
     x[40:, 0] = 2000.0
@@ -276,8 +276,8 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
     """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast doesn't get
-    the layers to keep in fp32. The weights of two constant channels differ by less than fp16 resolves, and the result
-    depends on the difference."""
+    the layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel. The outputs depend on
+    their sum, which is smaller than fp16 resolves."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -314,8 +314,9 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 
 def test_the_order_of_the_steps() -> None:
-    """Fails if the order of the steps ignores their costs or mishandles an infinite error, if a layer skips fp16
-    although fp16 lowers its error, or tries fp16 although fp16 doesn't."""
+    """Each step raises one layer to a higher precision. Fails if the order of the steps ignores their costs or
+    mishandles an infinite error. Also fails if a layer skips fp16 although fp16 lowers its error, or tries fp16
+    although fp16 doesn't lower it."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
@@ -352,7 +353,7 @@ def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tm
     assert set(found.trajectory.kept) == PLANTED
     assert found.judgement.drop <= 0.005
     assert found.measured is not None
-    assert any("not confirmed on a held-out half: which of the metric" in note for note in result.notes)
+    assert any("not confirmed on a held-out half: accel can't split the metric" in note for note in result.notes)
 
 
 def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> None:

@@ -99,8 +99,8 @@ def written(path: Path, name: str = "model", notes: tuple[str, ...] = ("measured
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a part of the page is missing, a point lies outside the plot, a better candidate isn't higher, or a
-    faster candidate isn't farther left."""
+    """Fails if a part of the page is missing, a point lies outside the plot, the point of a more accurate candidate
+    isn't higher, or the point of a faster candidate isn't farther left."""
     text = written(tmp_path / "report.html")
     # The page loads no files and runs no code.
     assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", text)
@@ -201,8 +201,8 @@ def test_the_frontier() -> None:
 
 
 def test_what_stays_float_and_why() -> None:
-    """Fails if a searched candidate doesn't have exactly one sensitivity table, a layer shows the wrong precision,
-    or the page doesn't list the nodes that a cast kept in float32."""
+    """Fails if a candidate of a mixed search doesn't have exactly one sensitivity table, a layer shows the wrong
+    precision, or the page doesn't list the nodes that a cast kept in float32."""
     layers = [
         Sensitivity(node="a", op="MatMul", error=0.5, work=3e6),
         Sensitivity(node="b", op="Gemm", error=1e-5, work=1e6),
@@ -228,8 +228,8 @@ def test_what_stays_float_and_why() -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the missing extra ends the run, if the warning doesn't name it, or if an older page stays beside the new
-    choice."""
+    """Fails if a run without the extra ``report`` ends in an error, if the warning doesn't name the extra, or if the
+    page of an earlier run stays in the folder."""
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "optimize.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -257,8 +257,8 @@ def test_somebody_elses_report(digits: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str]) -> None:
-    """Fails if tick labels aren't round numbers, or if a tick isn't at the position of its number. Other numbers,
-    rounded to three digits, would lie at uneven distances."""
+    """Fails if tick labels aren't round numbers, or if a tick isn't at the position of its number. Labels that are
+    rounded from other numbers would stand at uneven distances."""
     axis = Axis(values, 0, 600, log=log)
     ticks = axis.ticks()
     assert [tick["text"] for tick in ticks] == texts

@@ -6,8 +6,9 @@ an existing environment, run this script with ``DS_ACCELERATOR=cpu``.
 Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. The case also writes
 ``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``. accel's reader has to give the same bits.
 
-A second run writes the same bytes, except for padding that DeepSpeed doesn't initialize: in ``fp32_flat_groups`` and
-``frozen_param_fragments`` of the last rank at ZeRO 3. On another kind of CPU, the last bits may differ.
+A second run writes the same bytes, except for padding that DeepSpeed doesn't initialize. This padding is in
+``fp32_flat_groups`` and ``frozen_param_fragments`` of the last rank at ZeRO 3. On another kind of CPU, the last bits of
+the weights may differ.
 """
 
 from __future__ import annotations

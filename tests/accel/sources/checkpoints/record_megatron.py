@@ -47,7 +47,7 @@ def model(ranks: int) -> Any:
 
 
 def run(rank: int, ranks: int, port: int) -> None:
-    """Saves the GPT on two ranks, and loads the saved files on one."""
+    """Saves the GPT if ``ranks`` is 2, or loads the saved files if ``ranks`` is 1."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

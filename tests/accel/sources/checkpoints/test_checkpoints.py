@@ -116,7 +116,8 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
     """Fails if accel joins grouped query-key-value, the halves of SwiGLU, a row- or column-parallel layer, the
-    vocabulary or the stacked layers in another way than Megatron, or misses a norm under one of its two names."""
+    vocabulary or the stacked layers in another way than Megatron. Also fails if accel doesn't find a norm under both of
+    its names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -139,9 +140,9 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
-    """Fails if layers of later stages, or of the chunks of an interleaved schedule, keep their local numbers, or if
-    the last stage's copy of the embedding counts as unexpected. The test writes the checkpoint by hand in Megatron's
-    layout."""
+    """Fails if the layers of later pipeline stages, or of the chunks of an interleaved schedule, keep the numbers that
+    they have within their stage or chunk, or if the last stage's copy of the embedding counts as unexpected. The test
+    writes the checkpoint by hand in Megatron's layout."""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)
@@ -169,8 +170,8 @@ def test_megatron_pipeline_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0.0, 1.0])
 def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
-    """Fails if the rows of query, key and value aren't brought into today's order. The test writes the checkpoint by
-    hand."""
+    """Fails if the rows of query, key and value aren't brought from Megatron's old order into today's order. The test
+    writes the checkpoint by hand."""
     heads, size = 4, 3
     today = torch.randn(heads, 3, size, 5)
     order = (1, 0, 2, 3) if version == 0 else (0, 2, 1, 3)

@@ -58,7 +58,8 @@ def plain_dcp(tmp_path: Path) -> Path:
 
 
 class Payload:
-    """Pickles to a call that makes the file ``mark``. ``way`` selects the function that the pickle calls."""
+    """An object whose pickle, when loaded, calls a function that makes the file ``mark``. ``way`` selects this
+    function."""
 
     def __init__(self, way: str, mark: Path) -> None:
         self.way, self.mark = way, mark
@@ -89,7 +90,7 @@ def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: 
     payload = Payload(way, mark)
 
     def zipped(file: Path) -> Path:
-        """Rewrites the archive with the payload beside the original contents."""
+        """Rewrites the archive, and adds the payload to its contents."""
         body = torch.load(file, weights_only=False) if "deepspeed" not in str(file) else {"module": {}}
         torch.save({**body, "extra": payload}, file)
         return file
@@ -132,7 +133,8 @@ def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
 
 
 def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
-    """Fails if unpickling a listed name loads the library's own class, whose constructor or __setstate__ would run."""
+    """Fails if accel unpickles a class on its list of allowed names as the real class. Then the code of the class would
+    run."""
     import argparse
 
     body = {"args": argparse.Namespace(a=1), "path": Path("x"), "meta": dcp.metadata.BytesStorageMetadata()}
@@ -315,8 +317,8 @@ def test_pickles_of_ranks_with_flipped_bytes(tmp_path_factory: pytest.TempPathFa
 
 
 def test_dicts_and_classes_of_trainers(tmp_path: Path) -> None:
-    """Fails if a checkpoint with a dict of a listed class is refused, or if a checkpoint with a class of the user is
-    accepted. Also fails if the error doesn't name the user's class."""
+    """Fails if a checkpoint with a defaultdict is refused, or if a checkpoint with a class of the user is accepted.
+    Also fails if the error doesn't name the user's class."""
     file = tmp_path / "a.ckpt"
     state = {"state_dict": dict(net().state_dict())}
     torch.save({**state, "hyper_parameters": collections.defaultdict(dict, {"a": {"b": 1}})}, file)
@@ -341,7 +343,7 @@ def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
         load_weights(other, plain_dcp)
     smaller = net()
     smaller.up = torch.nn.Linear(5, 6)
-    with pytest.raises(BadSource, match=r"'up.weight' is \[7, 5\], the model's is \[6, 5\]"):
+    with pytest.raises(BadSource, match=r"'up.weight' has the shape \[7, 5\], but the model needs \[6, 5\]"):
         load_weights(smaller, recorded / "deepspeed/zero2_fp32")
     whole = net()
     whole.version = torch.tensor(1.5)

@@ -282,8 +282,7 @@ def test_what_makes_no_sense(cli: Any, digits: Artifact, tmp_path: Path, words: 
 
 
 def test_input_dims_that_contradict(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --input may change the dtype, the rank or the name of an ONNX file's input, as if this repaired the
-    file."""
+    """Fails if --input may change the dtype, the rank or the name of an ONNX file's input."""
     for spec in ("image:uint8[batch,1,8,8]", "image:float32[batch,64]", "other:float32[batch,1,8,8]"):
         with pytest.raises(BadInputSpec):
             accel.export(digits.path, inputs=[spec], out=tmp_path / "m.onnx")

@@ -10,6 +10,7 @@ import torch
 
 from accel.cli import group, run
 from accel.errors import InvalidModel
+from accel.signature import TensorSpec
 from accel.sources.source import Source
 from accel.sources.torch.source import module_of
 from accel.train.checkpoints import final
@@ -65,8 +66,8 @@ def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if export loads the weights into the model that an edited factory makes now, if it doesn't warn that the
-    factory changed, or if it uses an edited copy in the run folder."""
+    """Fails if, after an edit of the factory's file, export uses the edited factory or doesn't warn that the file
+    changed. Also fails if export uses an edited copy in the run folder."""
     home, out = tmp_path / "home", tmp_path / "run"
     source = home / "own.py"
     home.mkdir()
@@ -113,7 +114,7 @@ def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
     be opened."""
     train(config_of(steps=1), tmp_path)
     artifact = Source(tmp_path).open()
-    assert [str(spec) for spec in artifact.signature.inputs] == ["ids:int64[batch,16]{0..60}"]
+    assert artifact.signature.inputs == (TensorSpec("ids", "int64", ("batch", 16), seen=(0, 60)),)
     weights = tmp_path / "final" / "model-00001-of-00001.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(InvalidModel, match="not the file that training wrote"):

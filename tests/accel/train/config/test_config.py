@@ -114,8 +114,8 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
 
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
-    """Fails if torch's default timeout of half an hour ends a run although its evaluation stays within
-    ``hang_seconds``. The process group of the waiting ranks would time out."""
+    """Fails if torch's default timeout of half an hour ends a run while ranks wait for an evaluation that stays within
+    ``hang_seconds``."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:
@@ -196,7 +196,8 @@ def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
 
 
 def test_a_rank_without_samples_only_takes_part() -> None:
-    """Fails if a rank without samples in the last batch yields a sample, or yields too few micro-batches."""
+    """Fails if the loader of a rank without samples in the last batch yields a target, or yields too few
+    micro-batches."""
     data = [(index, -index) for index in range(5)]
     common = {"global_batch": 4, "micro_batch": 1, "ranks": 2, "seed": 1, "processes": 0, "drop_last": False}
     parts = [iter(loader(data, first=1, rank=rank, **common)) for rank in range(2)]  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ NEEDS = {
 
 def orders(items: Iterable[pytest.Item], folder: Path) -> Orders:
     """Returns the names of the checks that the collected tests in ``folder`` need, by launch and key. The launches are
-    "world2", "world4", "world8", and "again": world size 2 after world size 4."""
+    "world2", "world4", "world8" and "again". The launch "again" has world size 2 and runs after "world4"."""
     orders: dict[int, dict[str, list[str]]] = {world: {} for world in rows.WORLDS}
     for item in items:
         if not (isinstance(item, pytest.Function) and item.path.parent == folder):
@@ -84,7 +84,8 @@ def launch(orders: Orders, folder: Path) -> None:
 
 
 def read(orders: Orders, folder: Path) -> dict[int, dict[str, Any]]:
-    """Returns the results of rank 0 by world size. The entry "ranks" holds the results of all ranks."""
+    """Returns a dict from each world size to the results of its rank 0. The key "ranks" of the results holds the
+    results of all ranks."""
     found: dict[int, dict[str, Any]] = {
         world: {"ranks": [], "folder": folder / f"world{world}"} for world in rows.WORLDS
     }

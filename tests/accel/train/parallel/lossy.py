@@ -1,7 +1,7 @@
 """The rounding of ZeRO++ on one process, written independently in a few lines: the reference of qwZ and qgZ.
 
-Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, each block of 256 values is
-rounded to 127 steps of the block's largest value.
+Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, the values of each block of
+256 are rounded to multiples of 1/127 of the block's largest absolute value.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
-    """Makes one process compute like ``ranks`` ranks with qwZ (``weights``) and qgZ (``gradients``). One replica is
-    spread over ``shards`` ranks. Each micro-batch stands for a rank."""
+    """Makes one process round as ``ranks`` ranks do: with qwZ if ``weights`` is true, and with qgZ if ``gradients`` is
+    true. One replica is spread over ``shards`` ranks. Each micro-batch stands for a rank."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 

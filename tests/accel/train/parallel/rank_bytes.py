@@ -68,8 +68,9 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
     """Returns four settings of a run that don't change its losses.
 
     ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` holds the numbers of ranks
-    over which FSDP2 shards between the forward and the backward pass. ``compiled`` is True for each compiled block.
-    ``frames`` is the number of frames compiled since the last call of this function.
+    over which FSDP2 shards between the forward and the backward pass. ``compiled`` is a list with an entry for each
+    block, which is True if the block is compiled. ``frames`` is the number of frames compiled since the last call of
+    this function.
     """
     groups = [
         group

@@ -1,5 +1,5 @@
-"""Faults on one rank of the distributed suite to which all ranks have to respond alike: an overflow, a NaN weight, a
-damaged shard. The argument ``start`` is ``suite.start``, which makes a trainer from overrides and a folder."""
+"""Causes a fault on one rank of the distributed suite: an overflow, a NaN weight or a damaged shard. All ranks have to
+respond alike. The argument ``start`` is ``suite.start``, which makes a trainer from overrides and a folder."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, 
 
 
 def damaged(start: Start, folder: Path) -> dict[str, Any]:
-    """Returns the losses of three steps, and the step at which this rank resumes after a bit of the last rank's
-    shard flips. The run saves checkpoints after its first two steps, and the flipped shard belongs to the second
+    """Returns the losses of three steps, and the step at which this rank resumes after one bit of the last rank's shard
+    was flipped. The run saves checkpoints after its first two steps, and the flipped shard belongs to the second
     checkpoint."""
     overrides = ["parallel.zero=3", "checkpoint.asynchronous=false"]
     trainer = start(overrides, folder)

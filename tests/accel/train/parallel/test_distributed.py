@@ -184,8 +184,8 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if CPU offload, hpZ's second shards or compiled blocks are off in a config that names them, or on in
-    another config. The losses don't show this fault."""
+    """Fails if a run uses CPU offload, hpZ's second shards or compiled blocks although the name of its config lacks
+    them, or doesn't use them although the name contains them. The losses don't show this fault."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:
@@ -216,8 +216,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 def test_a_weight_that_is_no_number_is_named_by_all_ranks(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
-    """Fails if a rank with finite weights names a gradient instead of the other rank's NaN weight. Also fails if a
-    rank with a loss scale skips the step and continues after the other ranks stopped."""
+    """Fails if a rank whose own weights are finite doesn't name the NaN weight of another rank. Also fails if a rank
+    with a loss scale skips the step and continues after the other ranks stopped."""
     rank = f"on rank {world - 1};"
     for one in results[world]["ranks"]:
         assert f"at step 1; the first that isn't finite is {rank_faults.BAD} {rank}" in one["not a number"][name]
@@ -316,13 +316,14 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
         lines = [
             "# Parity",
             "",
-            "Each row compares a layout's losses with the losses of one process in float32. Both runs take ten steps",
-            "of SGD with momentum with the same global batches, on a small GPT with an odd vocabulary and uneven",
-            "targets (gloo on the CPU). The bound of ZeRO++ is the difference that the same rounding makes in one",
-            "process, plus 0.02 (bf16 0.03) for values that round the other way because of their last bit. Without",
-            "bf16, the first two losses of ZeRO++ are within 5e-6 of that process. Every layout was compared in",
-            "float32. 16 bits, recomputation and offload were compared only for the layouts that have a row for them.",
-            "Other combinations are made of the same parts and were not compared.",
+            "Each row compares a layout's losses with the losses of one process in float32. Both runs take ten",
+            "steps of SGD with momentum, with the same global batches. The model is a small GPT with a vocabulary",
+            "of 61 tokens, and the samples have different numbers of targets. The ranks run on the CPU, over",
+            "gloo. The bound of ZeRO++ is the difference that the same rounding makes in one process, plus 0.02",
+            "(0.03 with bf16). This margin is for values that round the other way because of their last bit.",
+            "Without bf16, the first two losses of ZeRO++ are within 5e-6 of that process. Every layout was",
+            "compared in float32. 16 bits, recomputation and offload were compared only for the layouts that have",
+            "a row for them. Other combinations are made of the same parts and were not compared.",
             '`ACCEL_WRITE_PARITY=1 pytest -m "" tests/accel/train/parallel/test_distributed.py` writes this page.',
             "",
             "| layout and precision | ranks | largest difference | bound |",

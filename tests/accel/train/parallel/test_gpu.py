@@ -92,7 +92,7 @@ def test_offloaded_shards_lie_on_the_host(tmp_path: Path) -> None:
 
 
 def test_nccl_collectives_and_shards(tmp_path: Path) -> None:
-    """Fails if this torch and driver can't start NCCL, or if FSDP2's gradients differ from those of the plain layer."""
+    """Fails if this torch and driver can't start NCCL, or if the gradients of a layer differ with and without FSDP2."""
     command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

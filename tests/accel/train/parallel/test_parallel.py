@@ -46,15 +46,15 @@ def test_a_plan_names_modules_by_pattern() -> None:
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
-    """Fails if a plan for another model is treated as no plan, or if a plan cuts a module that can't be cut."""
+    """Fails if a plan for another model is ignored, or if a plan may cut a module that can't be cut."""
     with pytest.raises(BadConfig) as caught:
         match(_gpt(), plan)
     assert says in str(caught.value)
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Fails if a plan of only column and row styles with sequence parallel ends in torch's error about shapes, or if
-    a plan whose embedding splits the sequence is refused."""
+    """Fails if sequence parallel ends in torch's error about shapes when the plan has only column and row styles, so
+    that no module splits the sequence. Also fails if a plan whose embedding splits the sequence is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -67,9 +67,9 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
-    """Fails if a plan that cuts a head of the queries or of the keys ends in torch's error about shapes, or if a
-    number of ranks that divides the heads is refused. The check must not leave hooks in the model or change the
-    model's mode."""
+    """Fails if a plan that divides one head of the queries or keys between ranks ends in torch's error about shapes, or
+    if ranks that each get whole heads are refused. The check must not leave hooks in the model or change the model's
+    mode."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.timeout(5400)
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
     """Fails if the bytes that four ranks hold, between steps or in one of two micro-batches, differ from the closed
     form. In bf16, the closed form is 2 + 2 + 12 bytes per parameter before sharding. The bytes may exceed the closed
-    form only by the padding of the odd vocabulary from 61 to 64. Also fails if the collectives of a step send other
-    bytes than planned. Those of the loss and the norm don't count. The bytes held and sent include the copies that hpZ
-    gathers and keeps, and the int8 of qwZ and qgZ."""
+    form only because the vocabulary of 61 is padded to 64. Also fails if the collectives of a step, except those of the
+    loss and the norm, send other bytes than planned. The bytes held and sent include the copies that hpZ gathers and
+    keeps, and the int8 of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
     layout = layout_of_config(suite.config(rank_bytes.HELD[name]), 4)
     assert (layout.accumulation, layout.hpz > 0, layout.qwz, layout.qgz) == (
@@ -36,7 +36,7 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
     width, master = (2, 12) if "bf16" in name else (4, 8)
     shard = width * spec.params / 4
     passing = weights
-    if layout.zero == 3:  # each rank holds the parameters outside the blocks whole, and hpZ's second shards
+    if layout.zero == 3:  # each rank holds hpZ's second shards, and all of the parameters outside the blocks
         passing = weights - (shard if layout.hpz else 0)
         passing += (width - width / (layout.hpz or 4)) * spec.outside
     kept = [rank["bytes"][name] for rank in results[4]["ranks"]]

@@ -177,7 +177,8 @@ def _unreadable(index: int) -> int:
 
 
 def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
-    """Fails if the error of a sample is hidden behind the cut-off traceback of the loader process that raised it."""
+    """Fails if the message shows the cut-off traceback of a loader process instead of the error that a sample
+    raised."""
     batches = DataLoader([0, 1], num_workers=1, collate_fn=lambda rows: _unreadable(rows[0]))
     with pytest.raises(ValueError, match="DataLoader worker") as caught:
         next(iter(batches))

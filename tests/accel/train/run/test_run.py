@@ -92,8 +92,8 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
 
 
 def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
-    """Fails if a run in two halves (adamw, fp32 master weights, dropout seeds, schedule) differs from a run in one
-    piece, or if the progress doesn't show the step of the resume."""
+    """Fails if the losses of a run in two halves differ from those of a run in one piece, or if the progress doesn't
+    show the step of the resume."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
     train(config_of(steps=6, **tables), tmp_path / "whole")
     train(config_of(steps=3, **tables), tmp_path / "halves")
@@ -361,7 +361,8 @@ def test_dry_run_launches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
-    """Fails if a config without a model starts processes. ``accel plan`` writes such a config from numbers alone."""
+    """Fails if a config without a model starts processes. ``accel plan`` writes a config without a model if it gets
+    only numbers."""
     with pytest.raises(BadConfig, match="needs model and data"):
         train(TrainConfig.from_dict({}), tmp_path)
 
@@ -384,8 +385,8 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
 
 def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
-    """Fails if the FLOPs of a model with named inputs aren't counted, or if no note tells why the FLOPs of a model that
-    reads the values of its tensors can't be counted."""
+    """Fails if the FLOPs of a model with named inputs aren't counted. Also fails if no note says that FLOPs can't be
+    counted for a model that reads the values of its tensors."""
     source = tmp_path / "named.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef named():\n    return [({'ids': ids}, targets) for ids, targets in data()]\n\n"
@@ -422,7 +423,7 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
         )
         assert fraction == number / 3
     # Each product takes 2 FLOPs per weight and position: the products of the MLP and of attention in 3 blocks, and the
-    # head. Attention itself takes 2 products of s x s x h in each block.
+    # head. Attention itself takes 2 products of sequence x sequence x hidden in each block.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)

@@ -1,0 +1,123 @@
+"""The result of ``accel.optimize``: the published model, ready to be called, saved and compared."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.artifact import Artifact
+from accel.optimizer.publish import check_out
+from accel.optimizer.report.page import PAGE
+from accel.optimizer.result import Optimization
+from accel.runtimes.base import BaseSession, open_session
+from accel.sources.main_file import REPORT
+from accel.timing.report import BenchReport
+
+from .bench import bench
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_WIDTH = 100
+# The seconds for the comparison with the source in its own framework.
+_SECONDS = 10.0
+# Styles of the report's plot, which has styles of its own only inside the report.
+_PLOT_STYLE = (
+    "<style>.accel-plot svg{max-width:760px}.accel-plot text{font:11px system-ui,sans-serif;fill:#888}"
+    ".accel-plot circle{fill:#8aa}.accel-plot circle.chosen{fill:#2a2}.accel-plot circle.rejected{fill:#c44}"
+    ".accel-plot .axis{stroke:#aaa}.accel-plot .frontier{fill:none;stroke:#aaa;stroke-dasharray:4 3}"
+    ".accel-plot .limit{stroke:#c44;stroke-dasharray:2 4}</style>"
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Optimized(Optimization):
+    """What ``accel.optimize`` returns. The result is called like the source: ``fast(x)`` takes and returns tensors in
+    the source's own structure. ``source`` is the model in its own framework, or None if the user gave an ONNX model.
+    """
+
+    source: Artifact | None = None
+
+    @classmethod
+    def of(cls, result: Optimization, source: Artifact | None) -> Optimized:
+        """Returns ``result`` with the model that the user gave."""
+        return cls(**{field.name: getattr(result, field.name) for field in fields(Optimization)}, source=source)
+
+    @cached_property
+    def session(self) -> BaseSession:
+        """Returns the session of the published model, which is opened at the first use."""
+        return open_session(self.artifact)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of the model for the arguments of the source's own call."""
+        return self.session(*args, **kwargs)
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the outputs by name for arrays by name."""
+        return self.session.run(feeds)
+
+    @cached_property
+    def comparison(self) -> BenchReport | None:
+        """Times the published model beside the source in its own framework, at the first use. Returns None if the user
+        gave an ONNX model, or this machine can't run the published model."""
+        if self.source is None or not self.environment:
+            return None
+        sizes = self.environment.get("sizes") or {}
+        return bench([self.artifact], against=self.source, sizes=sizes, budget_seconds=_SECONDS)
+
+    @property
+    def speedup(self) -> float | None:
+        """Returns how many times as fast as the source the published model is, by the median of paired runs. The source
+        runs in its own framework, such as PyTorch in eager mode. Returns None if nothing was measured."""
+        if self.comparison is not None:
+            return self.comparison.rows[-1].speedup
+        measured = next((c.measured for c in self.candidates if c.name == self.chosen), None)
+        return float(measured["speedup"]) if measured and measured.get("speedup") else None
+
+    def table(self) -> str:
+        """Returns the table of all candidates as text of at most 100 columns."""
+        from rich.console import Console
+
+        from accel.optimizer.report.table import table
+
+        console = Console(file=io.StringIO(), width=_WIDTH)
+        with console.capture() as captured:
+            console.print(table(self))
+        return captured.get()
+
+    def save(self, folder: str | Path) -> Artifact:
+        """Copies the model, its manifest and the report to ``folder``. Returns the copied artifact.
+
+        Raises ``CannotWrite`` if a file of someone else would be overwritten.
+        """
+        folder = Path(folder)
+        check_out(folder, str(self.artifact.path))
+        saved = self.artifact.copy_to(folder / self.artifact.path.name)
+        for name in (REPORT, PAGE):
+            if (file := self.artifact.path.parent / name).is_file() and file.parent.resolve() != folder.resolve():
+                shutil.copyfile(file, folder / name)
+        return saved
+
+    def close(self) -> None:
+        """Frees the session."""
+        if "session" in self.__dict__:
+            self.__dict__.pop("session").close()
+
+    def __repr__(self) -> str:
+        measured = next((c.measured for c in self.candidates if c.name == self.chosen), None) or {}
+        ms = f", {measured['median_ms']:.3g} ms" if measured.get("median_ms") else ""
+        return f"<accel optimized: {self.chosen}{ms}, {len(self.candidates)} candidates, {self.artifact.path}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the table and the plot of all candidates for a notebook."""
+        page = self.artifact.path.parent / PAGE
+        drawn = re.search(r'<svg id="pareto".*?</svg>', page.read_text("utf-8"), re.DOTALL) if page.is_file() else None
+        plot = f'{_PLOT_STYLE}<div class="accel-plot">{drawn.group(0)}</div>' if drawn else ""
+        return f"<pre>{html.escape(self.table())}</pre>{plot}"

@@ -1,0 +1,190 @@
+"""``torch.compile(model, backend="accel")``: parts of a model run as accel exports or optimizes them.
+
+TorchDynamo cuts a function into graphs and hands each to ``accel_backend``. A graph that can't be taken stays in eager
+mode, with a warning that gives the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel.cache import StageCache
+from accel.errors import AccelError, one_line
+from accel.runtimes.base import BaseSession, open_session
+from accel.sources.source import Source
+
+from .as_onnx import as_onnx
+from .optimize import optimize
+
+# The largest relative error of a part on the inputs of its first call. It only catches a part that computes something
+# else, because the gates of the export compare more closely.
+_LIMIT = 1e-2
+# A part is compiled again if its weights change. After this many times it stays in eager mode.
+_MOST_COMPILED = 4
+
+
+def accel_backend(
+    graph: torch.fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """Returns a function that computes ``graph`` on a runtime of accel, or ``graph`` itself in eager mode.
+
+    ``options`` are keywords of ``accel.optimize``, such as ``{"max_drop": 0.01, "budget_seconds": 60}``. Without
+    ``options``, the graph is exported in its own precision and runs on ONNX Runtime. A graph stays in eager mode if
+    gradients are on, if an input isn't on the CPU, if the graph writes to its inputs or returns a view of one, or if it
+    can't be exported with equal outputs.
+    """
+    tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        return _eager(graph, "gradients are on; call the model inside torch.inference_mode()")
+    if where := {str(one.device.type) for one in tensors} - {"cpu"}:
+        return _eager(graph, f"its tensors are on {where.pop()}; move the model to the CPU, or optimize it for the GPU")
+    return _Part(graph, dict(options or {}))
+
+
+def _eager(graph: torch.fx.GraphModule, reason: str) -> Callable[..., Any]:
+    """Warns that ``graph`` stays in eager mode, and returns its function."""
+    count = sum(node.op in ("call_function", "call_method", "call_module") for node in graph.graph.nodes)
+    warnings.warn(f"accel: a part of {count} operators stays in eager mode: {reason}", stacklevel=2)
+    return graph.forward
+
+
+class _Part:
+    """One graph with its session. The weights are part of the session, which is made at the first call."""
+
+    def __init__(self, graph: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
+        self._graph = graph
+        self._options = options
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._sizes = [i for i, node in enumerate(nodes) if not isinstance(_value(node), torch.Tensor)]
+        self._weights = [i for i, node in enumerate(nodes) if "_dynamo_static_input_type" in _about(node)]
+        self._inputs = [i for i in range(len(nodes)) if i not in {*self._sizes, *self._weights}]
+        # The symbol of each dynamic dim, by input and axis.
+        self._symbols = {
+            (i, axis): str(size)
+            for i in self._inputs
+            for axis, size in enumerate(_value(nodes[i]).shape)
+            if isinstance(size, torch.SymInt)
+        }
+        self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes}
+        self._session: BaseSession | None = None
+        self._run: Callable[..., Any] = self._compiled
+        self._seen: list[tuple[torch.Tensor, int]] = []
+        self._count = 0
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def _compiled(self, *args: Any) -> Any:
+        """Runs the session. Makes the session at the first call, and again if a weight was replaced or written to."""
+        changed = any(args[i] is not one or _version(one) != version for i, (one, version) in self._of_weights())
+        if self._session is None or changed:
+            self._count += 1
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors don't count writes
+                reason = "its weights change often" if self._count > _MOST_COMPILED else self._compile(args)
+            if reason:
+                self._run = _eager(self._graph, reason)
+                return self._run(*args)
+        assert self._session is not None
+        return self._session(*(args[i] for i in self._inputs))
+
+    def _of_weights(self) -> Sequence[tuple[int, tuple[torch.Tensor, int]]]:
+        return list(zip(self._weights, self._seen, strict=False))
+
+    def _compile(self, args: Sequence[Any]) -> str:
+        """Makes the session and compares it with the graph. Returns the reason if the graph has to stay in eager mode,
+        else ""."""
+        if not self._inputs:
+            return "it has no inputs"
+        inputs = [args[i].detach().clone() for i in self._inputs]
+        before = [one._version for one in inputs]
+        wanted = self._graph.forward(*self._merged(args, inputs))
+        if [one._version for one in inputs] != before:
+            return "it writes to its inputs"
+        if not all(isinstance(one, torch.Tensor) for one in wanted):
+            return "it returns something besides tensors"
+        held = {one.untyped_storage().data_ptr() for one in (*inputs, *(args[i] for i in self._weights))}
+        if any(one.untyped_storage().data_ptr() in held for one in wanted):
+            return "it returns a view of an input or a weight"
+        try:
+            session = self._made(args, inputs)
+            found = session(*inputs)
+        except (AccelError, OSError) as error:
+            return one_line(error, 300)
+        except Exception as error:  # the exporters may raise any type of error
+            return f"{type(error).__name__}: {one_line(error, 300)}"
+        if not all(map(_close, found, wanted)):
+            return "its outputs differ from those of PyTorch"
+        self._session = session
+        self._seen = [(args[i], _version(args[i])) for i in self._weights]
+        return ""
+
+    def _merged(self, args: Sequence[Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
+        merged = list(args)
+        for i, value in zip(self._inputs, inputs, strict=True):
+            merged[i] = value
+        return merged
+
+    def _made(self, args: Sequence[Any], inputs: Sequence[torch.Tensor]) -> BaseSession:
+        module = _Bound(self, self._graph, args)
+        dims = dict.fromkeys(self._symbols.values(), torch.export.Dim.DYNAMIC)
+        shapes = tuple(
+            {axis: dims[self._symbols[i, axis]] for axis in range(value.ndim) if (i, axis) in self._symbols}
+            for i, value in zip(self._inputs, inputs, strict=True)
+        )
+        program = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,) if any(shapes) else None)
+        if self._options:
+            return optimize(program, **self._options).session
+        return open_session(as_onnx(Source.of(program), StageCache()).artifact)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Returns the number of writes to ``tensor``, or -1 for an inference tensor, which doesn't count writes."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _value(node: torch.fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _about(node: torch.fx.Node) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = node.meta.get("tensor_dict") or {}
+    return found
+
+
+class _Bound(torch.nn.Module):
+    """A graph whose weights are set and whose sizes are read from its inputs."""
+
+    def __init__(self, part: _Part, graph: torch.fx.GraphModule, args: Sequence[Any]) -> None:
+        super().__init__()
+        self.function = graph
+        self.count = len(args)
+        self.inputs = part._inputs
+        for i in part._weights:
+            self.register_buffer(f"weight_{i}", args[i].detach())
+        self.weights = part._weights
+        where = {symbol: place for place, symbol in reversed(part._symbols.items())}
+        self.sizes = {i: where[symbol] for i, symbol in part._size_symbols.items()}
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args: list[Any] = [None] * self.count
+        for i, value in zip(self.inputs, tensors, strict=True):
+            args[i] = value
+        for i in self.weights:
+            args[i] = getattr(self, f"weight_{i}")
+        for i, (place, axis) in self.sizes.items():
+            args[i] = args[place].shape[axis]
+        return tuple(self.function(*args))
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if not wanted.is_floating_point():
+        return torch.equal(found, wanted)
+    one, other = found.double().numpy(), wanted.double().numpy()
+    return bool(np.linalg.norm(one - other) <= _LIMIT * np.linalg.norm(other) + 1e-12)

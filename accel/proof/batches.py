@@ -1,0 +1,82 @@
+"""Samples in memory: writes arrays, tensors or the batches of a data loader to ``.npz`` files, which all parts read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.errors import BadData
+from accel.progress import report
+from accel.sources.structure import describe, is_array
+from accel.spelling import option
+
+# A data loader may be endless, and calibration and judging need a few hundred samples.
+MOST_SAMPLES = 1024
+# The name of the array that a batch has besides the inputs.
+LABELS = "labels"
+
+
+def write_batches(data: Any, names: Sequence[str], folder: Path) -> Path:
+    """Writes samples to ``folder`` as one ``.npz`` file a batch. Returns ``folder``.
+
+    ``data`` is a batch or an iterable of batches, such as a ``DataLoader``. A batch is a dict of arrays by the names of
+    the inputs, a tuple of arrays in the order of ``names``, or a single array. A tuple may have one more array, which
+    becomes the array ``labels``. Takes the first ``MOST_SAMPLES`` samples. Raises ``BadData`` if a batch has other
+    arrays or there is none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    for number, batch in enumerate(_batches(data, len(names))):
+        arrays = _named(batch, names)
+        np.savez(folder / f"{number:06d}.npz", **arrays)  # type: ignore[arg-type]
+        count += len(next(iter(arrays.values())))
+        if count >= MOST_SAMPLES:
+            report(f"data: the first {count} samples")
+            break
+    if not count:
+        raise BadData(f"the data holds no samples; give at least one batch with {option('data')}")
+    return folder
+
+
+def _batches(data: Any, inputs: int) -> Iterable[Any]:
+    """Returns the batches of ``data``, which may be a single batch."""
+    if is_array(data) or isinstance(data, Mapping):
+        return [data]
+    if not isinstance(data, Iterable):
+        raise BadData(f"data is a {type(data).__name__}; give arrays, a path or an iterable of batches")
+    if isinstance(data, tuple) and len(data) in (inputs, inputs + 1) and all(map(is_array, data)):
+        return [data]
+    return data
+
+
+def _named(batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a batch by name."""
+    if is_array(batch):
+        batch = (batch,)
+    if isinstance(batch, Mapping):
+        found = describe(dict(batch))[1]
+    else:
+        values = list(batch)
+        if len(values) not in (len(names), len(names) + 1):
+            raise BadData(
+                f"a batch has {len(values)} arrays, the model takes {len(names)} ({', '.join(names)}); give these, and "
+                "labels after them if a metric needs them"
+            )
+        found = dict(zip([*names, LABELS], values, strict=False))
+    arrays = {name: _array(value, name) for name, value in found.items()}
+    if missing := [name for name in names if name not in arrays]:
+        raise BadData(f"a batch has no {missing[0]!r} (it has {', '.join(arrays)}); name the arrays like the inputs")
+    return arrays
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    if hasattr(value, "detach"):  # a tensor of PyTorch
+        value = value.detach().cpu()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+    array = np.asarray(value)
+    if array.dtype.kind in "OUS":
+        raise BadData(f"{name!r} of a batch holds no numbers; give an array or a tensor")
+    return array if array.ndim else array[None]

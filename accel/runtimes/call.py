@@ -1,0 +1,80 @@
+"""Calls a session like the module that it was made from: tensors in, tensors out, in the module's own structure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.errors import BadFeeds
+from accel.sources.structure import arguments_of, fill, tensors_in
+
+if TYPE_CHECKING:
+    from .base import BaseSession
+
+
+def call(session: BaseSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the result of the model for the arguments of the source's own call.
+
+    Tensors of PyTorch become tensors of PyTorch on the device of the first tensor, tensors of TensorFlow become tensors
+    of TensorFlow, and arrays become arrays. A model whose manifest doesn't record a structure takes its inputs in
+    order or by name, and returns its only output or a dict of outputs. Raises ``BadFeeds`` if the arguments don't fit.
+    """
+    recorded: Mapping[str, Any] = session.artifact.source.get("call") or {}
+    names = [spec.name for spec in session.signature.inputs]
+    templates = dict(recorded.get("arguments") or {name: {"tensor": name} for name in names})
+    rest = next((name for name, template in templates.items() if name == recorded.get("rest")), "")
+    if len(args) == 1 and not kwargs and isinstance(feeds := args[0], Mapping) and _only_tensors(templates):
+        args, kwargs = (), feeds
+    given = arguments_of([name for name in templates if name != rest], args, kwargs, rest)
+    tensors = tensors_in(templates, given)
+    if not tensors:
+        raise BadFeeds(f"no tensor is given; the model takes {session.signature.describe_inputs()}")
+    outputs = session.run({name: _to_array(value) for name, value in tensors.items()})
+    like = next(iter(tensors.values()))
+    made = {name: _like(value, like) for name, value in outputs.items()}
+    result = recorded.get("result")
+    if result is not None and set(_names(result)) <= set(made):
+        return fill(result, made)
+    return next(iter(made.values())) if len(made) == 1 else made
+
+
+def _only_tensors(templates: Mapping[str, Any]) -> bool:
+    return all("tensor" in template for template in templates.values()) and len(templates) > 1
+
+
+def _names(template: Any) -> list[str]:
+    """Returns the names of the tensors in a template."""
+    if isinstance(template, Mapping):
+        if "tensor" in template:
+            return [template["tensor"]]
+        return [name for inner in template.values() for name in _names(inner)]
+    return [name for inner in template for name in _names(inner)] if isinstance(template, list) else []
+
+
+def _to_array(value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        return value
+    if _is_torch(value):
+        from accel.sources.torch.call import to_array
+
+        return to_array(value)
+    return np.asarray(value)
+
+
+def _like(value: np.ndarray, like: Any) -> Any:
+    """Returns ``value`` as the kind of tensor that ``like`` is."""
+    if _is_torch(like):
+        from accel.sources.torch.call import to_tensor
+
+        return to_tensor(value).to(like.device)
+    if type(like).__module__.startswith("tensorflow."):
+        return sys.modules["tensorflow"].convert_to_tensor(value)
+    return value
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

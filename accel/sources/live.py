@@ -1,0 +1,61 @@
+"""Finds the kind of a live model, and writes the model to the cache, from where it is opened like a file.
+
+Beside the model lies ``FACTS``: the name of its ``class``, a ``note`` about its batch, and its ``call`` (the structure
+of its arguments and of its result, see ``accel.sources.structure``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accel.child import resolve
+from accel.errors import BadSource, UsageError
+from accel.spelling import option
+
+FACTS = "live.json"
+
+# The class of a live model, by module and name, and the function that writes such a model to the cache. Comparing names
+# imports no framework.
+_CAPTURED_BY = {
+    ("torch.export.exported_program", "ExportedProgram"): "accel.sources.torch.live:capture_program",
+    ("torch.nn.modules.module", "Module"): "accel.sources.torch.live:capture",
+    ("onnx.onnx_ml_pb2", "ModelProto"): "accel.sources.onnx.live:capture",
+    ("keras.src.models.model", "Model"): "accel.sources.tensorflow.live:capture",
+    ("tensorflow.python.trackable.autotrackable", "AutoTrackable"): "accel.sources.tensorflow.live:capture",
+}
+
+
+def captured(model: Any, example: Any, dynamic: Any) -> Path:
+    """Writes the live ``model`` to the cache. Returns the path of the file, which is a source.
+
+    Raises ``BadSource`` if accel doesn't know the kind of the object, ``UsageError`` if an ONNX model or an exported
+    program, which have inputs of their own, comes with an example.
+    """
+    kinds = {(kind.__module__, kind.__name__) for kind in type(model).__mro__}
+    writer = next((writer for kind, writer in _CAPTURED_BY.items() if kind in kinds), None)
+    if writer is None and callable(model) and not isinstance(model, type):
+        writer = "accel.sources.torch.live:capture"
+    if writer is None:
+        raise BadSource(
+            f"{type(model).__name__} is no kind of model; give a module of PyTorch, Keras or TensorFlow, an exported "
+            "program, an ONNX ModelProto, or the path of a file"
+        )
+    write: Callable[..., Path] = resolve(writer)
+    if writer.endswith(":capture_program") or ".onnx." in writer:
+        for name, given in (("example", example), ("dynamic", dynamic)):
+            if given is not None:
+                raise UsageError(f"{type(model).__name__} has inputs of its own; leave out {option(name)}")
+        return write(model)
+    return write(model, example, dynamic)
+
+
+def facts_about(path: Path) -> Mapping[str, Any]:
+    """Returns the facts about the captured model ``path``, or an empty dict for any other path."""
+    try:
+        found: Mapping[str, Any] = json.loads((path.parent / FACTS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found

@@ -1,0 +1,201 @@
+"""The nested structure of a model's arguments and of its result, as JSON values.
+
+A template is a JSON value in which each tensor is replaced by its name: ``{"tensor": "x"}``. The other templates are
+``{"value": 2}``, ``{"list": [...]}``, ``{"tuple": [...]}``, ``{"dict": [[key, template], ...]}`` and ``{"class":
+"module:Name", "fields": [[name, template], ...]}`` for dataclasses and named tuples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from accel.errors import BadFeeds
+
+Template = Mapping[str, Any]
+
+# Result classes are imported from these packages only, because a manifest may come from a stranger, and importing a
+# module runs its code.
+_IMPORTED_FROM = ("transformers", "diffusers", "torch")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def is_array(value: Any) -> bool:
+    """Tells whether ``value`` is a tensor of PyTorch or TensorFlow, or a numpy array."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
+
+
+def describe(
+    value: Any, name: str = "", *, strict: bool = False, names: Mapping[str, str] | None = None
+) -> tuple[Template, dict[str, Any]]:
+    """Returns the template of ``value``, and the tensors in ``value`` by name.
+
+    Names are keys of dicts and fields of dataclasses and named tuples, behind the prefix ``name``. Other tensors are
+    called ``output``, or ``output_0``, ``output_1``... in a tuple or a list. Objects of other classes become None, or
+    with ``strict`` raise ``BadFeeds``. ``names`` maps the names to other names.
+    """
+    if is_array(value):
+        name = name or "output"
+        name = (names or {}).get(name, name)
+        return {"tensor": name}, {name: value}
+    if isinstance(value, _PLAIN):
+        return {"value": value}, {}
+    items = _items(value)
+    if items is None:
+        if strict:
+            raise BadFeeds(
+                f"{name} is a {type(value).__name__}; give tensors, numbers or texts, or tuples, lists or dicts of them"
+            )
+        return {"value": None}, {}
+    found: dict[str, Any] = {}
+    inner: list[tuple[Any, Template]] = []
+    sequence = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    single = sequence and sum(item is not None for _, item in items) == 1
+    for key, item in items:
+        prefix = f"{name}_{key}" if name else f"output_{key}" if sequence else str(key)
+        template, tensors = describe(item, name if single else prefix, strict=strict, names=names)
+        inner.append((key, template))
+        found |= tensors
+    if sequence:
+        return {"list" if isinstance(value, list) else "tuple": [template for _, template in inner]}, found
+    if type(value) is dict or not _made_by_fields(value, dict(items)):
+        return {"dict": [list(pair) for pair in inner]}, found
+    kind = type(value)
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": [list(pair) for pair in inner]}, found
+
+
+def _made_by_fields(value: Any, fields: Mapping[Any, Any]) -> bool:
+    """Tells whether the class of ``value`` takes its fields as keywords. The encodings of tokenizers don't, and become
+    dicts."""
+    try:
+        type(value)(**fields)
+    except Exception:  # a class may raise any type of error
+        return False
+    return True
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """Returns the keys and items of a container, or None for any other object."""
+    if isinstance(value, Mapping):  # the results of transformers are both mappings and dataclasses
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    return list(enumerate(value)) if isinstance(value, tuple | list) else None
+
+
+def fill(template: Template, tensors: Mapping[str, Any]) -> Any:
+    """Returns the object that ``template`` describes, with ``tensors`` in the places of their names.
+
+    A class that this process may not import becomes a namespace with the same fields.
+    """
+    kind, body = next(iter(template.items()))
+    if kind == "tensor":
+        return tensors[body]
+    if kind == "value":
+        return body
+    if kind in ("list", "tuple"):
+        made = [fill(item, tensors) for item in body]
+        return made if kind == "list" else tuple(made)
+    if kind == "dict":
+        return {key: fill(item, tensors) for key, item in body}
+    fields = {key: fill(item, tensors) for key, item in template["fields"]}
+    return _class(body)(**fields)
+
+
+def _class(path: str) -> Callable[..., Any]:
+    """Returns the dataclass, named tuple or mapping that ``path`` names, or ``SimpleNamespace``."""
+    module, _, name = path.partition(":")
+    try:
+        known = sys.modules.get(module)
+        if known is None and module.partition(".")[0] in _IMPORTED_FROM:
+            known = importlib.import_module(module)
+        kind = operator.attrgetter(name)(known)
+    except (ImportError, AttributeError):
+        return SimpleNamespace
+    fits = isinstance(kind, type) and (
+        dataclasses.is_dataclass(kind)
+        or issubclass(kind, Mapping)
+        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    )
+    return kind if fits else SimpleNamespace
+
+
+def arguments_of(
+    parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], rest: str = ""
+) -> dict[str, Any]:
+    """Returns the arguments of a call by the names of ``parameters``. ``rest`` is the name of a ``*args`` parameter,
+    which takes the further positional arguments as a tuple.
+
+    Raises ``BadFeeds`` if there are too many arguments, or one of them is given twice.
+    """
+    if len(args) > len(parameters) and not rest:
+        raise BadFeeds(f"{len(args)} arguments are given, the model takes {', '.join(parameters) or 'none'}")
+    named = dict(zip(parameters, args, strict=False))
+    if len(args) > len(parameters):
+        named[rest] = tuple(args[len(parameters) :])
+    if twice := set(named) & set(kwargs):
+        raise BadFeeds(f"the argument {sorted(twice)[0]!r} is given twice; give it once")
+    return {**named, **kwargs}
+
+
+def tensors_in(templates: Mapping[str, Template], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tensors by name in the arguments ``given``, which have the structure of ``templates``.
+
+    Raises ``BadFeeds`` if an argument has another structure, or a constant differs from the constant of the template.
+    """
+    if unknown := [name for name in given if name not in templates]:
+        takes = ", ".join(templates)
+        raise BadFeeds(
+            f"the model was exported without the argument {unknown[0]!r}; give {takes}, or export it again with an "
+            f"example that has {unknown[0]!r}"
+        )
+    found: dict[str, Any] = {}
+    for name, template in templates.items():
+        if name in given:
+            found |= _match(template, given[name], name)
+        elif _has_tensor(template):
+            raise BadFeeds(f"the argument {name!r} is missing; the model takes {', '.join(templates)}")
+    return found
+
+
+def _has_tensor(template: Template) -> bool:
+    kind, body = next(iter(template.items()))
+    if kind == "tensor":
+        return True
+    inner = template["fields"] if kind == "class" else body
+    if kind in ("dict", "class"):
+        return any(_has_tensor(item) for _, item in inner)
+    return kind != "value" and any(map(_has_tensor, inner))
+
+
+def _match(template: Template, value: Any, where: str) -> dict[str, Any]:
+    kind, body = next(iter(template.items()))
+    if kind == "tensor":
+        if not is_array(value):
+            raise BadFeeds(f"{where} is a {type(value).__name__}; give a tensor or an array")
+        return {body: value}
+    if kind == "value":
+        if isinstance(value, _PLAIN) and value == body:
+            return {}
+        raise BadFeeds(
+            f"{where} was {body!r} when the model was exported, and is part of its graph; leave {where} out, or export "
+            f"the model again with an example that has another {where}"
+        )
+    items = _items(value)
+    if items is None:
+        raise BadFeeds(f"{where} is a {type(value).__name__}, the model takes a {kind}")
+    wanted = dict(template["fields"] if kind == "class" else body if kind == "dict" else enumerate(body))
+    given = dict(items)
+    if set(wanted) != set(given):
+        raise BadFeeds(f"{where} has {', '.join(map(str, given))}, the model takes {', '.join(map(str, wanted))}")
+    found: dict[str, Any] = {}
+    for key, item in wanted.items():
+        found |= _match(item, given[key], f"{where}[{key!r}]")
+    return found

@@ -1,0 +1,178 @@
+"""Live models of Keras and TensorFlow. ``capture`` writes one to the cache as a SavedModel.
+
+Runs in the caller's process, which has loaded TensorFlow already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.artifact import canonical_json, text_sha256
+from accel.cache import StageCache
+from accel.errors import BadInputSpec, BadSource, one_line
+from accel.sources.structure import describe, fill, is_array
+from accel.spelling import option
+
+from ..live import FACTS
+
+# The size of a dynamic dim in an example that is made up.
+_ANY_SIZE = 2
+
+
+def capture(model: Any, example: Any = None, dynamic: Mapping[str, Mapping[int, Any]] | None = None) -> Path:
+    """Writes ``model`` to the cache as a SavedModel. Returns the path of its folder.
+
+    ``example`` holds the arguments of a call as a tuple, a single tensor, or the dict of the inputs. A Keras model that
+    knows its inputs needs no example. ``dynamic`` names the dynamic axes of the inputs. By default they are the axes
+    that a Keras model leaves open, or else the first axis if the model runs with another batch size. A model that was
+    never called gets its variables by a call.
+
+    Raises ``BadInputSpec`` if the inputs are unknown, ``BadSource`` if the model fails on the example or can't be
+    saved.
+    """
+    known = list(getattr(model, "inputs", None) or [])
+    given = _made_up(model, known) if example is None else example
+    if given is None:
+        raise BadInputSpec(
+            f"the inputs of {_name(model)} are unknown; pass {option('example')}, the arguments of a call"
+        )
+    given = (given,) if is_array(given) else given
+    template, tensors = describe(given, strict=True)
+    names = dict(zip(tensors, _input_names(model, known, given, list(tensors)), strict=True))
+    arrays = {names[name]: np.asarray(value) for name, value in tensors.items()}
+
+    def call(values: Sequence[Any]) -> Any:
+        arguments = fill(template, dict(zip(tensors, values, strict=True)))
+        mode = {"training": False} if _is_keras(model) else {}
+        return model(*arguments, **mode) if isinstance(arguments, tuple) else model(arguments, **mode)
+
+    try:
+        result = call(list(arrays.values()))
+    except Exception as error:  # a model may raise any type of error
+        raise BadSource(
+            f"{_name(model)} fails on its example: {one_line(error, 200)}; give the arguments of a call with "
+            f"{option('example')}"
+        ) from error
+    if dynamic is not None:
+        axes = {name: sorted(found) for name, found in dynamic.items()}
+    elif known and example is None:
+        axes = {
+            name: [i for i, size in enumerate(one.shape) if size is None]
+            for name, one in zip(arrays, known, strict=True)
+        }
+    else:
+        axes = _batch_axes(call, arrays)
+    if unknown := set(axes) - set(arrays):
+        raise BadInputSpec(f"dynamic has no input {sorted(unknown)[0]!r}; the inputs are {', '.join(arrays)}")
+    shapes = {
+        name: [None if axis in axes.get(name, ()) else size for axis, size in enumerate(value.shape)]
+        for name, value in arrays.items()
+    }
+    cache = StageCache()
+    key = _key(model, canonical_json([shapes, {name: str(value.dtype) for name, value in arrays.items()}]))
+    path: Path = cache.entry(key) / _name(model)
+    if not path.is_dir():
+        arguments = describe(given, strict=True, names=names)[0]
+        parts = arguments.get("tuple", [arguments])
+        called = {"arguments": dict(zip(_parameters(model), parts, strict=False)), "result": describe(result)[0]}
+        with cache.scratch() as folder:
+            _save(model, call, shapes, {name: value.dtype for name, value in arrays.items()}, folder / path.name)
+            (folder / FACTS).write_text(json.dumps({"class": _name(model), "note": "", "call": called}))
+            cache.keep(key, folder)
+    return path
+
+
+def _parameters(model: Any) -> list[str]:
+    """Returns the names of the parameters of a call of the model."""
+    return list(inspect.signature(model.call if _is_keras(model) else model.__call__).parameters)
+
+
+def _name(model: Any) -> str:
+    return type(model).__qualname__.rpartition(">.")[2]
+
+
+def _is_keras(model: Any) -> bool:
+    return any(kind.__module__.startswith("keras.") for kind in type(model).__mro__)
+
+
+def _made_up(model: Any, known: Sequence[Any]) -> Any:
+    """Returns zeros for the inputs that a Keras model knows, or None if it knows none."""
+    if not known:
+        return None
+    zeros = [np.zeros([size or _ANY_SIZE for size in one.shape], str(one.dtype)) for one in known]
+    whole = getattr(model, "input", None)
+    if isinstance(whole, Mapping):
+        return {name: next(z for z, one in zip(zeros, known, strict=True) if one is of) for name, of in whole.items()}
+    return zeros[0] if len(zeros) == 1 else (zeros,)
+
+
+def _input_names(model: Any, known: Sequence[Any], given: Any, found: Sequence[str]) -> list[str]:
+    """Returns a name for each tensor of the example: a name of Keras, a key of a dict, or a parameter's name."""
+    if isinstance(given, Mapping):
+        return list(found)
+    own = [str(getattr(one, "name", "")) for one in known]
+    if len(own) == len(found) and all(own):
+        return own
+    parameters = [name for name in _parameters(model) if name not in ("training", "mask")]
+    return parameters[: len(found)] if len(parameters) >= len(found) == len(given) else list(found)
+
+
+def _batch_axes(call: Callable[[Sequence[Any]], Any], arrays: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
+    """Runs the model with one more row. Returns the first axis of the inputs that have the batch, or no axes if the
+    model takes no other batch."""
+    size = next((value.shape[0] for value in arrays.values() if value.ndim), 0)
+    batched = [name for name, value in arrays.items() if value.ndim and value.shape[0] == size]
+    rows = np.arange(size + 1) % max(size, 1)
+    try:
+        call([value[rows] if name in batched else value for name, value in arrays.items()])
+    except Exception:  # a model may raise any type of error
+        return {}
+    return {name: [0] for name in batched}
+
+
+def _key(model: Any, facts: str) -> str:
+    """Returns a key for the cache. A Keras model of Keras' own layers has the same key for the same weights. The code
+    of any other model isn't part of its weights and config, so each call writes such a model anew."""
+    layers = getattr(model, "_flatten_layers", None)
+    plain = layers is not None and all(type(one).__module__.startswith("keras.src.") for one in layers())
+    if not plain:
+        return uuid.uuid4().hex
+    digest = hashlib.sha256(model.to_json().encode())
+    for array in model.get_weights():
+        digest.update(np.ascontiguousarray(array).data)
+    return text_sha256(f"{digest.hexdigest()} {facts}")
+
+
+def _save(
+    model: Any,
+    call: Callable[[Sequence[Any]], Any],
+    shapes: Mapping[str, Sequence[int | None]],
+    dtypes: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    tensorflow = sys.modules["tensorflow"]
+    specs = [tensorflow.TensorSpec(shape, dtypes[name], name=name) for name, shape in shapes.items()]
+    try:
+        if _is_keras(model):
+            import keras
+
+            archive = keras.export.ExportArchive()
+            archive.track(model)
+            archive.add_endpoint("serving_default", lambda *values: describe(call(values))[1], input_signature=specs)
+            archive.write_out(str(folder), verbose=False)
+        else:
+            traced = tensorflow.function(lambda *values: describe(call(values))[1], input_signature=specs)
+            tensorflow.saved_model.save(model, str(folder), signatures=traced.get_concrete_function())
+    except Exception as error:  # a model may raise any type of error
+        raise BadSource(
+            f"TensorFlow can't save {_name(model)}: {one_line(error, 200)}; save it yourself and give the path"
+        ) from error

@@ -1,0 +1,150 @@
+"""The arguments that a live module is called with, read from example inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel.errors import BadFeeds, BadInputSpec
+from accel.sources.structure import Template, arguments_of, describe, fill, is_array
+
+
+class Function(torch.nn.Module):
+    """A function of tensors as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Called(torch.nn.Module):
+    """A module that takes tensors in the order of ``names`` and passes the arguments of ``templates`` to ``module``."""
+
+    def __init__(self, module: torch.nn.Module, templates: Mapping[str, Template], names: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self.templates = dict(templates)
+        self.names = tuple(names)
+        self.positional, self.rest = positional_parameters(module)
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        named = dict(zip(self.names, tensors, strict=True))
+        given = {name: fill(template, named) for name, template in self.templates.items()}
+        args = [given.pop(name) for name in self.positional if name in given] if self.rest in given else []
+        return self.module(*args, *given.pop(self.rest, ()), **given)
+
+
+def callable_as(module: torch.nn.Module, templates: Mapping[str, Template]) -> torch.nn.Module:
+    """Returns ``module`` itself if each of its arguments is a single tensor, else a module that builds the
+    arguments from tensors."""
+    plain = all(template == {"tensor": name} for name, template in templates.items())
+    if plain and not isinstance(module, Function):
+        return module
+    return Called(module, templates, names_in(templates))
+
+
+def names_in(templates: Mapping[str, Template]) -> list[str]:
+    """Returns the names of the tensors in ``templates``, in order."""
+    found: list[str] = []
+
+    def walk(template: Template) -> None:
+        kind, body = next(iter(template.items()))
+        if kind == "tensor":
+            found.append(body)
+        elif kind in ("list", "tuple"):
+            for item in body:
+                walk(item)
+        elif kind != "value":
+            for _, item in template["fields"] if kind == "class" else body:
+                walk(item)
+
+    for template in templates.values():
+        walk(template)
+    return found
+
+
+def positional_parameters(module: torch.nn.Module) -> tuple[list[str], str]:
+    """Returns the names of the parameters of ``forward`` that may be given by position, and the name of a ``*args``
+    parameter or ""."""
+    if isinstance(module, torch.jit.ScriptModule):
+        forward: Any = module.forward
+        return [argument.name for argument in forward.schema.arguments[1:]], ""
+    parameters = _signature(module).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+    return [p.name for p in parameters if p.kind in kinds], rest
+
+
+def _signature(module: torch.nn.Module) -> inspect.Signature:
+    return inspect.signature(module.function if isinstance(module, Function) else module.forward)
+
+
+def arguments_of_example(module: torch.nn.Module, example: Any) -> tuple[dict[str, Template], dict[str, Any]]:
+    """Returns the templates of the arguments by parameter, and the tensors in them by name.
+
+    ``example`` is a tuple of positional arguments, a dict of keyword arguments, a dict that is the only argument, or a
+    single tensor. Returns empty dicts for None. Raises ``BadInputSpec`` if ``forward`` doesn't take these arguments.
+    """
+    if example is None:
+        return {}, {}
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, Mapping):
+        kwargs = {str(name): value for name, value in example.items()}
+        if _mismatch(module, args, kwargs) and not _mismatch(module, (kwargs,), {}):
+            args, kwargs = (kwargs,), {}
+    else:
+        args = (example,) if is_array(example) else tuple(example)
+    if why := _mismatch(module, args, kwargs):
+        raise BadInputSpec(f"the example doesn't fit {class_name(module)}.forward: {why}; give the arguments of a call")
+    positional, rest = positional_parameters(module)
+    given = arguments_of(positional, args, kwargs, rest)
+    templates: dict[str, Template] = {}
+    tensors: dict[str, Any] = {}
+    for name, value in given.items():
+        alone = len(given) == 1 and isinstance(value, Mapping)  # its keys are names enough
+        try:
+            templates[name], found = describe(value, "" if alone else name, strict=True)
+        except BadFeeds as error:
+            raise BadInputSpec(f"the example can't be recorded: {error}") from error
+        tensors |= found
+    if not tensors:
+        raise BadInputSpec("the example holds no tensor; give the arguments of a call, such as example=(x,)")
+    return templates, tensors
+
+
+def _mismatch(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns the reason why ``forward`` doesn't take these arguments, or ""."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return ""
+    try:
+        _signature(module).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def unwrapped(model: Any) -> torch.nn.Module:
+    """Returns the module inside the wrappers of torch.compile and data parallelism. Returns a function as a module."""
+    while True:
+        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):  # from torch.compile
+            model = model._orig_mod
+        else:
+            return model if isinstance(model, torch.nn.Module) else Function(model)
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """Returns the name of the module's class, or of the function."""
+    if isinstance(module, Function):
+        return getattr(module.function, "__qualname__", type(module.function).__qualname__).rpartition(">.")[2]
+    if isinstance(module, torch.jit.ScriptModule):
+        return str(getattr(module, "original_name", "ScriptModule"))
+    return type(module).__qualname__.rpartition(">.")[2]

@@ -1,0 +1,200 @@
+"""Hashes of a module's weights, code and attributes."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import pickle
+import types
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.artifact import combined_sha256, file_sha256
+
+from ..python_object import is_installed
+
+# The attributes that every module has. The state's own hash covers parameters and buffers.
+_OWN = {
+    "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+    "_version", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_compiled_call_impl",
+}  # fmt: skip
+
+
+def state_sha256(module: torch.nn.Module) -> str:
+    """Returns the sha256 of the names, dtypes, shapes and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """Returns the sha256 of the dtype, shape and bytes of ``tensor``."""
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode() + bytes(_bytes(tensor))).hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes | memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def code_sha256(module: torch.nn.Module) -> str:
+    """Returns the sha256 of the files that define the classes of the module and its submodules."""
+    files = set()
+    for kind in {type(m) for m in module.modules()}:
+        try:
+            files.add(inspect.getfile(kind))
+        except (TypeError, OSError):
+            continue
+    return combined_sha256(sorted({file_sha256(Path(f)) for f in files if Path(f).is_file()}) or [""])
+
+
+def code_and_attributes_sha256(module: torch.nn.Module) -> str:
+    """Returns the sha256 of the class, the code and the attributes of ``module`` and all its submodules.
+
+    The code of a class of an installed package counts by the file of the class. Any other code counts by the bytecode
+    of its functions, and of the functions, classes and plain values that they use by global names. Objects that can be
+    neither walked nor pickled count by their class. The bytes of a pickle of the module can't serve as a hash, because
+    they differ between two runs of the same program.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return hashlib.sha256(script_bytes(module)).hexdigest()
+    walk = _Walk()
+    for name, part in module.named_modules(remove_duplicate=False):
+        walk.add("module", name)
+        walk.kind(type(part))
+        for key, value in vars(part).items():
+            if key not in _OWN:
+                walk.add(key)
+                # Torch counts the hooks of all modules of a process, so their numbers differ between runs.
+                walk.value(list(value.values()) if key.startswith("_forward_") else value)
+        walk.value({key: part._buffers[key] for key in sorted(part._non_persistent_buffers_set)})
+    return walk.digest.hexdigest()
+
+
+def script_bytes(module: torch.jit.ScriptModule) -> bytes:
+    """Returns a TorchScript module as the bytes of a file."""
+    body = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hides the warning that TorchScript is deprecated
+        torch.jit.save(module, body)
+    return body.getvalue()
+
+
+class _Walk:
+    """Adds objects to one digest. An object that was added before counts by its number."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # an object that is dropped may give its id to another
+
+    def add(self, *texts: str) -> None:
+        for text in texts:
+            self.digest.update(f"{len(text)} {text}\n".encode(errors="backslashreplace"))
+
+    def value(self, value: Any) -> None:
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            self.add(type(value).__name__, repr(value))
+        elif isinstance(value, torch.dtype | torch.device | torch.Size | types.EllipsisType | slice):
+            self.add(str(value))
+        elif id(value) in self._seen:
+            self.add("seen", str(self._seen[id(value)]))
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._kept.append(value)
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        self.add(type(value).__module__, type(value).__qualname__)
+        if isinstance(value, torch.Tensor):
+            self.add(tensor_sha256(value))
+        elif isinstance(value, type):
+            self.kind(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.value(value.__func__)
+            self.value(value.__self__)
+        elif isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+            self.add(value.__name__)
+        elif isinstance(value, Mapping):
+            self._all(pair for item in value.items() for pair in item)
+        elif isinstance(value, set | frozenset):
+            self._all(sorted(value, key=repr))
+        elif isinstance(value, list | tuple):
+            self._all(value)
+        elif not self._pickled(value) and hasattr(value, "__dict__"):
+            self.kind(type(value))
+            self.value(dict(vars(value)))
+
+    def _all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.value(value)
+
+    def _pickled(self, value: Any) -> bool:
+        """Adds the pickle of an object of an installed package. Other objects are walked, because a pickle holds no
+        code."""
+        if isinstance(value, torch.nn.Module) or not is_installed(type(value).__module__):
+            return False
+        try:
+            self.digest.update(pickle.dumps(value))
+        except Exception:  # an object may raise any type of error
+            return False
+        return True
+
+    def kind(self, kind: type) -> None:
+        """Adds a class: the classes that it derives from, and their code."""
+        for base in kind.__mro__:
+            if id(base) in self._seen and base is not kind:
+                continue
+            self._seen.setdefault(id(base), len(self._seen))
+            self.add(base.__module__, base.__qualname__)
+            if base.__module__.partition(".")[0] in ("builtins", "torch"):
+                continue
+            if is_installed(base.__module__):
+                file = inspect.getsourcefile(base) if base.__module__ != "builtins" else None
+                self.add(file_sha256(Path(file)) if file and Path(file).is_file() else "")
+                continue
+            for name, member in sorted(vars(base).items()):
+                if name not in ("__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__"):
+                    self.add(name)
+                    inner = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+                    self.value(inner if not isinstance(inner, types.GetSetDescriptorType) else name)
+
+    def _function(self, function: types.FunctionType) -> None:
+        if is_installed(function.__module__ or ""):
+            self.add(function.__module__, function.__qualname__)
+            return
+        self._code(function.__code__, function.__globals__)
+        self.value(function.__defaults__)
+        self.value(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            self.value(_content(cell))
+
+    def _code(self, code: types.CodeType, names: Mapping[str, Any]) -> None:
+        self.digest.update(code.co_code)
+        self.add(*code.co_names, *code.co_varnames, *code.co_freevars)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant, names)
+            else:
+                self.value(constant)
+        for name in code.co_names:
+            if name in names:
+                self.value(names[name])
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the cell is empty
+        return None

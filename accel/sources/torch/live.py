@@ -1,0 +1,312 @@
+"""Live modules. ``capture`` writes a module of this process to the cache, and ``open_captured`` opens it anywhere."""
+
+from __future__ import annotations
+
+import copy
+import importlib.machinery
+import io
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.nn.utils import parametrize
+
+from accel.artifact import canonical_json, text_sha256
+from accel.cache import StageCache
+from accel.errors import BadInputSpec, BadSource, one_line
+from accel.signature import BATCH, DimRange, Signature, TensorSpec
+from accel.spelling import option
+
+from ..live import FACTS, facts_about
+from ..output_specs import same_output
+from ..python_object import is_installed, place_in_user_code
+from .arguments import arguments_of_example, callable_as, class_name, positional_parameters, unwrapped
+from .call import flatten, to_array, to_tensor
+from .fingerprint import code_and_attributes_sha256, script_bytes, state_sha256, tensor_sha256
+from .found import Found
+
+SUFFIX = ".module"
+_EXAMPLE = "example.pt"
+# The names of the dynamic axes of each input: {0: "batch"}, or a name, a torch.export.Dim or None for each axis.
+Dynamic = Mapping[str, Mapping[int, Any] | Sequence[Any]]
+Axes = Mapping[str, Mapping[int, str]]
+Tensors = Mapping[str, torch.Tensor]
+
+
+def capture(model: Callable[..., Any], example: Any = None, dynamic: Dynamic | None = None) -> Path:
+    """Writes ``model`` and its example inputs to the cache. Returns the path of the file, which is a source.
+
+    ``example`` is a tuple of positional arguments, a dict of keyword arguments, or a single tensor. ``dynamic`` names
+    the dynamic axes of the inputs, as in ``{"x": {0: "batch", 2: "height"}}``. By default the first axis is dynamic if
+    the model runs with another batch size. ``model`` isn't changed: a copy is set to evaluation mode and moved to the
+    CPU.
+
+    Raises ``BadSource`` if the model can't be copied or fails on the example, ``BadInputSpec`` if the example doesn't
+    fit the model.
+    """
+    module = unwrapped(model)
+    arguments, inputs = arguments_of_example(module, example)
+    tensors = {name: _on_cpu(value) for name, value in inputs.items()}
+    axes, ranges = _axes(dynamic, tensors)
+    facts: dict[str, Any] = {
+        "note": "",
+        "class": class_name(module),
+        "state_sha256": state_sha256(module),
+        "code_sha256": code_and_attributes_sha256(module),
+        "call": {"arguments": arguments, "rest": positional_parameters(module)[1]} if arguments else {},
+    }
+    values = {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
+    key = text_sha256(canonical_json([facts, values, axes, ranges]))
+    cache = StageCache()
+    path: Path = cache.entry(key) / (facts["class"].rpartition(".")[2] + SUFFIX)
+    if not path.is_file():
+        with cache.scratch() as folder:
+            _write(module, folder / path.name)
+            copied = callable_as(_read(folder / path.name), arguments).eval()
+            outputs: Tensors = {}
+            if tensors:
+                outputs = _run(copied, tensors, facts["class"])
+                facts |= _described(copied, tensors, axes, ranges)
+            torch.save({"inputs": tensors, "outputs": outputs}, folder / _EXAMPLE)
+            (folder / FACTS).write_text(json.dumps(facts))
+            return cache.keep(key, folder) / path.name
+    return path
+
+
+def capture_program(program: torch.export.ExportedProgram) -> Path:
+    """Writes an exported program to the cache. Returns the path of the ``.pt2`` file."""
+    digest = {name: tensor_sha256(tensor) for name, tensor in sorted(program.state_dict.items())}
+    constants = {name: tensor_sha256(one) for name, one in program.constants.items() if isinstance(one, torch.Tensor)}
+    key = text_sha256(canonical_json([str(program), digest, constants]))
+    cache = StageCache()
+    path = cache.entry(key) / "program.pt2"
+    if not path.is_file():
+        with cache.scratch() as folder:
+            torch.export.save(program, folder / path.name)
+            cache.keep(key, folder)
+    return path
+
+
+def open_captured(path: Path) -> Found:
+    """Opens a module that ``capture`` wrote.
+
+    Raises ``BadSource`` if the file isn't in the user's cache, because opening it runs its code, and if the module
+    computes other outputs than the live module, because its code was changed.
+    """
+    if not path.is_file():
+        raise BadSource(f"{path.stem} was a live module and is no longer in the cache; give the module again")
+    if not StageCache().holds(path):
+        raise BadSource(f"{path} is not in the cache of this user; give the module itself or a file")
+    facts = facts_about(path)
+    kept = torch.load(path.parent / _EXAMPLE, weights_only=True)
+    module = callable_as(_read(path), facts["call"].get("arguments", {})).eval()
+    if kept["outputs"]:
+        outputs = _run(module, kept["inputs"], path.stem)
+        if not all(same_output(to_array(outputs[name]), to_array(kept["outputs"][name])) for name in kept["outputs"]):
+            raise BadSource(
+                f"{path.stem} computes other outputs than in the process that it comes from; if its code was changed "
+                "since it was imported, restart Python and give the module again"
+            )
+    signature = Signature.from_json(facts["signature"]) if "signature" in facts else None
+    return Found(
+        module=module,
+        path=path,
+        files=(),
+        name=facts["class"],
+        forms=(signature,) if signature else _forms(module),
+        live=facts,
+    )
+
+
+def _forms(module: torch.nn.Module) -> tuple[Signature, ...]:
+    """Returns the possible signatures of a transformers model, or an empty tuple for another module."""
+    if not hasattr(module, "main_input_name") or not hasattr(module, "config"):
+        return ()
+    from .transformers_inputs import forms
+
+    return forms(module, Path(str(getattr(module.config, "_name_or_path", "") or "missing")))
+
+
+def _on_cpu(value: Any) -> torch.Tensor:
+    tensor = value if isinstance(value, torch.Tensor) else to_tensor(value)
+    return tensor.detach().cpu().contiguous().clone()
+
+
+def _axes(dynamic: Dynamic | None, tensors: Tensors) -> tuple[Axes | None, dict[str, list[int]]]:
+    """Returns the name of each dynamic axis, or None if ``dynamic`` is None. Also returns the smallest and the largest
+    size of each dim that ``dynamic`` gives as a ``torch.export.Dim`` with bounds."""
+    if dynamic is None:
+        return None, {}
+    found: dict[str, dict[int, str]] = {}
+    ranges: dict[str, list[int]] = {}
+    for name, given in dynamic.items():
+        if name not in tensors:
+            raise BadInputSpec(f"dynamic has no input {name!r} to name axes of; the inputs are {', '.join(tensors)}")
+        rank = tensors[name].ndim
+        pairs = given.items() if isinstance(given, Mapping) else enumerate(given or ())
+        for axis, dim in pairs:
+            if dim is None or isinstance(dim, int):  # a static axis
+                continue
+            if not -rank <= axis < rank:
+                raise BadInputSpec(
+                    f"{name} has {rank} axes, and dynamic names its axis {axis}; name one of 0..{rank - 1}"
+                )
+            label = dim if isinstance(dim, str) else getattr(dim, "__name__", f"{name}_{axis % rank}")
+            found.setdefault(name, {})[axis % rank] = label
+            if hasattr(dim, "min") and hasattr(dim, "max") and not isinstance(dim, str):
+                ranges[label] = [int(dim.min), int(dim.max)]
+    return found, ranges
+
+
+def _described(
+    module: torch.nn.Module, tensors: Tensors, axes: Axes | None, ranges: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Returns the signature of the inputs as JSON, and a note about the batch dim if ``axes`` doesn't name the dynamic
+    axes."""
+    note = ""
+    if axes is None:
+        axes, note = _batch_axes(module, tensors)
+    values = _table_ranges(module, tensors)
+    sizes: dict[str, int] = {}
+    specs = []
+    for name, tensor in tensors.items():
+        shape = [axes.get(name, {}).get(axis, size) for axis, size in enumerate(tensor.shape)]
+        sizes |= {dim: size for dim, size in zip(shape, tensor.shape, strict=True) if isinstance(dim, str)}
+        counts = tensor.numel() and not tensor.is_floating_point() and tensor.dtype != torch.bool
+        seen = (int(tensor.min()), int(tensor.max())) if counts and name not in values else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(name, dtype, tuple(shape), values.get(name), seen=seen))
+    dims = {}
+    for dim, size in sizes.items():
+        low, high = ranges.get(dim, (1, max(8, size if dim == BATCH else 4 * size)))
+        dims[dim] = DimRange(min(max(1, low), size), size, max(size, min(high, max(8, 4 * size))))
+    return {"signature": Signature(tuple(specs), (), dims).to_json(), "note": note}
+
+
+def _batch_axes(module: torch.nn.Module, tensors: Tensors) -> tuple[Axes, str]:
+    """Runs the module with one more row. Returns the axes that are the batch, and a note that says what was tried."""
+    size = next((tensor.shape[0] for tensor in tensors.values() if tensor.ndim), 0)
+    batched = [name for name, tensor in tensors.items() if tensor.ndim and tensor.shape[0] == size]
+    if not size:
+        return {}, ""
+    more = {
+        name: tensor[torch.arange(size + 1) % size] if name in batched else tensor for name, tensor in tensors.items()
+    }
+    which = " and ".join(batched) if len(batched) < 4 else f"{len(batched)} inputs"
+    try:
+        _run(module, more, "")
+    except BadSource as error:
+        reason = one_line(error.__cause__ or error, 120)
+        return {}, f"the first axis of {which} stays {size}, because the model fails at {size + 1}: {reason}"
+    note = f"the first axis of {which} is the batch: the model ran at {size} and {size + 1}"
+    return {name: {0: BATCH} for name in batched}, note
+
+
+def _table_ranges(module: torch.nn.Module, tensors: Tensors) -> dict[str, tuple[int, int]]:
+    """Returns the range of each integer input that goes into an embedding, which is the range of its table."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def looked_up(table: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        for name, tensor in tensors.items():
+            if args and isinstance(args[0], torch.Tensor) and args[0].data_ptr() == tensor.data_ptr():
+                found[name] = (0, int(table.num_embeddings) - 1)  # type: ignore[arg-type]
+
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    hooks = [part.register_forward_pre_hook(looked_up) for part in module.modules() if isinstance(part, tables)]
+    try:
+        if hooks:
+            _run(module, tensors, "")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _run(module: torch.nn.Module, tensors: Tensors, where: str) -> dict[str, torch.Tensor]:
+    """Returns the outputs of one forward pass by name."""
+    try:
+        with torch.no_grad():
+            result = module(**tensors) if not hasattr(module, "templates") else module(*tensors.values())
+    except Exception as error:  # a model may raise any type of error
+        reason = f"{where} fails on its example{place_in_user_code(error)}: {one_line(error, 200)}"
+        raise BadSource(f"{reason}; give the arguments of a call with {option('example')}") from error
+    return {name: one.detach() for name, one in flatten(result).items()}
+
+
+def _write(module: torch.nn.Module, path: Path) -> None:
+    """Pickles ``module``. Raises ``BadSource`` with the name of the part that can't be pickled."""
+    if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
+        module = copy.deepcopy(module)
+        for part in module.modules():
+            for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():
+                parametrize.remove_parametrizations(part, name, leave_parametrized=True)
+    body: Any = module
+    if isinstance(module, torch.jit.ScriptModule):
+        body = io.BytesIO(script_bytes(module))
+    with _by_value(module):
+        try:
+            torch.save(body, path, pickle_module=cloudpickle)
+        except Exception as error:  # an object may raise any type of error
+            raise BadSource(
+                f"{class_name(module)} can't be copied: {_unpicklable(module)}{one_line(error, 160)}; remove it from "
+                "the module, or write a function that makes the module and give it as FILE.py:FUNCTION"
+            ) from error
+
+
+def _read(path: Path) -> torch.nn.Module:
+    body = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    if isinstance(body, io.BytesIO):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # hides the warning that TorchScript is deprecated
+            body = torch.jit.load(body, map_location="cpu")
+    assert isinstance(body, torch.nn.Module)
+    return body
+
+
+def _unpicklable(module: torch.nn.Module) -> str:
+    """Returns words for the attribute that can't be pickled, or ""."""
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                cloudpickle.dumps(value)
+            except Exception:  # an object may raise any type of error
+                return f"its attribute {'.'.join(filter(None, (name, attribute)))!r} is a {type(value).__name__}, "
+    return ""
+
+
+@contextmanager
+def _by_value(module: torch.nn.Module) -> Iterator[None]:
+    """Lets cloudpickle copy the code of modules that another process can't import, such as a loaded file."""
+    names = {type(part).__module__ for part in module.modules()}
+    names |= {getattr(value, "__module__", None) or "" for part in module.modules() for value in vars(part).values()}
+    registered = []
+    for name in names - {"__main__", ""}:
+        code = sys.modules.get(name)
+        if code is not None and not is_installed(name) and not _importable(name, str(getattr(code, "__file__", ""))):
+            cloudpickle.register_pickle_by_value(code)
+            registered.append(code)
+    try:
+        yield
+    finally:
+        for code in registered:
+            cloudpickle.unregister_pickle_by_value(code)
+
+
+def _importable(name: str, file: str) -> bool:
+    """Tells whether a new process, which has the same path, imports ``file`` under ``name``."""
+    path: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()

@@ -1,0 +1,74 @@
+"""Shapes that an ONNX file states of its outputs, compared with the shapes that come out when the file is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx
+
+from accel.artifact import Artifact, beside
+from accel.errors import AccelError
+from accel.progress import report
+from accel.runtimes.base import open_session
+from accel.signature import Dim, Signature
+
+# A batch of this size shows whether an output has a batch dim. The ends of the batch's range would only take longer.
+_LARGEST_BATCH = 3
+
+
+def mend(path: Path, known: Signature) -> bool:
+    """Runs the ONNX file ``path`` at several sizes, and writes the output dims of ``known`` into the file if they are
+    the dims that come out. Exporters and quantizers state fixed sizes or formulas for dims that they can't infer.
+
+    Also removes the stated shapes of inner tensors, because a runtime may compute with them. Returns False, and leaves
+    the file unchanged, if the file can't be run here or other dims come out.
+    """
+    model = onnx.load(path, load_external_data=False)
+    cases = known.cases(_LARGEST_BATCH)
+    report("measuring the shapes of the outputs")
+    shapes: dict[str, list[tuple[int, ...]]] = {spec.name: [] for spec in known.outputs}
+    try:
+        artifact = Artifact(path=path, kind="onnx", signature=known)
+        with open_session(artifact, "onnxruntime", {"graph_level": "none"}) as session:
+            for case in cases:
+                for name, value in session.run(known.example_inputs(**case)).items():
+                    shapes.get(name, []).append(value.shape)
+    except AccelError:
+        return False
+    wanted = {spec.name: spec.shape for spec in known.outputs}
+    if not all(_fits(wanted[name], cases, seen) for name, seen in shapes.items()):
+        return False
+    for output in model.graph.output:
+        if output.name in wanted:
+            _state(output.type.tensor_type.shape, wanted[output.name])
+    del model.graph.value_info[:]
+    with beside(path) as temporary:
+        temporary.write_bytes(model.SerializeToString(deterministic=True))
+    return True
+
+
+def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequence[Sequence[int]]) -> bool:
+    """Tells whether the shapes ``seen`` at the sizes ``cases`` are those that ``shape`` states."""
+    if len(seen) != len(cases) or any(len(one) != len(shape) for one in seen):
+        return False
+    for axis, dim in enumerate(shape):
+        sizes = [one[axis] for one in seen]
+        if isinstance(dim, int):
+            expected = [dim] * len(cases)
+        elif all(dim in case for case in cases):
+            expected = [case[dim] for case in cases]
+        else:  # the dim depends on others, so it has to change with them
+            expected = sizes if len(set(sizes)) > 1 else []
+        if sizes != expected:
+            return False
+    return True
+
+
+def _state(stated: onnx.TensorShapeProto, shape: Sequence[Dim]) -> None:
+    del stated.dim[:]
+    for dim in shape:
+        if isinstance(dim, int):
+            stated.dim.add().dim_value = dim
+        else:
+            stated.dim.add().dim_param = dim

@@ -1,0 +1,153 @@
+"""A live module through the public functions: optimized, called, compared, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel.errors import BadData
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 10))
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(image)
+        return {"logits": logits, "probabilities": logits.softmax(-1)}
+
+
+@pytest.fixture(scope="module")
+def model() -> Classifier:
+    return Classifier().eval()
+
+
+@pytest.fixture(scope="module")
+def loader(model: Classifier) -> DataLoader[Any]:
+    images = torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        labels = model(images)["logits"].argmax(-1)
+    return DataLoader(TensorDataset(images, labels), batch_size=32)
+
+
+def accuracy(outputs: dict[str, np.ndarray], data: dict[str, np.ndarray]) -> float:
+    return float((outputs["logits"].argmax(-1) == data["labels"]).mean())
+
+
+@pytest.fixture(scope="module")
+def fast(model: Classifier, loader: DataLoader[Any]) -> Any:
+    before = set(Path.cwd().iterdir())
+    found = accel.optimize(
+        model, example=(torch.randn(4, 3, 8, 8),), data=loader, metric=accuracy, max_drop=0.05, target="ort-cpu"
+    )
+    assert set(Path.cwd().iterdir()) == before, "the current folder is written to"
+    return found
+
+
+def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> None:
+    """Fails if the result takes or returns other kinds of values than the module, or other values."""
+    image = torch.randn(3, 3, 8, 8)
+    found = fast(image)
+    with torch.no_grad():
+        wanted = model(image)
+    assert list(found) == list(wanted)
+    assert isinstance(found["logits"], torch.Tensor)
+    # A candidate in int8 may differ by the budget of the metric, so only a coarse bound holds here.
+    assert (found["logits"] - wanted["logits"]).abs().max() < 0.2
+    assert isinstance(fast(image.numpy())["logits"], np.ndarray)
+    assert isinstance(fast(image=image)["logits"], torch.Tensor)
+    np.testing.assert_allclose(fast.run({"image": image.numpy()})["logits"], found["logits"], atol=1e-6)
+
+
+def test_labels_of_a_loader_reach_the_metric(fast: Any) -> None:
+    """Fails if the labels, which the module doesn't take, are lost on the way to the metric."""
+    metrics = [row.judgement.metric for row in fast.candidates if row.judgement is not None]
+    assert len(metrics) > 1
+    assert max(metrics) == 1.0  # the labels are the source's own answers
+
+
+def test_what_it_says(fast: Any) -> None:
+    """Fails if the table is wider than 100 columns, or a notebook or a prompt shows a wall of text."""
+    assert max(map(len, fast.table().splitlines())) <= 100
+    assert "batch: the model ran at 4 and 5" in " ".join(fast.table().split())
+    assert repr(fast).startswith("<accel optimized: ")
+    assert len(repr(fast)) < 300
+    assert "<svg" in fast._repr_html_()
+    assert "median ms" in fast._repr_html_()
+
+
+def test_save_and_load(fast: Any, tmp_path: Path) -> None:
+    """Fails if a saved model is incomplete, or forgets how its source is called."""
+    image = torch.randn(2, 3, 8, 8)
+    fast.save(tmp_path / "out")
+    with accel.load(tmp_path / "out") as session:
+        assert torch.equal(session(image)["logits"], fast(image)["logits"])
+        assert repr(session).startswith("<accel session of model.")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / fast.artifact.path.name).write_text("mine")
+    with pytest.raises(accel.AccelError, match="was not made by accel"):
+        fast.save(tmp_path / "mine")
+
+
+def test_speedup_is_over_the_module(fast: Any) -> None:
+    """Fails if the speedup is over the exported model instead of the module in eager mode."""
+    assert fast.comparison.rows[0].name == "eager"
+    assert fast.speedup == fast.comparison.rows[-1].speedup > 0
+
+
+def test_the_other_functions_take_it(fast: Any, model: Classifier, tmp_path: Path) -> None:
+    """Fails if export, verify, bisect or bench refuse a live module or a result that accel.optimize returned."""
+    example = (torch.randn(4, 3, 8, 8),)
+    exported = accel.export(model, example=example, out=tmp_path / "m.onnx")
+    assert accel.verify(model, exported, example=example).passed
+    assert accel.verify(model, exported).passed  # the inputs are those of the artifact
+    report = accel.bench([fast, exported], against=model, example=example, budget_seconds=1.0, block_seconds=0.02)
+    assert [row.error for row in report.rows] == [None] * 3
+    from accel.api.bisect import bisect
+
+    assert bisect(model, exported, example=example) is not None
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([(torch.ones(2, 3, 8, 8), torch.ones(2), torch.ones(2))], "a batch has 3 arrays, the model takes 1"),
+        ([{"picture": torch.ones(2, 3, 8, 8)}], "a batch has no 'image'"),
+        ([], "the data holds no samples"),
+        (7, "data is a int"),
+        ([("text",)], "'image' of a batch holds"),
+        ({"image": np.ones((2, 3, 9, 9), np.float32)}, "the model takes image"),
+    ],
+)
+def test_data_that_does_not_fit(model: Classifier, data: Any, message: str) -> None:
+    """Fails if samples in memory that don't fit the model are taken, or the message doesn't name the reason."""
+    with pytest.raises(BadData, match=message):
+        accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=data)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).mean(1)
+
+
+def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a sample that the model can't take is found only after the export or the quantization."""
+    ids = np.zeros((300, 3), np.int64)
+    ids[257, 1] = 50
+    np.savez(tmp_path / "ids.npz", ids=ids)
+    monkeypatch.setattr("accel.api.as_onnx.run_stage", None)  # nothing may run
+    with pytest.raises(BadData, match=r"'ids' holds 50 in sample 257, the model takes 0\.\.49"):
+        accel.optimize(Words(), example=(torch.zeros(2, 3, dtype=torch.int64),), data=tmp_path / "ids.npz")

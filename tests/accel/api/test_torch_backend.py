@@ -1,0 +1,154 @@
+"""``torch.compile`` with the backend ``accel``: what it takes is right, and what it refuses stays in eager mode."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+import accel.api.torch_backend as backend_module
+from accel.api.torch_backend import accel_backend
+from accel.runtimes.base import BaseSession
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Forgets compiled functions. Hides torch's own warnings, which aren't about accel."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[BaseSession]:
+    """Lists the sessions that were made."""
+    made: list[BaseSession] = []
+    original = backend_module._Part._made
+
+    def recording(*args: Any) -> BaseSession:
+        made.append(original(*args))
+        return made[-1]
+
+    monkeypatch.setattr(backend_module._Part, "_made", recording)
+    return made
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.BatchNorm1d(30), nn.Linear(30, 3)).eval()
+
+
+def test_it_is_registered() -> None:
+    """Fails if torch doesn't find the backend by its name."""
+    assert "accel" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
+    """Fails if a size that the first call didn't have gives other outputs, or a session isn't used again."""
+    model = net()
+    compiled = torch.compile(model, backend=accel_backend)
+    with torch.inference_mode():
+        for rows in (2, 5, 7, 9):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert len(ran) == 2  # a fixed batch, then a dynamic batch
+
+
+def test_changed_weights(ran: list[BaseSession]) -> None:
+    """Fails if a session computes with old weights after weights were written to or replaced."""
+    model = net()
+    compiled = torch.compile(model, backend=accel_backend, dynamic=False)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        compiled(x)
+        model[0].weight.mul_(2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+        model.load_state_dict(net().state_dict())
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert len(ran) == 3
+
+
+def test_two_models_with_the_same_code() -> None:
+    """Fails if a model gets the weights of another model for which torch compiled the same code."""
+    one, other = net(), net()
+    with torch.no_grad():
+        other[3].bias.add_(1)
+        x = torch.randn(2, 4)
+        for model in (one, other, one):
+            torch.testing.assert_close(torch.compile(model, backend=accel_backend)(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def write(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (write, "it writes to its inputs"),
+        (lambda x: x.view(-1), "it returns a view of an input"),
+        (lambda x: x + torch.rand_like(x), "differs from run to run"),
+    ],
+    ids=["writes", "view", "random"],
+)
+def test_what_stays_in_eager_mode(function: Callable[..., torch.Tensor], reason: str, ran: list[BaseSession]) -> None:
+    """Fails if a part with side effects or random numbers is taken, or no warning names the reason."""
+    x, y = torch.zeros(2, 2), torch.zeros(2, 2)
+    torch.manual_seed(1)
+    wanted = function(y)
+    torch.manual_seed(1)
+    with torch.no_grad(), pytest.warns(UserWarning, match=f"stays in eager mode: .*{reason}"):
+        found = torch.compile(function, backend=accel_backend)(x)
+    if reason != "differs from run to run":
+        assert torch.equal(found, wanted)
+    assert torch.equal(x, y)
+    assert not ran
+
+
+def test_training_stays_in_eager_mode(ran: list[BaseSession]) -> None:
+    """Fails if a model that is trained loses its gradients."""
+    model = net().train()
+    with pytest.warns(UserWarning, match="gradients are on"):
+        torch.compile(model, backend=accel_backend)(torch.randn(4, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert not ran
+
+
+def test_a_function_with_a_graph_break(ran: list[BaseSession]) -> None:
+    """Fails if the parts around a line that torch can't compile are put together wrongly."""
+    said: list[float] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x) * 2
+        torch._dynamo.graph_break()
+        said.append(1.0)
+        return torch.cos(y) + 1
+
+    x = torch.randn(4)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(function, backend=accel_backend)(x), torch.cos(torch.sin(x) * 2) + 1)
+    assert said == [1.0]
+    assert len(ran) == 2
+
+
+def test_options_go_to_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the options of torch.compile don't reach ``accel.optimize``."""
+    seen: dict[str, Any] = {}
+
+    def optimize(program: Any, **options: Any) -> Any:
+        seen.update(options)
+        raise accel.AccelError("enough is known")
+
+    monkeypatch.setattr(backend_module, "optimize", optimize)
+    compiled = torch.compile(net(), backend=accel_backend, options={"max_drop": 0.02})
+    with torch.no_grad(), pytest.warns(UserWarning, match="enough is known"):
+        compiled(torch.randn(2, 4))
+    assert seen == {"max_drop": 0.02}

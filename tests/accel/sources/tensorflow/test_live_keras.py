@@ -1,0 +1,63 @@
+"""Live models of Keras and TensorFlow: their sessions take and return what the models do, in the same order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+# One process, because importing TensorFlow takes seconds. The process of the tests must not import it, because its LLVM
+# and Triton's can't be loaded together.
+SCRIPT = """
+import sys
+import keras, numpy as np, tensorflow as tf
+import accel
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.drop = keras.layers.Dense(3), keras.layers.Dropout(0.5)
+    def call(self, x, training=False):
+        return self.drop(self.dense(x), training=training)
+
+class Module(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = tf.Variable(tf.reshape(tf.range(12.0), (4, 3)))
+    def __call__(self, x):
+        return tf.nn.relu(x @ self.w)
+
+a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+outputs = [keras.layers.Subtract()([a, b]), keras.layers.Dense(2)(b)]
+A = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
+B = 10 * A
+cases = {
+    "not yet called": (Subclassed(), (A,), (A,)),
+    "called": (keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]), None, (tf.constant(A),)),
+    "inputs in a list": (keras.Model([b, a], outputs), None, ([B, A],)),
+    "inputs in a dict": (keras.Model({"b": b, "a": a}, {"out": outputs[0]}), None, ({"a": A, "b": B},)),
+    "module": (Module(), (A,), (tf.constant(A),)),
+}
+for name, (model, example, args) in cases.items():
+    with accel.load(accel.export(model, example=example, out=sys.argv[1] + f"/{name}.onnx")) as session:
+        found, wanted = session(*args), model(*args)
+    assert tf.is_tensor(found) == tf.is_tensor(args[0]), (name, type(found))
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=name)
+try:
+    accel.load(Subclassed())
+except accel.AccelError as error:
+    assert "pass example=" in str(error), error
+else:
+    raise AssertionError("a model without known inputs was opened")
+"""
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_live_models(tmp_path: Path) -> None:
+    """Fails if a model can't be handed over, its inputs or outputs are mixed up, or its tensors become another kind."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

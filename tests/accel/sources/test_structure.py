@@ -1,0 +1,107 @@
+"""The structure of arguments and results: what ``describe`` takes apart, ``fill`` puts together again."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.errors import BadFeeds
+from accel.sources.structure import arguments_of, describe, fill, tensors_in
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    logits: Any
+    hidden: Any
+
+
+def build(kind: str, items: list[Any]) -> Any:
+    if kind == "dict":
+        return {f"key{i}": item for i, item in enumerate(items)}
+    return tuple(items) if kind == "tuple" else items
+
+
+LEAVES = st.one_of(
+    st.integers(0, 9).map(lambda n: np.full((2,), n)), st.none(), st.booleans(), st.integers(), st.text(max_size=3)
+)
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(build, st.sampled_from(["dict", "tuple", "list"]), st.lists(inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@given(NESTED)
+def test_a_structure_is_put_together_again(value: Any) -> None:
+    """Fails if a template loses the type, the order or a constant of a structure, or isn't JSON."""
+    template, tensors = describe(value)
+    count = json.dumps(template).count('"tensor"')
+    assert count >= len(tensors)
+    if count == len(tensors):  # every tensor has a name of its own
+        assert same(fill(json.loads(json.dumps(template)), tensors), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Pair(np.ones(2), np.zeros(3)), Output(np.ones(2), None), OrderedDict(a=np.ones(2), b=np.zeros(1))],
+    ids=["named tuple", "dataclass", "mapping"],
+)
+def test_classes(value: Any) -> None:
+    """Fails if a dataclass, a named tuple or a mapping comes back as another class."""
+    template, tensors = describe(value)
+    assert type(fill(template, tensors)) is type(value)
+
+
+def test_a_class_of_a_stranger_is_not_imported() -> None:
+    """Fails if a manifest can make a process import or call something."""
+    for path in ("antigravity:geohash", "os:system", "subprocess:Popen", "builtins:print"):
+        made = fill({"class": path, "fields": [["command", {"value": "true"}]]}, {})
+        assert isinstance(made, SimpleNamespace), path
+
+
+@pytest.mark.parametrize(
+    ("given_value", "message"),
+    [
+        ({"x": np.ones(1), "mode": "slow"}, "mode was 'fast' when the model was exported"),
+        ({"x": np.ones(1), "other": 1}, "exported without the argument 'other'"),
+        ({"mode": "fast"}, "'x' is missing"),
+        ({"x": [1, 2]}, "give a tensor or an array"),
+    ],
+)
+def test_arguments_that_differ(given_value: dict[str, Any], message: str) -> None:
+    """Fails if a call with another structure or another constant is taken silently."""
+    templates = {"x": describe(np.ones(1), "x")[0], "mode": describe("fast")[0]}
+    with pytest.raises(BadFeeds, match=message):
+        tensors_in(templates, given_value)
+
+
+def test_arguments_by_position_and_name() -> None:
+    """Fails if positional arguments, keywords or ``*args`` get the wrong names."""
+    assert arguments_of(["a", "b"], (1,), {"b": 2}) == {"a": 1, "b": 2}
+    assert arguments_of(["a"], (1, 2, 3), {}, "rest") == {"a": 1, "rest": (2, 3)}
+    with pytest.raises(BadFeeds, match="given twice"):
+        arguments_of(["a"], (1,), {"a": 2})
+    with pytest.raises(BadFeeds, match="2 arguments are given"):
+        arguments_of(["a"], (1, 2), {})

@@ -1,0 +1,297 @@
+"""Live modules of PyTorch: their copies compute the same, whatever they are made of, and the modules stay unchanged."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+from transformers import BatchEncoding
+
+import accel
+from accel.child import Child
+from accel.errors import BadInputSpec, BadSource, UsageError
+from accel.sources.torch.fingerprint import code_and_attributes_sha256
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    extra: dict[str, Any]
+
+
+class Options(nn.Module):
+    """Takes an optional mask and constants, and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0, *, halve: bool = False
+    ) -> Output:
+        y = self.linear(x) * scale
+        y = y if mask is None else y * mask[:, None]
+        return Output(y / 2 if halve else y, {"mean": y.mean(1), "nothing": None})
+
+
+class Nested(nn.Module):
+    def forward(self, pair: list[torch.Tensor], named: dict[str, torch.Tensor]) -> Any:
+        return [pair[0] - pair[1], (named["a"] * 2, named["b"] + 1)]
+
+
+class Star(nn.Module):
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        return xs[0] - xs[1]
+
+
+class Features(nn.Module):
+    """Takes one dict, as the models of sentence-transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"embedding": (self.table(features["ids"]) * features["weight"][..., None]).mean(1)}
+
+
+class PassedOn(nn.Module):
+    """Returns an input beside its result, under the name of the input."""
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"ids": ids, "y": x * 2}
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+class Act(nn.Module):
+    """Holds a function of this file as an attribute."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.act = lambda value: value.relu() * factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.inner.lock = threading.Lock()  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def scripted(module: nn.Module) -> torch.jit.ScriptModule:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        return torch.jit.script(module)
+
+
+X = torch.arange(8.0).reshape(2, 4) / 8
+CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "dataclass": (Options(), (X,), {}),
+    "keywords": (Options(), (), {"x": X, "mask": torch.ones(2), "halve": True}),
+    "constants": (Options(), (X, None, 3.0), {}),
+    "nested": (Nested(), ([X, X + 1], {"a": X, "b": torch.arange(2)}), {}),
+    "star": (Star(), (X, X * 3), {}),
+    "one dict": (Features(), ({"ids": torch.tensor([[1, 2], [3, 4]]), "weight": torch.rand(2, 2)},), {}),
+    "encoding": (PassedOn(), (), BatchEncoding({"ids": torch.tensor([[1, 2], [3, 4]]), "x": X})),
+    "function": (lambda a, b: a @ b.T, (X, X), {}),
+    "lambda": (Act(2.0), (X,), {}),
+    "scripted": (scripted(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), (X,), {}),
+    "compiled": (torch.compile(nn.Linear(4, 3), backend="eager"), (X,), {}),
+    "data parallel": (nn.DataParallel(nn.Linear(4, 3)), (X,), {}),
+    "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (X,), {}),
+}
+
+
+def flat(value: Any) -> list[np.ndarray]:
+    if isinstance(value, torch.Tensor):
+        return [value.detach().numpy()]
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [] if value is None else [array for item in value for array in flat(item)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_session_is_called_like_the_module(name: str) -> None:
+    """Fails if a live module can't be opened, or its session takes or returns another structure or other values."""
+    module, args, kwargs = CASES[name]
+    with torch.no_grad():
+        wanted = module(*args, **kwargs)
+    with accel.load(module, example=kwargs or args) as session:
+        found = session(*args, **kwargs)
+    assert type(found) is type(wanted)
+    for one, other in zip(flat(found), flat(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_module_is_not_changed() -> None:
+    """Fails if a capture sets the mode, calls a hook, changes a buffer or leaves a gradient."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
+    seen: list[int] = []
+    module[0].register_forward_hook(lambda *_: seen.append(1))
+    module[0].weight.grad = torch.ones(3, 4)
+    before = copy.deepcopy(module.state_dict())
+    accel.Source(module, example=(X,))
+    assert module.training
+    assert not seen
+    assert torch.equal(module[0].weight.grad, torch.ones(3, 4))
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "dynamic", "shapes"),
+    [
+        (nn.Linear(4, 3), (X,), None, [("batch", 4)]),
+        (Fixed(), (torch.randn(4, 3),), None, [(4, 3)]),
+        (nn.Conv2d(3, 2, 3), (torch.randn(1, 3, 9, 8),), {"input": {2: "height"}}, [(1, 3, "height", 8)]),
+        (nn.Linear(4, 3), (X,), {"input": (torch.export.Dim("rows", min=2, max=6), None)}, [("rows", 4)]),
+    ],
+    ids=["the batch is found", "a fixed batch is found", "named axes", "torch's Dim"],
+)
+def test_dynamic_dims(module: nn.Module, example: Any, dynamic: Any, shapes: list[Any]) -> None:
+    """Fails if an axis is believed to be dynamic that isn't, or a named axis isn't dynamic."""
+    artifact = accel.Source(module, example=example, dynamic=dynamic).open()
+    assert [spec.shape for spec in artifact.signature.inputs] == shapes
+    if dynamic is None:
+        assert "axis" in artifact.source["live"]["note"]
+
+
+def test_the_range_of_ids_is_that_of_the_table() -> None:
+    """Fails if inputs for gates are drawn from the few ids of the example, or from beyond the table."""
+    ids = {"ids": torch.tensor([[7, 2], [3, 4]]), "weight": torch.rand(2, 2)}
+    artifact = accel.Source(Features(), example=(ids,)).open()
+    assert artifact.signature.input("ids").values == (0, 49)
+
+
+def test_another_process_opens_a_class_of_a_script(tmp_path: Path, own_cache: Path) -> None:
+    """Fails if a class of ``__main__`` can't be opened elsewhere, or two runs of a script give two provenances."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import torch, accel
+        FACTOR = 3
+        def scaled(value): return value * FACTOR
+        class Net(torch.nn.Module):
+            def forward(self, x): return scaled(x)
+        print(accel.Source(Net(), example=(torch.ones(2, 2),)).text)
+        """)
+    )
+    found = {
+        subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True).stdout
+        for _ in range(2)
+    }
+    assert len(found) == 1
+    path = found.pop().strip()
+    with Child("accel.api.load:load", {"model": path}) as child:
+        outputs = child.call("run", feeds={"x": np.ones((2, 2), np.float32)})
+    assert np.array_equal(outputs["output"], np.full((2, 2), 3, np.float32))
+
+
+def test_what_counts_as_another_model() -> None:
+    """Fails if a change of an attribute, a function or a global gives the hash of the model before, or the same model
+    gives two hashes."""
+    assert code_and_attributes_sha256(Act(2.0)) == code_and_attributes_sha256(Act(2.0))
+    assert code_and_attributes_sha256(scripted(nn.ReLU())) == code_and_attributes_sha256(scripted(nn.ReLU()))
+    others = [
+        scripted(nn.ReLU()),
+        scripted(nn.Sigmoid()),
+        Act(2.0),
+        Act(3.0),
+        nn.ReLU(),
+        nn.Softmax(0),
+        nn.Softmax(1),
+        Fixed(),
+    ]
+    assert len({code_and_attributes_sha256(module) for module in others}) == len(others)
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda _module, _args, output: output * 2)
+    assert code_and_attributes_sha256(hooked) != code_and_attributes_sha256(nn.ReLU())
+
+
+def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    """Fails if another process runs the code that is on disk now instead of the code of the live module."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = tmp_path / "net_that_changes.py"
+    code.write_text("import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x * 2\n")
+    import net_that_changes  # type: ignore[import-not-found]
+
+    source = accel.Source(net_that_changes.Net(), example=(torch.ones(2, 2),))
+    code.write_text("import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x * 20\n")
+    with pytest.raises(BadSource, match="restart Python and give the module again"):
+        Child("accel.api.load:load", {"model": source.text})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: accel.Source(Locked(), example=(X,)), BadSource, r"'inner\.lock' is a lock"),
+        (lambda: accel.Source(nn.Linear(4, 3), example=(X, X)), BadInputSpec, "too many positional arguments"),
+        (lambda: accel.Source(nn.Linear(4, 3), example=()), BadInputSpec, "missing a required argument"),
+        (lambda: accel.Source(nn.Linear(4, 3), example=("x",)), BadInputSpec, "holds no tensor"),
+        (lambda: accel.Source(nn.Linear(4, 3), example=(torch.ones(2, 5),)), BadSource, "fails on its example"),
+        (lambda: accel.Source(nn.Linear(4, 3), example=(object(),)), BadInputSpec, "input is a object"),
+        (lambda: accel.Source(nn.Linear(4, 3), example=(X,), dynamic={"y": {0: "n"}}), BadInputSpec, "no input 'y'"),
+        (lambda: accel.Source(nn.Linear(4, 3), example=(X,), dynamic={"input": {5: "n"}}), BadInputSpec, "its axis 5"),
+        (lambda: accel.Source(nn.Linear(4, 3)).open(), BadInputSpec, "pass example="),
+        (lambda: accel.Source("net.py:make", example=(X,)), UsageError, "is no live model"),
+        (lambda: accel.Source(3), BadSource, "int is no kind of model"),  # type: ignore[arg-type]
+        (lambda: accel.bench(["a.onnx"], example=(X,)), UsageError, "there is no live model here"),
+    ],
+)
+def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
+    """Fails if a module or an example that can't be used is taken, or the message doesn't name the reason."""
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
+    """Fails if a path that a manifest names makes accel unpickle a file outside the user's cache."""
+    source = accel.Source(nn.Linear(4, 3), example=(X,))
+    copied = tmp_path / "Linear.module"
+    copied.write_bytes(Path(source.text).read_bytes())
+    with pytest.raises(BadSource, match="not in the cache of this user"):
+        accel.Source(copied).open()
+    with pytest.raises(BadSource, match="no longer in the cache"):
+        accel.Source(tmp_path / "Gone.module").open()
+
+
+def test_models_in_memory_of_other_kinds(tmp_path: Path) -> None:
+    """Fails if an ONNX ModelProto or an exported program can't be handed over, or takes an example that it ignores."""
+    program = torch.export.export(nn.Linear(4, 3).eval(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    made = accel.export(program, out=tmp_path / "a.onnx")
+    proto = onnx.load(made.path)
+    for model in (program, proto):
+        with accel.load(model) as session:
+            assert session(X).shape == (2, 3)
+        with pytest.raises(UsageError, match="leave out example="):
+            accel.load(model, example=(X,))
+    proto.graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
+    with pytest.raises(accel.AccelError, match=r"give the path of its \.onnx file"):
+        accel.load(proto)
