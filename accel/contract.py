@@ -11,7 +11,7 @@ from dataclasses import replace
 from accel.artifact import Artifact
 from accel.child import resolve
 from accel.errors import SignatureDrift
-from accel.signature import Signature, TensorSpec
+from accel.signature import Signature, TensorSpec, with_values_of
 from accel.spelling import option
 from accel.tables.kinds import KINDS
 from accel.tables.stage_table import Stage
@@ -45,12 +45,8 @@ def check_contract(stage: Stage, src: Artifact, result: Artifact, *, opset: int 
     # A stage may narrow the ranges, for example to an engine's profile. The file itself doesn't record the ranges.
     dims = {d: r for d, r in result.signature.dims.items() if d in found.dynamic_dims}
     known = result.signature if "interface" in stage.may_change else src.signature
-    ranges = {spec.name: (spec.values, spec.seen) for spec in known.inputs}
-    inputs = []
-    for spec in found.inputs:
-        values, seen = ranges.get(spec.name, (None, None))
-        inputs.append(replace(spec, values=values, seen=seen))
-    return replace(result, signature=Signature(tuple(inputs), found.outputs, dims), properties=properties)
+    inputs = with_values_of(found.inputs, known.inputs)
+    return replace(result, signature=Signature(inputs, found.outputs, dims), properties=properties)
 
 
 def _only_shapes_differ(stage: Stage, wanted: Signature, found: Signature) -> bool:

@@ -54,7 +54,7 @@ def as_onnx(source: Source, cache: StageCache, data: Sequence[Path] = ()) -> Exp
     ``BadInputSpec`` if an ONNX file without a manifest fails at a size that its signature allows.
     """
     src = source.open()
-    if src.kind == "torch" or source.inputs:  # a range derived from a graph is a guess
+    if src.source.get("kind") == "torch" or source.inputs:  # a range derived from another graph is a guess
         for path in data:
             check_values(path, src.signature)
     if src.kind in TO_ONNX:

@@ -99,7 +99,7 @@ def bench(
     except (RunFailed, ChildCrashed) as error:
         if samples is None:
             raise
-        raise failed_on_data(error, samples, _in_one(feeds), first.signature.inputs) from error
+        raise failed_on_data(error, samples, _in_one(feeds), first.signature) from error
 
 
 def sweep(

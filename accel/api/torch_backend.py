@@ -7,7 +7,7 @@ mode, with a warning that gives the reason.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,11 @@ class _Part:
             (i, axis): str(size)
             for i in self._inputs
             for axis, size in enumerate(_value(nodes[i]).shape)
-            if isinstance(size, torch.SymInt)
+            if isinstance(size, torch.SymInt) and not str(size).isdigit()  # a number if torch.compile fixed the size
         }
         self._size_symbols = {i: str(_value(nodes[i])) for i in self._sizes}
+        # The sizes that the session takes, for the axes that are dynamic in the graph but not in the session.
+        self._fixed: dict[tuple[int, int], int] = {}
         self._session: BaseSession | None = None
         self._run: Callable[..., Any] = self._compiled
         self._seen: list[tuple[torch.Tensor, int]] = []
@@ -80,12 +82,14 @@ class _Part:
         return self._run(*args)
 
     def _compiled(self, *args: Any) -> Any:
-        """Runs the session. Makes the session at the first call, and again if a weight was replaced or written to."""
+        """Runs the session. Makes the session at the first call, and again if a weight was replaced or written to, or
+        if the sizes differ from those of a session that takes only one size."""
         changed = any(args[i] is not one or _version(one) != version for i, (one, version) in self._of_weights())
+        changed |= any(args[i].shape[axis] != size for (i, axis), size in self._fixed.items())
         if self._session is None or changed:
             self._count += 1
             with torch.inference_mode(False), torch.no_grad():  # inference tensors don't count writes
-                reason = "its weights change often" if self._count > _MOST_COMPILED else self._compile(args)
+                reason = "its weights or sizes change often" if self._count > _MOST_COMPILED else self._compile(args)
             if reason:
                 self._run = _eager(self._graph, reason)
                 return self._run(*args)
@@ -110,18 +114,28 @@ class _Part:
         held = {one.untyped_storage().data_ptr() for one in (*inputs, *(args[i] for i in self._weights))}
         if any(one.untyped_storage().data_ptr() in held for one in wanted):
             return "it returns a view of an input or a weight"
-        try:
-            session = self._made(args, inputs)
-            found = session(*inputs)
-        except (AccelError, OSError) as error:
-            return one_line(error, 300)
-        except Exception as error:  # the exporters may raise any type of error
-            return f"{type(error).__name__}: {one_line(error, 300)}"
-        if not all(map(_close, found, wanted)):
-            return "its outputs differ from those of PyTorch"
-        self._session = session
-        self._seen = [(args[i], _version(args[i])) for i in self._weights]
-        return ""
+        reason = ""
+        # torch.compile makes all axes dynamic that differed between models with the same code, so the part may not
+        # take other sizes at all. Then only the first axis stays dynamic, or none.
+        for dynamic in dict.fromkeys(
+            (tuple(self._symbols), tuple(place for place in self._symbols if place[1] == 0), ())
+        ):
+            try:
+                session = self._made(args, inputs, dynamic)
+                found = session(*inputs)
+            except (AccelError, OSError) as error:
+                reason = reason or one_line(error, 300)
+                continue
+            except Exception as error:  # the exporters may raise any type of error
+                reason = reason or f"{type(error).__name__}: {one_line(error, 300)}"
+                continue
+            if not all(map(_close, found, wanted)):
+                return "its outputs differ from those of PyTorch"
+            self._session = session
+            self._fixed = {(i, axis): args[i].shape[axis] for i, axis in self._symbols if (i, axis) not in dynamic}
+            self._seen = [(args[i], _version(args[i])) for i in self._weights]
+            return ""
+        return reason
 
     def _merged(self, args: Sequence[Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
         merged = list(args)
@@ -129,11 +143,14 @@ class _Part:
             merged[i] = value
         return merged
 
-    def _made(self, args: Sequence[Any], inputs: Sequence[torch.Tensor]) -> BaseSession:
+    def _made(
+        self, args: Sequence[Any], inputs: Sequence[torch.Tensor], dynamic: Collection[tuple[int, int]]
+    ) -> BaseSession:
+        """Returns a session of the graph that takes other sizes of the axes ``dynamic``, given as (input, axis)."""
         module = _Bound(self, self._graph, args)
         dims = dict.fromkeys(self._symbols.values(), torch.export.Dim.DYNAMIC)
         shapes = tuple(
-            {axis: dims[self._symbols[i, axis]] for axis in range(value.ndim) if (i, axis) in self._symbols}
+            {axis: dims[self._symbols[i, axis]] for axis in range(value.ndim) if (i, axis) in dynamic}
             for i, value in zip(self._inputs, inputs, strict=True)
         )
         program = torch.export.export(module, tuple(inputs), dynamic_shapes=(shapes,) if any(shapes) else None)

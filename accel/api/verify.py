@@ -14,7 +14,7 @@ from accel.errors import BadSource, RunFailed, UnsupportedHere, UsageError
 from accel.progress import report, shows_progress
 from accel.proof.compare import Difference, compare, holds_floats, worst
 from accel.runtimes.base import open_session, recorded_options
-from accel.signature import BATCH, DimRange, Feeds, Signature
+from accel.signature import BATCH, Bound, DimRange, Feeds, Signature, TensorSpec
 from accel.sources.source import Model, Source, SourceOptions, declared_dims, shared, with_declared
 from accel.spelling import option
 from accel.tables.limits import VERIFY_LIMITS
@@ -113,8 +113,7 @@ def verify(
             except (RunFailed, BadSource) as error:
                 if data is None:
                     raise
-                specs = (*first.signature.inputs, *second.signature.inputs)
-                raise failed_on_data(error, Path(data), feeds, specs) from error
+                raise failed_on_data(error, Path(data), feeds, first.signature, second.signature) from error
             found.append(compare(wanted, got))
             cases.append(case)
             for name in (d.output for d in found[-1] if not d.problem and _by_sample(first, feeds, wanted[d.output])):
@@ -223,7 +222,7 @@ def _common(first: Artifact, second: Artifact) -> Signature:
         if len(spec.shape) != len(theirs[spec.name].shape):
             raise UsageError(f"the inputs differ: {spec} and {theirs[spec.name]}; give two versions of one model")
     common = what_both_take(first.signature, second.signature)
-    inputs = tuple(replace(spec, values=_both(spec.values, theirs[spec.name].values)) for spec in common.inputs)
+    inputs = tuple(replace(spec, values=_both(spec, theirs[spec.name])) for spec in common.inputs)
     declares = [artifact.kind != "onnx" or artifact.manifest is not None for artifact in (first, second)]
     dims = dict(common.dims)
     for dim, other in common.dims.items():
@@ -238,10 +237,11 @@ def _common(first: Artifact, second: Artifact) -> Signature:
     return Signature(inputs, (), dims)
 
 
-def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Returns the intersection of two ranges of integers. A range of None means all integers. If the ranges don't
-    overlap, returns ``other``."""
-    if one is None or other is None:
-        return one or other
-    low, high = max(one[0], other[0]), min(one[1], other[1])
-    return (low, high) if low <= high else other
+def _both(one: TensorSpec, other: TensorSpec) -> tuple[Bound, Bound] | None:
+    """Returns the integers that both inputs take, or None for all integers. If the ranges don't overlap, returns the
+    range of ``other``. A range that names dims counts before a range of numbers."""
+    first, second = one.range_at({}), other.range_at({})
+    if first is None or second is None:
+        return (one.values if one.bound_dims or other.values is None else other.values) or one.values
+    low, high = max(first[0], second[0]), min(first[1], second[1])
+    return (low, high) if low <= high else second

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accel.errors import BadInputSpec
-from accel.sources.notes import renaming_note, training_note
+from accel.sources.notes import source_notes, training_note
 from accel.tables.kinds import export_formats
 
 from . import output_options
@@ -76,7 +76,7 @@ def command(
         **source,
         **options,
     )
-    if note := renaming_note(artifact):
+    for note in source_notes(artifact):
         click.echo(f"accel: note: {note}", err=True)
     if warning := training_note(artifact):
         click.echo(f"accel: warning: {warning}", err=True)

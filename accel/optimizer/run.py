@@ -12,7 +12,7 @@ from accel.artifact import Artifact
 from accel.cache import StageCache
 from accel.errors import MissingExtra
 from accel.proof.stream import SampleStream
-from accel.sources.notes import batch_note, renaming_note, training_note
+from accel.sources.notes import source_notes, training_note
 
 from .attempt import attempt
 from .budget import Budget
@@ -97,7 +97,7 @@ def run(
         not_as_asked(source, outcome.chosen, for_recipes.precisions),
     ]
     said = [text for text in warnings if text]
-    notes += [*outcome.notes, *said, *filter(None, [batch_note(src), renaming_note(src), training_note(src)])]
+    notes += [*outcome.notes, *said, *source_notes(src), *filter(None, [training_note(src)])]
     outcome.chosen.status = Status.CHOSEN
     result = Optimization(
         artifact=outcome.chosen.artifact or src,

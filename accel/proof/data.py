@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from accel.artifact import Artifact, canonical_json
 from accel.errors import BadData, one_line
-from accel.signature import DimRange, Signature, numpy_dtype
+from accel.signature import DimRange, IntegerRanges, Signature, numpy_dtype
 from accel.spelling import option
 
 if TYPE_CHECKING:
@@ -82,20 +82,8 @@ class Dataset:
             yield {spec.name: self.parts[at][spec.name][start : start + take] for spec in self.signature.inputs}
 
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
-        """Returns samples from ``start`` on, cut or repeated along each axis to ``sizes``. The feeds then hold real
-        values even at a shape that the data doesn't have.
-        """
-        import numpy as np
-
-        part = self.parts[start % len(self.parts)]
-        feeds = {}
-        for spec in self.signature.inputs:
-            value = part[spec.name]
-            for axis, size in enumerate(spec.resolve(sizes)):
-                first = start if axis == 0 else 0
-                value = np.take(value, np.arange(first, first + size) % value.shape[axis], axis=axis)
-            feeds[spec.name] = np.ascontiguousarray(value)
-        return feeds
+        """Returns samples from ``start`` on at the shape ``sizes``, which the data may not have (see ``at_sizes``)."""
+        return at_sizes(self.signature, self.parts[start % len(self.parts)], sizes, start)
 
     def extra(self) -> dict[str, np.ndarray]:
         """Returns the arrays that are no inputs, such as labels or reference scores, concatenated over the files."""
@@ -108,6 +96,26 @@ class Dataset:
                 if name not in names:
                     found.setdefault(name, []).append(value)
         return {name: values[0] if len(values) == 1 else np.concatenate(values) for name, values in found.items()}
+
+
+def at_sizes(
+    signature: Signature, part: Mapping[str, np.ndarray], sizes: Mapping[str, int], start: int
+) -> dict[str, np.ndarray]:
+    """Returns the samples of ``part`` from ``start`` on, cut or repeated along each axis to ``sizes``. An integer whose
+    bounds name dims, such as the length of a sequence, becomes the nearest valid integer.
+    """
+    import numpy as np
+
+    feeds = {}
+    for spec in signature.inputs:
+        value = part[spec.name]
+        for axis, size in enumerate(spec.resolve(sizes)):
+            first = start if axis == 0 else 0
+            value = np.take(value, np.arange(first, first + size) % value.shape[axis], axis=axis)
+        if spec.bound_dims and (found := spec.range_at(sizes)):
+            value = np.clip(value, *found)
+        feeds[spec.name] = np.ascontiguousarray(value)
+    return feeds
 
 
 def data_files(path: Path) -> list[Path]:
@@ -171,19 +179,18 @@ def _shape(archive: np.lib.npyio.NpzFile, name: str) -> tuple[int, ...]:
 def check_values(data: Path, signature: Signature) -> None:
     """Raises ``BadData`` for the first integer in ``data`` that is outside the range of its input. Reads only the
     inputs with a range. Skips arrays that are missing or no integers, which ``Dataset.load`` reports."""
-    ranged = {spec.name: spec for spec in signature.inputs if spec.values is not None}
-    for file in data_files(data) if ranged else ():
+    ranges = IntegerRanges(signature.inputs)
+    for file in data_files(data) if ranges.names else ():
         with open_npz(file) as archive:
-            for name in ranged.keys() & set(archive.files):
-                value, (low, high) = archive[name], ranged[name].values or (0, 0)
-                if value.dtype.kind not in "iu" or not value.size or (low <= value.min() and value.max() <= high):
-                    continue
-                outside = (value < low) | (value > high)
-                sample = int(outside.reshape(len(value), -1).any(1).argmax()) if value.ndim else 0
-                raise BadData(
-                    f"{file}: {name!r} holds {value[outside].flat[0]} in sample {sample}, the model takes {low}..{high}"
-                    f"; correct the sample, or declare the range with {option('inputs', [str(ranged[name])])}"
-                )
+            shapes = {spec.name: _shape(archive, spec.name) for spec in signature.inputs if spec.name in archive.files}
+            found = ranges.first_outside({name: archive[name] for name in ranges.names if name in shapes}, shapes)
+        if found is not None:
+            declared = str(signature.input(found.input))
+            raise BadData(
+                f"{file}: {found.input!r} holds {found.value} in sample {found.sample}, the model takes "
+                f"{found.low}..{found.high}; correct the sample, or declare the range with "
+                f"{option('inputs', [declared])}"
+            )
 
 
 def single_array(file: Path) -> BadData:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, GateFailed, RunFailed, one_line
 from accel.progress import report
 from accel.runtimes.base import BaseSession, Session, default_runtime, detached, open_session
-from accel.signature import Signature
+from accel.signature import Signature, new_names
 from accel.stage import NOT_FINITE, GateResult, path_sha256
 
 from .compare import Difference, compare
@@ -85,13 +85,13 @@ class OutputGate:
         with ExitStack() as stack:
             reference, candidate = Outputs(src, gate_runtime(src), stack), Outputs(out, runtime, stack)
             feeds_by_case = list(draw())
-            first = {}
+            refused: list[RunFailed] = []
+            references = _taken(reference, feeds_by_case, refused)
             if sum(file.stat().st_size for file in src.files) > _ONE_AT_A_TIME_BYTES:
-                first = {case: reference.of(feeds) for case, feeds in feeds_by_case}
+                references = iter(list(references))
                 stack.close()
-            for index, (case, feeds) in enumerate(feeds_by_case):
+            for index, (case, feeds, wanted) in enumerate(references):
                 report("gate", index / len(feeds_by_case))
-                wanted = first.get(case) or reference.of(feeds)
                 try:
                     found = candidate.of(feeds)
                 except Exception as error:
@@ -100,6 +100,8 @@ class OutputGate:
                     reason = one_line(error)
                     raise GateFailed(f"the output of the stage can't run at {case}: {reason}") from error
                 results += [output_result(self.name, case, d, self.limit) for d in compare(wanted, found)]
+        if refused and not results:
+            raise refused[0]
         return results
 
     def _feeds(self, src: Artifact, out: Artifact) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
@@ -123,6 +125,20 @@ class OutputGate:
             yield f"{case_name(cases[0])} seed {seed}", feeds
 
 
+def _taken(
+    reference: Outputs, feeds_by_case: Sequence[tuple[str, dict[str, np.ndarray]]], refused: list[RunFailed]
+) -> Iterator[tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """Yields each case with the feeds and the outputs of ``reference``. Leaves out the feeds that the source itself
+    can't run, because a failure there isn't the fault of the stage, and appends the errors to ``refused``."""
+    for case, feeds in feeds_by_case:
+        try:
+            wanted = reference.of(feeds)
+        except RunFailed as error:
+            refused.append(error)
+        else:
+            yield case, feeds, wanted
+
+
 def output_result(gate: str, case: str, found: Difference, limit: float) -> GateResult:
     """Returns a gate's result for one output, with the relative error and the limit."""
     import math
@@ -142,13 +158,8 @@ def output_result(gate: str, case: str, found: Difference, limit: float) -> Gate
 def what_both_take(src: Signature, out: Signature) -> Signature:
     """Returns the inputs of ``src`` with the ranges of ``out``. A dim that is fixed in one of the signatures is fixed
     in the result."""
-    theirs = {spec.name: spec for spec in out.inputs}
-    inputs = []
-    for spec in src.inputs:
-        other = theirs.get(spec.name, spec).shape
-        shape = tuple(a if isinstance(a, int) else b for a, b in zip(spec.shape, other, strict=True))
-        inputs.append(replace(spec, shape=shape))
-    bare = Signature(tuple(inputs))
+    names = new_names(src.inputs, out.inputs)
+    bare = Signature(tuple(spec.with_dims(names) for spec in src.inputs))
     return bare.with_dims({d: r for d, r in out.dims.items() if d in bare.dims})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from accel.errors import (
 )
 from accel.progress import report
 from accel.runtimes.base import BaseSession, open_session
-from accel.signature import Feeds, TensorSpec
+from accel.signature import Feeds, IntegerRanges, Signature
 from accel.sources.output_specs import step_advice
 from accel.spelling import option
 from accel.stage import path_sha256
@@ -154,7 +154,7 @@ def _run(session: BaseSession, file: Path, feeds: Feeds, before: int) -> dict[st
     except RunFailed as error:
         raise _bad_sample(session, file, feeds, before, error) from error
     except (BadSource, ChildCrashed) as error:  # errors from the TensorFlow process
-        raise failed_on_data(error, file, feeds, session.signature.inputs) from error
+        raise failed_on_data(error, file, feeds, session.signature) from error
 
 
 def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
@@ -169,30 +169,25 @@ def _not_the_source(src: Artifact, apart: Furthest, problem: str) -> GateFailed:
     )
 
 
-def failed_on_data(error: AccelError, data: Path, feeds: Feeds, specs: Sequence[TensorSpec]) -> AccelError:
+def failed_on_data(error: AccelError, data: Path, feeds: Feeds, *signatures: Signature) -> AccelError:
     """Returns the error to raise for ``error``, which a model raised on ``feeds`` from ``data``.
 
     If an integer is outside the ``values`` of its spec, the error names the file, the input and the number. An integer
     outside its range is an error only if the run fails. A range derived from a graph is a guess, because a negative
     index may count from the end.
     """
-    for spec in specs:
-        value = feeds.get(spec.name)
-        if value is None or spec.values is None or value.dtype.kind not in "iu":
+    for signature in signatures:
+        found = IntegerRanges(signature.inputs).first_outside(feeds)
+        if found is None:
             continue
-        low, high = spec.values
-        above, below = value[value > high], value[value < low]
-        if not above.size and not below.size:
-            continue
-        wrong = int(above.flat[0] if above.size else below.flat[0])
         why = f" ({shortened(_reason(error))})"
         if isinstance(error, ChildCrashed):
-            if str(wrong) not in str(error):
+            if str(found.value) not in str(error):
                 continue  # The process may have died for another reason.
             why = ""  # Leaves out the library's text, which names nodes that only the library knows.
         return BadData(
-            f"{_file_with(data, spec.name, wrong)}: {spec.name!r} holds {wrong}, outside {low}..{high}, and the model "
-            f"fails on it{why}; correct it or leave it out"
+            f"{_file_with(data, found.input, found.value)}: {found.input!r} holds {found.value}, outside "
+            f"{found.low}..{found.high}, and the model fails on it{why}; correct it or leave it out"
         )
     if isinstance(error, FailsOnInputs):
         return BadData(f"{error.reason}; correct the samples in {data}")
@@ -230,12 +225,9 @@ def _bad_sample(
                 where, error, feeds = f"sample {before + index}", found, alone
                 break
     reason = _reason(error)
-    for spec in session.signature.inputs:
-        value = feeds[spec.name]
-        if spec.values and value.size and f"input {spec.name!r}" not in reason:
-            wrong = value[(value < spec.values[0]) | (value > spec.values[1])]
-            if wrong.size:
-                reason += f" (input {spec.name!r} holds {wrong.flat[0]}, it takes {spec.values[0]}..{spec.values[1]})"
+    outside = IntegerRanges(session.signature.inputs).first_outside(feeds)
+    if outside is not None and f"input {outside.input!r}" not in reason:
+        reason += f" ({outside})"
     return BadData(f"{file}: the model can't run on {where}: {reason}; correct it or leave it out")
 
 

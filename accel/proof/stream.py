@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from accel.errors import BadData, one_line
 from accel.signature import Signature
 
-from .data import batch_plan, data_files, fitting, single_array
+from .data import at_sizes, batch_plan, data_files, fitting, single_array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,8 +61,6 @@ class SampleStream:
     def shaped(self, sizes: Mapping[str, int], start: int = 0) -> dict[str, np.ndarray]:
         """Returns the same feeds as ``Dataset.shaped``. Reads the whole file only if the feed continues at the file's
         front."""
-        import numpy as np
-
         files = data_files(self.path)
         file = files[start % len(files)]
         wanted = {spec.name: spec.resolve(sizes) for spec in self.signature.inputs}
@@ -74,14 +72,7 @@ class SampleStream:
             first, number = (0, count) if around else (place, most)
             opened.pass_over(first)
             part = opened.read(number, first)
-        feeds = {}
-        for name, shape in wanted.items():
-            value = part[name]
-            for axis, size in enumerate(shape):
-                begin = place - first if axis == 0 else 0
-                value = np.take(value, np.arange(begin, begin + size) % value.shape[axis], axis=axis)
-            feeds[name] = np.ascontiguousarray(value)
-        return feeds
+        return at_sizes(self.signature, part, sizes, place - first)
 
     def batch_count(self, size: int, limit: int | None = None) -> int:
         """Returns the number of batches that ``batches`` yields."""

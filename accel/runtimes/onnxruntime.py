@@ -90,7 +90,8 @@ class OnnxRuntimeSession(BaseSession):
         failed run."""
         from accel.sources.onnx.file import describe
 
-        return {spec.name: spec.values for spec in describe(self.artifact.path)[0].inputs if spec.values}
+        ranges = {spec.name: spec.range_at({}) for spec in describe(self.artifact.path)[0].inputs}
+        return {name: found for name, found in ranges.items() if found is not None}
 
     def _run_native(self, feeds: Feeds) -> dict[str, np.ndarray]:
         if not self._plain:

@@ -23,7 +23,7 @@ from accel.errors import (
     shortened,
 )
 from accel.machine import trim_memory
-from accel.signature import Feeds, numpy_dtype, shapes_of
+from accel.signature import Feeds, IntegerRanges, numpy_dtype, shapes_of
 
 from .base import BaseSession, SessionOptions
 
@@ -74,7 +74,7 @@ class OpenVinoSession(BaseSession):
         self._types = {name: model.inputs[index].get_element_type() for name, index in self._inputs.items()}
         self._dtypes = {spec.name: numpy_dtype(spec.dtype) for spec in signature.outputs}
         self._by_bits = {s.name: _BY_BITS[s.dtype] for s in signature.inputs if s.dtype in _BY_BITS}
-        self._values = {s.name: s.values for s in signature.inputs if s.values is not None and s.dtype != "uint8"}
+        self._integers = IntegerRanges([spec for spec in signature.inputs if spec.dtype != "uint8"])
 
     def _load(self) -> None:
         path = self.artifact.path
@@ -105,6 +105,7 @@ class OpenVinoSession(BaseSession):
         return {name: index[name] for name in names}
 
     def _run(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        self._check_integers(feeds)
         self._ready()
         free = self._free
         slot = free.get()
@@ -136,6 +137,7 @@ class OpenVinoSession(BaseSession):
             return super().run_many(requests)
         for feeds in requests:
             self.signature.check_feeds(feeds)
+            self._check_integers(feeds)
         self._ready()
         free = self._free
         found: list[dict[str, np.ndarray]] = [{} for _ in requests]
@@ -204,8 +206,6 @@ class OpenVinoSession(BaseSession):
 
     def _tensor(self, name: str, value: np.ndarray) -> tuple[Any, np.ndarray]:
         """Returns a tensor for the input, and the array whose memory the tensor shares."""
-        if name in self._values:
-            self._check_values(name, value)
         if value.dtype.kind in "OUS":
             return self._ov.Tensor(value.astype(np.str_)), value
         # OpenVINO refuses read-only memory, such as the memory of a request over the network.
@@ -214,14 +214,10 @@ class OpenVinoSession(BaseSession):
             return self._ov.Tensor(value.view(self._by_bits[name]), list(value.shape), self._types[name]), value
         return self._ov.Tensor(value, shared_memory=True), value
 
-    def _check_values(self, name: str, value: np.ndarray) -> None:
+    def _check_integers(self, feeds: Feeds) -> None:
         """Raises ``BadFeeds`` for an integer out of range. OpenVINO would silently read another row of the table."""
-        low, high = self._values[name]
-        if value.size and not (low <= value.min() and value.max() <= high):
-            raise BadFeeds(
-                f"input {name!r} has values from {value.min()} to {value.max()}, but the model takes only {low} to "
-                f"{high}; correct the values, or export the model with the range of the input"
-            )
+        if found := self._integers.first_outside(feeds):
+            raise BadFeeds(f"{found}; correct the values, or export the model with the range of the input")
 
     def _array(self, tensor: Any, name: str) -> np.ndarray:
         """Returns a copy of an output, because the next run overwrites the tensor."""

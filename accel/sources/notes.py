@@ -8,7 +8,12 @@ from accel.artifact import Artifact
 from accel.spelling import option
 
 
-def renaming_note(artifact: Artifact) -> str | None:
+def source_notes(artifact: Artifact) -> list[str]:
+    """Returns what a user has to know about the inputs of an opened source."""
+    return [note for note in (_batch_note(artifact), _bounds_note(artifact), _renaming_note(artifact)) if note]
+
+
+def _renaming_note(artifact: Artifact) -> str | None:
     """Returns a note if an input isn't named like its parameter of ``forward``, else None."""
     renamed: Mapping[str, str] = artifact.source.get("renamed") or {}
     for name, own in renamed.items():
@@ -16,10 +21,16 @@ def renaming_note(artifact: Artifact) -> str | None:
     return None
 
 
-def batch_note(artifact: Artifact) -> str | None:
+def _batch_note(artifact: Artifact) -> str | None:
     """Returns a note about the batch dim of a live model, which was found by a run with another batch size, else
     None."""
     return (artifact.source.get("live") or {}).get("note") or None
+
+
+def _bounds_note(artifact: Artifact) -> str | None:
+    """Returns a note about integer inputs whose bounds were found by runs at several sizes, else None."""
+    found = artifact.source.get("bounds")
+    return f"{found}; {option('inputs')} declares other integers" if found else None
 
 
 def training_note(artifact: Artifact) -> str | None:

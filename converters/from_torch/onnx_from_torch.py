@@ -141,7 +141,7 @@ def _advice(src: Artifact) -> str:
     if not src.signature.dims:
         return ""
     sizes = src.signature.sizes()
-    fixed = [str(replace(spec, shape=spec.resolve(sizes))) for spec in src.signature.inputs]
+    fixed = [str(spec.with_dims(sizes)) for spec in src.signature.inputs]
     fixed = [shlex.quote(text) for text in fixed] if is_command_line() else fixed
     return f"; try one size instead of a dynamic one: {option('inputs', fixed)}"
 

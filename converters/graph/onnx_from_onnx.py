@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel.artifact import Artifact, beside
 from accel.child import run_in_child
 from accel.errors import BadInputSpec, ChildCrashed, StageFailed, one_line
-from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, numpy_dtype, shapes_of
+from accel.signature import DimRange, Signature, TensorSpec, merged_ranges, new_names, numpy_dtype, shapes_of
 from accel.sources.onnx.file import opset_of
 from accel.sources.onnx.weights import read_detached, weight_array
 from accel.sources.output_specs import output_specs, step_advice
@@ -155,7 +155,7 @@ def _redeclared(
     if unknown := set(wanted) - {spec.name for spec in declared}:
         names = ", ".join(spec.name for spec in declared)
         raise BadInputSpec(f"the model has no input {sorted(unknown)[0]!r}; its inputs are: {names}")
-    found = []
+    found: list[TensorSpec] = []
     for spec in declared:
         new = wanted.get(spec.name, spec)
         if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
@@ -166,7 +166,10 @@ def _redeclared(
             repaired.append(
                 f"the input was declared {spec} and is {new} now: the user said so, and the model runs at those sizes"
             )
-        found.append(TensorSpec(spec.name, spec.dtype, new.shape, new.values or spec.values))
+        found.append(TensorSpec(spec.name, spec.dtype, new.shape, new.values))
+    renamed = new_names(declared, found)
+    pairs = zip(found, declared, strict=True)
+    found = [replace(new, values=new.values or old.with_dims(renamed).values) for new, old in pairs]
     for value, spec in zip(model.graph.input, found, strict=True):
         kind = onnx.helper.np_dtype_to_tensor_dtype(numpy_dtype(spec.dtype))
         value.CopyFrom(onnx.helper.make_tensor_value_info(spec.name, kind, list(spec.shape)))

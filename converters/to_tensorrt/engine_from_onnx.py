@@ -14,7 +14,7 @@ from accel.child import run_in_child
 from accel.errors import BadInputSpec, BuildFailed, CannotWrite, ChildCrashed, MissingExtra, UnsupportedHere
 from accel.runtimes.engine_options import HARDWARE
 from accel.runtimes.tensorrt_toolkit import PLUGIN_LIBRARY, check_capability, toolkit_runtime
-from accel.signature import Dim, Signature, TensorSpec
+from accel.signature import Dim, Signature, TensorSpec, with_values_of
 from accel.sources.onnx.file import describe_model, external_files, read_proto
 from accel.spelling import option
 from accel.stage import StageConfig
@@ -183,13 +183,13 @@ def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[O
             same_rank = declared is not None and len(declared.shape) == len(row["shape"])
             left_open = declared.shape[axis] if declared is not None and same_rank else f"{row['name']}_{axis}"
             shape.append(left_open if size < 0 else size)
-        return TensorSpec(row["name"], row["dtype"], tuple(shape), declared.values if declared else None)
+        return TensorSpec(row["name"], row["dtype"], tuple(shape))
 
     def ordered(rows: Sequence[Mapping[str, Any]], like: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
         order = {s.name: index for index, s in enumerate(like)}
         return tuple(spec(row) for row in sorted(rows, key=lambda row: order.get(row["name"], len(order))))
 
-    inputs = ordered(built["inputs"], source.inputs)
+    inputs = with_values_of(ordered(built["inputs"], source.inputs), source.inputs)
     dynamic = {dim for s in inputs for dim in s.shape if isinstance(dim, str)}
     dims = {dim: found for dim, found in merged_dims(profiles).items() if dim in dynamic}
     return Signature(inputs, ordered(built["outputs"], source.outputs), dims)

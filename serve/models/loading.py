@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from accel.artifact import Artifact
 from accel.errors import AccelError, BadRepository, one_line
 from accel.machine import available_cores
 from accel.runtimes.base import BaseSession, Session, default_runtime, get_runtime, open_session
+from accel.signature import IntegerRanges
 from accel.sources.onnx.file import ROWS_SHARE_SCALES
 
 from ..generate.token_loop import TokenLoopSession, token_loop
@@ -130,20 +131,24 @@ def load_version(
     )
 
 
-def _ranges(artifact: Artifact) -> dict[str, tuple[int, int]]:
-    """Returns the range of each integer input that the manifest declares, or no ranges if there is no manifest.
+def _ranges(artifact: Artifact) -> IntegerRanges:
+    """Returns the ranges of the integer inputs that the manifest declares, or no ranges if there is no manifest.
 
     A model that wasn't made from PyTorch may count negative indices from the end. A range from 0 on may then be derived
     from its graph, and allows them.
     """
     integers = ("int16", "int32", "int64", "uint16", "uint32", "uint64")
     strict = artifact.source.get("kind") == "torch"
-    found = {}
+    found = []
     for spec in artifact.signature.inputs if artifact.manifest else ():
-        if spec.values and spec.dtype in integers:
-            low, high = spec.values
-            found[spec.name] = (-high - 1 if low == 0 and not strict else low, high)
-    return found
+        low, high = spec.range_at({}) or (1, 1)
+        if spec.dtype not in integers:
+            found.append(replace(spec, values=None))
+        elif low == 0 and not strict:
+            found.append(replace(spec, values=(-high - 1, high)))
+        else:
+            found.append(spec)
+    return IntegerRanges(tuple(found))
 
 
 def _share(cores: int, instances: int) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel.signature import IntegerRanges
+
 from ..protocol.inference import (
     Answer,
     Code,
@@ -47,8 +49,8 @@ class Retired(Exception):
 @dataclass(kw_only=True, eq=False)
 class ServedModel:
     """A version that serves. ``files`` is the fingerprint of the version's files; a changed fingerprint makes the
-    server load the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the range of
-    each integer input for which the manifest declares one."""
+    server load the version again. ``required`` names the inputs that a request must have. ``ranges`` holds the
+    ranges of integers that the manifest declares."""
 
     name: str
     version: str
@@ -58,7 +60,7 @@ class ServedModel:
     executor: Executor
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     files: Any = None
-    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    ranges: IntegerRanges = field(default_factory=IntegerRanges)
     inputs: dict[str, ServedTensor] = field(init=False)
     outputs: dict[str, ServedTensor] = field(init=False)
     required: frozenset[str] = field(init=False)
@@ -114,11 +116,8 @@ class ServedModel:
     def check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Raises ``ServeError`` INVALID_ARGUMENT if an input is missing, the batch sizes differ or are too large, or an
         integer is outside the range that the manifest declares."""
-        for name, (low, high) in self.ranges.items():
-            value = inputs.get(name)
-            if value is not None and value.size and (value.min() < low or value.max() > high):
-                wrong = value.max() if value.max() > high else value.min()
-                raise invalid(f"input '{name}' holds {wrong}, it takes {low}..{high} for model '{self.name}'")
+        if found := self.ranges.first_outside(inputs):
+            raise invalid(f"{found} for model '{self.name}'")
         if missing := self.required.difference(inputs):
             got = ",".join(f"'{name}'" for name in inputs)
             lacking = ",".join(f"'{name}'" for name in self.inputs if name in missing)

@@ -266,20 +266,24 @@ def _declared(signature: Signature, inputs: Sequence[TensorSpec]) -> Signature:
     if strange := [name for name in given if name not in {spec.name for spec in signature.inputs}]:
         raise BadInputSpec(f"the model has no input {strange[0]!r}; it takes {signature.describe_inputs()}")
     dims: dict[str, DimRange] = {}
+    names: dict[str, Dim] = {}
     specs = []
     for own in signature.inputs:
         said = given.get(own.name, own)
         fits = (said.dtype, len(said.shape)) == (own.dtype, len(own.shape))
         for mine, theirs in zip(own.shape, said.shape, strict=False):
             fits = fits and (mine == theirs or isinstance(mine, str))
+            if isinstance(theirs, str):
+                names[theirs] = mine
             if isinstance(mine, str) and isinstance(theirs, int):
                 fits = fits and dims.setdefault(mine, DimRange(theirs, theirs, theirs)).opt == theirs
         if not fits:
             raise BadInputSpec(
                 f"{option('inputs', [said])} doesn't fit the model, which takes {own}; change values or sizes only"
             )
-        specs.append(replace(own, values=said.values or own.values))
-    return replace(signature, inputs=tuple(specs)).with_dims(dims)
+        specs.append((own, said))
+    inputs_said = tuple(replace(own, values=said.with_dims(names).values or own.values) for own, said in specs)
+    return replace(signature, inputs=inputs_said).with_dims(dims)
 
 
 def _with_ranges(signature: Signature, dims: Mapping[str, DimRange]) -> Signature:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,10 +18,11 @@ from accel.spelling import option
 
 from ..checkpoints.checkpoint import detect
 from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
-from .call import discover_outputs, in_training
+from .call import NamedModule, discover_outputs, in_training, run_named
 from .factory import forward_parameters, open_factory, required_parameters
 from .fingerprint import code_sha256, state_sha256
 from .found import Found
+from .integer_bounds import bounds_words, find_bounds
 from .live import SUFFIX, open_captured
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import final_folder, open_train_folder
@@ -78,6 +80,10 @@ def open_torch(
     signature = Signature(specs, (), {d: r for d, r in declared.items() if d in bare.dims}).with_dims(ranges)
     found.module.eval()
     names = found.outputs if not given or found.outputs else ()
+    named = NamedModule(found.module, [one.name for one in specs])
+    bounded = find_bounds(signature, partial(run_named, named, signature))
+    words = bounds_words(signature, bounded)
+    signature = bounded
     outputs, result = discover_outputs(found.module, signature, names, found.name or spec)
     signature = replace(signature, outputs=outputs)
     training = in_training(found.module)
@@ -101,6 +107,7 @@ def open_torch(
             "weights": str(weights) if weights else None,
             **({"checkpoint": found.checkpoint.to_json()} if found.checkpoint else {}),
             **({"in_training": training} if training else {}),
+            **({"bounds": words} if words else {}),
             "call": {"arguments": _arguments(found, specs), "result": result},
             **({"renamed": renamed} if (renamed := _renamed(found.module, specs)) else {}),
             "files": files,

@@ -85,6 +85,32 @@ def test_two_models_with_the_same_code() -> None:
             torch.testing.assert_close(torch.compile(model, backend=accel_backend)(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+def test_axes_that_are_dynamic_only_to_torch_compile() -> None:
+    """Fails if a model falls back to eager mode since another model with the same code had images of another size. For
+    torch.compile, all their axes are then dynamic, but each model takes only one size. A call with another size has to
+    be right, too."""
+
+    def flat(size: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, 2)).eval()
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for size in (8, 6):
+            model = flat(size)
+            compiled = torch.compile(model, backend=accel_backend)
+            for rows in (4, 2):
+                x = torch.randn(rows, 3, size, size)
+                torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+        def squares(x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(-1, 16) @ torch.ones(16, 2)
+
+        compiled = torch.compile(squares, backend=accel_backend)
+        for shape in ((2, 16), (4, 8), (8, 4)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(compiled(x), squares(x), rtol=1e-4, atol=1e-5)
+
+
 def write(x: torch.Tensor) -> torch.Tensor:
     x.add_(1)
     return x * 2

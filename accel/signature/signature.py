@@ -2,208 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import BadFeeds, BadInputSpec
+from accel.spelling import option
+
+from .dim_range import BATCH, DimRange, merged_ranges
+from .spec import TensorSpec, dtype_name, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
 
-Dim = int | str
 Feeds = Mapping[str, "np.ndarray"]
-
-DTYPES = (
-    "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "string",
-)  # fmt: skip
-
-BATCH = "batch"
-
-_SPEC = re.compile(
-    r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>-?\d+)\.\.(?P<hi>-?\d+)\})?$"
-)
-
-
-# The name is cached, because numpy computes a dtype's name on every call. Without the cache, a server's check would
-# spend most of its time on computing names.
-dtype_name = lru_cache(maxsize=64)(str)
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Returns the numpy dtype for a name from ``DTYPES``; bfloat16 and float8 come from ml_dtypes."""
-    import ml_dtypes
-    import numpy as np
-
-    if dtype == "string":
-        return np.dtype(object)
-    if hasattr(ml_dtypes, dtype):
-        return np.dtype(getattr(ml_dtypes, dtype))  # type: ignore[no-any-return]
-    return np.dtype(dtype)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
-
-    ``values`` is the range of valid integers, such as token ids. Example inputs are drawn from this range, so that they
-    cover exactly the rows of an embedding table. ``seen`` is the range of the integers in an example. Example inputs
-    are drawn from ``seen`` if there are no ``values``, but other integers may be valid too. ``optional`` is True if the
-    model has a default for this input.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[Dim, ...]
-    values: tuple[int, int] | None = None
-    optional: bool = False
-    seen: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        if self.values is not None:
-            object.__setattr__(self, "values", (int(self.values[0]), int(self.values[1])))
-            if self.values[0] > self.values[1]:
-                raise BadInputSpec(f"input {self.name!r} has an empty range of values {self.values}; give low..high")
-        if self.dtype not in DTYPES:
-            parts = "give its real and imaginary parts instead, as torch.view_as_real does"
-            fix = parts if self.dtype.startswith("complex") else f"use one of {', '.join(DTYPES)}"
-            raise BadInputSpec(f"{self.name!r} has unknown dtype {self.dtype!r}; {fix}")
-        for dim in self.shape:
-            if isinstance(dim, int) and dim < 0:
-                raise BadInputSpec(f"input {self.name!r} has a negative dim {dim}; name it instead, e.g. batch")
-
-    @classmethod
-    def parse(cls, text: str) -> TensorSpec:
-        """Reads ``x:float32[batch,3,32,32]``, or ``ids:int64[batch,sequence]{0..30521}`` with a range of integers.
-
-        Raises ``BadInputSpec`` if the text can't be read.
-        """
-        match = _SPEC.match(text.strip().replace(" ", ""))
-        if match is None:
-            raise BadInputSpec(f"can't read input {text!r}; write name:dtype[dim,...], e.g. x:float32[batch,3,32,32]")
-        shape: list[Dim] = []
-        for part in (match["shape"] or "").split(","):
-            if not part:
-                if match["shape"]:
-                    raise BadInputSpec(f"input {text!r} has an empty dim; write a number or a name between the commas")
-                continue
-            if not (part.lstrip("-").isdigit() or part.isidentifier()):
-                raise BadInputSpec(f"input {text!r} has the dim {part!r}; write a number or a name like batch")
-            shape.append(int(part) if part.lstrip("-").isdigit() else part)
-        values = (int(match["lo"]), int(match["hi"])) if match["lo"] is not None else None
-        return cls(match["name"], match["dtype"], tuple(shape), values)
-
-    def __str__(self) -> str:
-        values = f"{{{self.values[0]}..{self.values[1]}}}" if self.values else ""
-        return f"{self.name}:{self.dtype}[{','.join(map(str, self.shape))}]{values}"
-
-    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape with ``sizes`` for the dynamic dims. Raises ``BadInputSpec`` if a size is missing."""
-        missing = [d for d in self.shape if isinstance(d, str) and d not in sizes]
-        if missing:
-            raise BadInputSpec(f"no size given for the dim {missing[0]!r} of {self.name!r}")
-        return tuple(sizes[d] if isinstance(d, str) else d for d in self.shape)
-
-
-@dataclass(frozen=True)
-class DimRange:
-    """The range of a dynamic dim, with its smallest, most usual and largest size.
-
-    Every valid size is a multiple of ``step``. For example, a net that downsamples an image twice by 2 and then
-    upsamples it takes multiples of 4.
-    """
-
-    min: int
-    opt: int
-    max: int
-    # A step of 1 isn't recorded, so that older artifacts without steps keep their hashes.
-    step: int = field(default=1, metadata={"omit_default": True})
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min <= self.opt <= self.max:
-            raise BadInputSpec(f"a dim needs 1 <= min <= opt <= max, got {self.min}:{self.opt}:{self.max}; e.g. 1:8:64")
-        if self.step < 1:
-            raise BadInputSpec(f"a dim needs a step of at least 1, got {self}; e.g. 16:32:64:4")
-        sizes = (self.min, self.opt, self.max)
-        if odd := [size for size in sizes if size % self.step]:
-            nearest = ":".join(str(self.up(size - self.step // 2)) for size in sizes)
-            raise BadInputSpec(
-                f"in the dim range {self}, {odd[0]} is no multiple of the step {self.step}; write {nearest}:{self.step}"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.min}:{self.opt}:{self.max}" + (f":{self.step}" if self.step != 1 else "")
-
-    @classmethod
-    def parse(cls, text: str) -> DimRange:
-        """Reads ``8:128:512`` (min:opt:max), or ``16:32:64:4`` with a step. Raises ``BadInputSpec`` for malformed
-        texts."""
-        try:
-            numbers = [int(part) for part in text.split(":")]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (3, 4):
-            raise BadInputSpec(
-                f"can't read the dim range {text!r}; write min:opt:max, e.g. 8:128:512, or for multiples of 4 "
-                "min:opt:max:step, 16:32:64:4"
-            )
-        return cls(*numbers)
-
-    @classmethod
-    def default(cls, dim: str) -> DimRange:
-        """Returns the default range of a dim, which is 1 to 8 for the batch and 2 to 64 for other dims."""
-        return cls(1, 1, 8) if dim == BATCH else cls(2, 16, 64)
-
-    @classmethod
-    def within(cls, low: int, opt: int, high: int, step: int) -> DimRange | None:
-        """Returns the range of the multiples of ``step`` from ``low`` to ``high``, or None if there is no multiple. The
-        usual size is the largest multiple up to ``opt``, or else the smallest multiple in the range.
-        """
-        low, high = -(-low // step) * step, high // step * step
-        return cls(low, min(max(opt // step * step, low), high), high, step) if low <= high else None
-
-    def up(self, size: int) -> int:
-        """Returns the smallest multiple of the step that is at least ``size``."""
-        return max(-(-size // self.step), 1) * self.step
-
-    def down(self, size: int) -> int:
-        """Returns the largest multiple of the step that is at most ``size``, but at least the step."""
-        return max(size // self.step, 1) * self.step
-
-    def beside(self, size: int) -> str:
-        """Returns the nearest multiples of the step below and above ``size`` for a message, such as ``32 or 36``."""
-        found = {self.down(size), self.up(size)}
-        return " or ".join(map(str, sorted(found)))
-
-    def to_hold(self, size: int) -> str:
-        """Returns this range, widened to hold ``size``, as a text for ``--dim``."""
-        return str(replace(self, min=min(self.min, self.down(size)), max=max(self.max, self.up(size))))
-
-    def over(self, known: DimRange | None) -> DimRange:
-        """Returns this range as the replacement of the range ``known``. If this range has no step, but its sizes are
-        multiples of the step of ``known``, the result gets that step.
-        """
-        if known is None or self.step != 1 or any(size % known.step for size in (self.min, self.opt, self.max)):
-            return self
-        return replace(self, step=known.step)
-
-    def to_json(self) -> list[int]:
-        """Returns ``[min, opt, max]``, followed by the step if it isn't 1, for ``DimRange(*body)``."""
-        return [self.min, self.opt, self.max, *([self.step] if self.step != 1 else [])]
 
 
 def shapes_of(arrays: Mapping[str, np.ndarray]) -> str:
     """Returns the names and shapes of ``arrays`` for a message, such as ``x [2, 3], mask [2]``."""
     return ", ".join(f"{name} {list(value.shape)}" for name, value in arrays.items())
-
-
-def merged_ranges(known: Mapping[str, DimRange], given: Mapping[str, DimRange]) -> dict[str, DimRange]:
-    """Returns ``known`` with the ranges of ``given`` in place of its own. ``DimRange.over`` sets the steps."""
-    return {**known, **{dim: found.over(known.get(dim)) for dim, found in given.items()}}
 
 
 @dataclass(frozen=True)
@@ -223,6 +41,10 @@ class Signature:
             if dim not in known:
                 has = ", ".join(known) or "none"
                 raise BadInputSpec(f"no input has a dim called {dim!r}; the dynamic dims are: {has}")
+        for spec in self.inputs:
+            if unknown := sorted(spec.bound_dims.difference(known)):
+                has = ", ".join(known) or "none"
+                raise BadInputSpec(f"the range of {spec} names no dim of an input: {unknown[0]!r}; the dims are: {has}")
         object.__setattr__(self, "dims", {d: self.dims.get(d) or DimRange.default(d) for d in known})
 
     def __str__(self) -> str:
@@ -305,8 +127,10 @@ class Signature:
         """Returns random inputs that the model accepts, equal for equal seeds. ``sizes`` gives sizes of dynamic dims.
 
         Floats are normally distributed. Integers lie inside their ``values``, else inside ``seen``, else are 0 or
-        1. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in
-        each row. Optional inputs are left out.
+        1. An input whose name ends in ``mask`` holds ones followed by zeros, with a random count of ones in each row.
+        Optional inputs are left out.
+
+        Raises ``BadInputSpec`` if an input has no valid integer at these sizes.
         """
         import numpy as np
 
@@ -324,13 +148,20 @@ class Signature:
                 lengths = rng.integers((shape[-1] + 1) // 2, shape[-1] + 1, size=(*shape[:-1], 1))
                 feeds[spec.name] = (np.arange(shape[-1]) < lengths).astype(kind)
             elif spec.dtype.startswith(("int", "uint")):
-                low, high = spec.values or spec.seen or (0, 1)
+                low, high = self._drawn_from(spec, resolved)
                 feeds[spec.name] = rng.integers(low, high, size=shape, endpoint=True).astype(kind)
             elif spec.dtype == "bool":
                 feeds[spec.name] = rng.integers(0, 2, size=shape).astype(bool)
             else:
                 feeds[spec.name] = rng.standard_normal(shape).astype(kind)
         return feeds
+
+    def _drawn_from(self, spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, int]:
+        low, high = spec.range_at(sizes) or spec.seen or (0, 1)
+        if low > high:
+            at = ", ".join(f"{dim} {sizes[dim]}" for dim in sorted(spec.bound_dims))
+            raise BadInputSpec(f"{spec} has no valid integer at {at}; give the dim larger sizes with {option('dims')}")
+        return low, high
 
     def check_feeds(self, feeds: Feeds) -> dict[str, int]:
         """Returns the size of each dynamic dim in ``feeds``. Raises ``BadFeeds`` if feeds don't fit the inputs."""

@@ -1,0 +1,77 @@
+"""Bounds of integers. A bound is a number, or a sum of dims and numbers as a text, such as ``length-1``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+
+from accel.errors import BadInputSpec
+
+Bound = int | str
+
+_TERM = re.compile(r"([+-]?)(?:(\d+)|([A-Za-z_]\w*))")
+
+
+def parse_bound(text: Bound) -> Bound:
+    """Returns the bound that ``text`` states, as a number or in the one form of this sum.
+
+    Raises ``BadInputSpec`` if ``text`` is no number and no sum of dims and numbers.
+    """
+    return text if isinstance(text, int) else _bound(*_terms(text))
+
+
+def dims_of(bound: Bound) -> frozenset[str]:
+    """Returns the names of the dims in a bound."""
+    return frozenset() if isinstance(bound, int) else frozenset(dim for dim, _ in _terms(bound)[0])
+
+
+def bound_at(bound: Bound, sizes: Mapping[str, int]) -> int:
+    """Returns the bound at these sizes of the dims. Raises ``KeyError`` if a dim of the bound has no size."""
+    if isinstance(bound, int):
+        return bound
+    dims, number = _terms(bound)
+    return sum(count * sizes[dim] for dim, count in dims) + number
+
+
+def substituted(bound: Bound, dims: Mapping[str, int | str]) -> Bound:
+    """Returns the bound with the sizes or other names in ``dims`` in place of the names of its dims."""
+    if isinstance(bound, int):
+        return bound
+    terms, number = _terms(bound)
+    found = Counter[str]()
+    for dim, count in terms:
+        new = dims.get(dim, dim)
+        if isinstance(new, int):
+            number += count * new
+        else:
+            found[new] += count
+    return _bound(tuple(found.items()), number)
+
+
+@lru_cache(maxsize=256)  # a server evaluates the bounds of every request
+def _terms(text: str) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Returns the dims of a sum with their factors, and the number."""
+    compact = text.replace(" ", "")
+    terms = list(_TERM.finditer(compact))
+    if not terms or "".join(term[0] for term in terms) != compact or not all(term[1] for term in terms[1:]):
+        raise BadInputSpec(
+            f"can't read the bound {text!r} of a range; write a number, a dim or a sum of them, e.g. 0..length-1"
+        )
+    number, dims = 0, Counter[str]()
+    for sign, digits, dim in (term.groups() for term in terms):
+        one = -1 if sign == "-" else 1
+        if dim:
+            dims[dim] += one
+        else:
+            number += one * int(digits)
+    return tuple((dim, count) for dim, count in dims.items() if count), number
+
+
+def _bound(dims: tuple[tuple[str, int], ...], number: int) -> Bound:
+    """Returns the text of a sum, or the number if the sum has no dims."""
+    terms = [("+" if count > 0 else "-") + dim for dim, count in dims for _ in range(abs(count))]
+    if not terms:
+        return number
+    return "".join([*terms, f"{number:+d}" if number else ""]).removeprefix("+")

@@ -1,0 +1,76 @@
+"""Finds integers outside the ranges of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .signature import Feeds
+from .spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class OutOfRange:
+    """An integer of an input outside its range. ``sample`` is its place on axis 0."""
+
+    input: str
+    value: int
+    low: int
+    high: int
+    sample: int
+
+    def __str__(self) -> str:
+        return f"input {self.input!r} holds {self.value}, it takes {self.low}..{self.high}"
+
+
+@dataclass(frozen=True)
+class IntegerRanges:
+    """The inputs of a model. Checks the integers in feeds against their ranges, at the sizes of the feeds."""
+
+    inputs: Sequence[TensorSpec] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the inputs that have a range."""
+        return tuple(spec.name for spec in self._ranged)
+
+    @cached_property
+    def _ranged(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for spec in self.inputs if spec.values is not None)
+
+    @cached_property
+    def _by_dims(self) -> bool:
+        return any(spec.bound_dims for spec in self._ranged)
+
+    def first_outside(self, feeds: Feeds, shapes: Mapping[str, Sequence[int]] | None = None) -> OutOfRange | None:
+        """Returns the first integer outside its range, or None. Skips inputs that ``feeds`` lacks, arrays of other
+        kinds, and ranges that name a dim without a size. ``shapes`` has the shapes of the inputs that aren't in
+        ``feeds``.
+        """
+        if not self._ranged:
+            return None
+        sizes = self.sizes(feeds, shapes or {}) if self._by_dims else {}
+        for spec in self._ranged:
+            value, found = feeds.get(spec.name), spec.range_at(sizes)
+            if value is None or found is None or not value.size or value.dtype.kind not in "iu":
+                continue
+            low, high = found
+            largest, smallest = int(value.max()), int(value.min())
+            if low <= smallest and largest <= high:
+                continue
+            outside = (value > high) if largest > high else (value < low)
+            sample = int(outside.reshape(len(value), -1).any(1).argmax()) if value.ndim else 0
+            return OutOfRange(spec.name, int(value[outside].flat[0]), low, high, sample)
+        return None
+
+    def sizes(self, feeds: Feeds, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Returns the sizes of the dims in ``feeds`` and ``shapes``."""
+        return dict(_sizes(self.inputs, {**shapes, **{name: value.shape for name, value in feeds.items()}}))
+
+
+def _sizes(inputs: Iterable[TensorSpec], shapes: Mapping[str, Sequence[int]]) -> Iterable[tuple[str, int]]:
+    for spec in inputs:
+        for dim, size in zip(spec.shape, shapes.get(spec.name, ()), strict=False):
+            if isinstance(dim, str):
+                yield dim, size

@@ -1,0 +1,146 @@
+"""A named tensor of a model: its dtype, its shape and the integers that it may hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import BadInputSpec
+
+from .bounds import Bound, bound_at, dims_of, parse_bound, substituted
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Dim = int | str
+
+DTYPES = (
+    "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "string",
+)  # fmt: skip
+
+_SPEC = re.compile(
+    r"^(?P<name>[^:\[\]{}]+):(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?(?:\{(?P<lo>[^{}.]+)\.\.(?P<hi>[^{}.]+)\})?$"
+)
+
+
+# The name is cached, because numpy computes a dtype's name on every call. Without the cache, a server's check would
+# spend most of its time on computing names.
+dtype_name = lru_cache(maxsize=64)(str)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Returns the numpy dtype for a name from ``DTYPES``; bfloat16 and float8 come from ml_dtypes."""
+    import ml_dtypes
+    import numpy as np
+
+    if dtype == "string":
+        return np.dtype(object)
+    if hasattr(ml_dtypes, dtype):
+        return np.dtype(getattr(ml_dtypes, dtype))  # type: ignore[no-any-return]
+    return np.dtype(dtype)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A named tensor. ``dtype`` is a name from ``DTYPES``. In ``shape``, a dynamic dim is a string (``"batch"``).
+
+    ``values`` is the range of valid integers, such as token ids. Example inputs are drawn from this range, so that they
+    cover exactly the rows of an embedding table. A bound may be a sum of dims: the lengths of sequences are in
+    ``(1, "length")``. ``seen`` is the range of the integers in an example. Example inputs are drawn from ``seen`` if
+    there are no ``values``, but other integers may be valid too. ``optional`` is True if the model has a default for
+    this input.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    values: tuple[Bound, Bound] | None = None
+    optional: bool = False
+    seen: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.values is not None:
+            low, high = (parse_bound(bound) for bound in self.values)
+            object.__setattr__(self, "values", (low, high))
+            if isinstance(low, int) and isinstance(high, int) and low > high:
+                raise BadInputSpec(f"input {self.name!r} has an empty range of values {low}..{high}; give low..high")
+        if self.dtype not in DTYPES:
+            parts = "give its real and imaginary parts instead, as torch.view_as_real does"
+            fix = parts if self.dtype.startswith("complex") else f"use one of {', '.join(DTYPES)}"
+            raise BadInputSpec(f"{self.name!r} has unknown dtype {self.dtype!r}; {fix}")
+        for dim in self.shape:
+            if isinstance(dim, int) and dim < 0:
+                raise BadInputSpec(f"input {self.name!r} has a negative dim {dim}; name it instead, e.g. batch")
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """Reads ``x:float32[batch,3,32,32]``, or ``ids:int64[batch,sequence]{0..30521}`` with a range of integers. A
+        bound may be a sum of dims, as in ``lengths:int64[batch]{1..sequence}``.
+
+        Raises ``BadInputSpec`` if the text can't be read.
+        """
+        match = _SPEC.match(text.strip().replace(" ", ""))
+        if match is None:
+            raise BadInputSpec(f"can't read input {text!r}; write name:dtype[dim,...], e.g. x:float32[batch,3,32,32]")
+        shape: list[Dim] = []
+        for part in (match["shape"] or "").split(","):
+            if not part:
+                if match["shape"]:
+                    raise BadInputSpec(f"input {text!r} has an empty dim; write a number or a name between the commas")
+                continue
+            if not (part.lstrip("-").isdigit() or part.isidentifier()):
+                raise BadInputSpec(f"input {text!r} has the dim {part!r}; write a number or a name like batch")
+            shape.append(int(part) if part.lstrip("-").isdigit() else part)
+        values = (parse_bound(match["lo"]), parse_bound(match["hi"])) if match["lo"] is not None else None
+        return cls(match["name"], match["dtype"], tuple(shape), values)
+
+    def __str__(self) -> str:
+        values = f"{{{self.values[0]}..{self.values[1]}}}" if self.values else ""
+        return f"{self.name}:{self.dtype}[{','.join(map(str, self.shape))}]{values}"
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Returns the shape with ``sizes`` for the dynamic dims. Raises ``BadInputSpec`` if a size is missing."""
+        missing = [d for d in self.shape if isinstance(d, str) and d not in sizes]
+        if missing:
+            raise BadInputSpec(f"no size given for the dim {missing[0]!r} of {self.name!r}")
+        return tuple(sizes[d] if isinstance(d, str) else d for d in self.shape)
+
+    def range_at(self, sizes: Mapping[str, int]) -> tuple[int, int] | None:
+        """Returns the smallest and the largest valid integer at ``sizes`` of the dims. Returns None if the input has no
+        ``values``, or if a bound names a dim that ``sizes`` lacks."""
+        if self.values is None or not self.bound_dims <= sizes.keys():
+            return None
+        low, high = self.values
+        return bound_at(low, sizes), bound_at(high, sizes)
+
+    @property
+    def bound_dims(self) -> frozenset[str]:
+        """Returns the names of the dims in the bounds of ``values``."""
+        return frozenset[str]().union(*map(dims_of, self.values or ()))
+
+    def with_dims(self, dims: Mapping[str, Dim]) -> TensorSpec:
+        """Returns the spec with the sizes or other names in ``dims`` in place of the names of its dims."""
+        low_high = tuple(substituted(bound, dims) for bound in self.values or ())
+        shape = tuple(dims.get(dim, dim) if isinstance(dim, str) else dim for dim in self.shape)
+        return replace(self, shape=shape, values=low_high or None)  # type: ignore[arg-type]
+
+
+def new_names(old: Iterable[TensorSpec], new: Iterable[TensorSpec]) -> dict[str, Dim]:
+    """Returns the size or name in ``new`` of each dynamic dim of ``old``. Matches the inputs by name."""
+    shapes = {spec.name: spec.shape for spec in new}
+    pairs = [pair for spec in old for pair in zip(spec.shape, shapes.get(spec.name, ()), strict=False)]
+    return {one: other for one, other in pairs if isinstance(one, str)}
+
+
+def with_values_of(specs: Iterable[TensorSpec], known: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Returns ``specs`` with the integers that the inputs of the same names in ``known`` take."""
+    specs = tuple(specs)
+    names = new_names(known, specs)
+    takes = {spec.name: spec.with_dims(names) for spec in known}
+    own = [takes.get(spec.name, TensorSpec(spec.name, spec.dtype, ())) for spec in specs]
+    return tuple(replace(spec, values=one.values, seen=one.seen) for spec, one in zip(specs, own, strict=True))

@@ -1,0 +1,163 @@
+"""Integers that another dim bounds, such as lengths of sequences, stay in their bounds everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accel
+from accel.cli import group, run
+from accel.errors import BadData, BadFeeds, BadInputSpec
+from accel.proof.data import at_sizes, check_values
+from accel.proof.gates import OutputGate
+from accel.signature import DimRange, IntegerRanges, Signature, TensorSpec
+from accel.signature.bounds import bound_at, dims_of, parse_bound, substituted
+
+NET = """
+import torch
+
+class Tagger(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(20, 8)
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, ids, lengths):
+        x = self.embed(ids)
+        last = (lengths - 1)[:, None, None].expand(-1, 1, x.shape[2])
+        return self.head(x.gather(1, last)[:, 0])
+
+def make():
+    torch.manual_seed(0)
+    return Tagger()
+"""
+INPUTS = ["ids:int64[batch,length]{0..19}", "lengths:int64[batch]{1..length}"]
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(NET)
+    return f"{tmp_path / 'net.py'}:make"
+
+
+def live(net: str) -> torch.nn.Module:
+    space: dict[str, object] = {"__name__": "__main__"}
+    exec(NET, space)
+    return space["make"]()  # type: ignore[operator,no-any-return]
+
+
+def test_declared_bounds(net: str, tmp_path: Path) -> None:
+    """Fails if a gate, a benchmark or a check of the data feeds a length beyond the sequence, which the model refuses,
+    or if the artifact loses the bounds."""
+    out = tmp_path / "net.onnx"
+    made = accel.export(net, inputs=INPUTS, out=out)
+    assert list(map(str, made.signature.inputs)) == INPUTS
+    assert list(map(str, accel.load(out).signature.inputs)) == INPUTS
+    assert accel.verify(net, out, inputs=INPUTS).passed
+    ids = np.zeros((3, 6), np.int64)
+    np.savez(tmp_path / "bad.npz", ids=ids, lengths=np.array([1, 7, 2]))
+    with pytest.raises(BadData, match=r"'lengths' holds 7 in sample 1, the model takes 1\.\.6"):
+        accel.optimize(out, data=tmp_path / "bad.npz", max_drop=0.1)
+    bounds = IntegerRanges(made.signature.inputs)
+    found = bounds.first_outside({"ids": ids, "lengths": np.array([6, 0, 3])})
+    assert str(found) == "input 'lengths' holds 0, it takes 1..6"
+
+
+def test_bounds_of_openvino(net: str, tmp_path: Path) -> None:
+    """Fails if OpenVINO, which reads past the end without an error, gets a length beyond the sequence."""
+    made = accel.export(net, inputs=INPUTS, to="openvino", out=tmp_path / "net")
+    with accel.load(made.path) as session:
+        session.run({"ids": np.zeros((2, 5), np.int64), "lengths": np.array([1, 5])})
+        with pytest.raises(BadFeeds, match=r"'lengths' holds 6, it takes 1\.\.5"):
+            session.run({"ids": np.zeros((2, 5), np.int64), "lengths": np.array([1, 6])})
+
+
+def test_bounds_of_a_live_model_are_found(net: str) -> None:
+    """Fails if a model that takes lengths up to the sequence's length is refused, or is exported without bounds,
+    although nobody declared them."""
+    example = (torch.randint(0, 20, (3, 12)), torch.tensor([3, 12, 7]))
+    dynamic = {"ids": {0: "batch", 1: "length"}, "lengths": {0: "batch"}}
+    made = accel.Source(live(net), example=example, dynamic=dynamic).open()
+    assert made.signature.input("lengths").values == (1, "length")
+    assert "lengths is in 1..length" in made.source["bounds"]
+
+
+def test_bounds_of_indices_are_found(tmp_path: Path) -> None:
+    """Fails if an index into a sequence gets a bound that is one too large."""
+
+    class Pick(torch.nn.Module):
+        def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return x[torch.arange(len(x)), places]
+
+    example = (torch.randn(2, 5, 3), torch.tensor([0, 4]))
+    source = accel.Source(Pick(), example=example, dynamic={"x": {0: "batch", 1: "n"}, "places": {0: "batch"}})
+    assert source.open().signature.input("places").values == (0, "n-1")
+
+
+def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Path) -> None:
+    """Fails if a gate blames a candidate for samples that the source can't run either. A gate cuts samples to other
+    lengths, which makes the undeclared lengths too large. Also fails if a gate passes without any comparison."""
+    made = accel.export(net, inputs=INPUTS, out=tmp_path / "net.onnx")
+    bare = accel.Source(made.path, inputs=["lengths:int64[batch]{1..20}"]).open()
+    np.savez(tmp_path / "long.npz", ids=np.ones((8, 20), np.int64), lengths=np.arange(13, 21))
+    results = OutputGate(limit=1e-6, data=tmp_path / "long.npz").check(bare, bare)
+    assert any("long.npz batch" in result.case for result in results)
+    assert all(result.passed for result in results)
+    never = accel.Source(made.path, inputs=["lengths:int64[batch]{1000..1001}"]).open()
+    with pytest.raises(accel.errors.RunFailed, match="lengths"):
+        OutputGate(limit=1e-6).check(never, never)
+
+
+def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
+    """Fails if samples cut to a shape keep integers that are out of bounds there."""
+    signature = Signature(tuple(map(TensorSpec.parse, INPUTS)), (), {"length": DimRange(2, 4, 8)})
+    part = {"ids": np.zeros((2, 8), np.int64), "lengths": np.array([8, 1])}
+    assert at_sizes(signature, part, {"batch": 3, "length": 2}, 0)["lengths"].tolist() == [2, 1, 2]
+    np.savez(tmp_path / "two.npz", **part)
+    check_values(tmp_path / "two.npz", signature)
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("n:int64[batch]{0..3*length}", "can't read the bound '3*length'"),
+        ("n:int64[batch]{0..length+}", "can't read the bound"),
+        ("n:int64[batch]{0..len}", "no dim of an input: 'len'"),
+    ],
+)
+def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a bound that can't be read, or that names an unknown dim, is accepted."""
+
+    words = ["export", net, "--input", INPUTS[0], "--input", spec, "-o", str(tmp_path / "x.onnx")]
+    assert run(group, words) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_no_valid_integer_at_a_size() -> None:
+    """Fails if a range that is empty at a size of the dims raises no error that names the size."""
+    spec = TensorSpec.parse("at:int64[batch]{2..n-1}")
+    signature = Signature((TensorSpec.parse("x:float32[batch,n]"), spec), (), {"n": DimRange(2, 4, 8)})
+    assert signature.example_inputs(n=3)["at"].tolist() == [2]
+    with pytest.raises(BadInputSpec, match="no valid integer at n 2"):
+        signature.example_inputs(n=2)
+
+
+terms = st.lists(st.tuples(st.sampled_from("+-"), st.one_of(st.integers(0, 99), st.sampled_from("abc"))), min_size=1)
+
+
+@given(terms, st.fixed_dictionaries({"a": st.integers(1, 9), "b": st.integers(1, 9), "c": st.integers(1, 9)}))
+def test_a_bound_is_the_sum_that_it_states(found: list[tuple[str, int | str]], sizes: dict[str, int]) -> None:
+    """Fails if a bound is read or printed as another sum, or if a size in place of a dim changes the sum."""
+    bound = parse_bound("".join(f"{sign}{term}" for sign, term in found))
+    total = sum((-1 if sign == "-" else 1) * sizes.get(str(term), term) for sign, term in found)  # type: ignore[call-overload,misc]
+    assert bound_at(bound, sizes) == total
+    assert parse_bound(bound) == bound
+    for dim in dims_of(bound):
+        fixed = substituted(bound, {dim: sizes[dim]})
+        assert dim not in dims_of(fixed)
+        assert bound_at(fixed, sizes) == total
