@@ -143,6 +143,10 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+# The width of tables in a pipe, and with --wide.
+_PIPE_WIDTH, _ANY_WIDTH = 100, 4000
+
+
 class Output:
     """Prints the output of a command: results to stdout, progress to stderr."""
 
@@ -152,9 +156,9 @@ class Output:
         self._stdout = sys.stdout
         self._bar: Any = None
 
-    def result(self, body: Any, human: Callable[[], Any]) -> None:
+    def result(self, body: Any, human: Callable[[], Any], *, wide: bool = False) -> None:
         """With ``--json``, prints ``body`` as one JSON object. Otherwise prints the text or rich object that ``human``
-        returns."""
+        returns, in the width of the terminal, or in 100 columns into a pipe. ``wide`` prints lines of any length."""
         self._stop_bar()
         if self.as_json:
             click.echo(json.dumps(body, allow_nan=False), file=self._stdout)
@@ -165,8 +169,8 @@ class Output:
         else:
             from rich.console import Console
 
-            console = Console() if sys.stdout.isatty() else Console(width=140)
-            console.print(made)
+            width = _ANY_WIDTH if wide else None if sys.stdout.isatty() else _PIPE_WIDTH
+            Console(width=width).print(made)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:

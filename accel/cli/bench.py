@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output_options
-from .options import read_sizes, source_options
+from .options import read_sizes, source_options, wide_option
 
 if TYPE_CHECKING:
     from accel.sources.source import SourceOptions
@@ -77,6 +77,7 @@ def read_numbers(_: click.Context, option: click.Parameter, text: str | None) ->
     multiple=True,
     help="Also write the report to this file: .json, .md or .html. Repeatable.",
 )
+@wide_option
 @source_options
 @output_options
 def command(
@@ -85,6 +86,7 @@ def command(
     batches: tuple[int, ...],
     lengths: tuple[int, ...],
     outs: tuple[Path, ...],
+    wide: bool,
     source: SourceOptions,
     say: Output,
     **given: Any,
@@ -127,7 +129,7 @@ def command(
 
         return Group(*(AsWideAsFits(report) for report in reports))
 
-    say.result(found.to_json(), human)
+    say.result(found.to_json(), human, wide=wide)
     compared = [row for report in reports for row in report.rows if row.name != report.baseline]
     if compared and all(row.error for row in compared):
         sys.exit(1)

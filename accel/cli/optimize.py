@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output_options
-from .options import read_sizes, sizes_option, source_options
+from .options import read_sizes, sizes_option, source_options, wide_option
 
 if TYPE_CHECKING:
     from accel.sources.source import SourceOptions
@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     "given up if it leaves no time to measure. Exports and compilers can't be interrupted and may end later.",
 )
 @click.option("--rounds", type=click.IntRange(min=5), default=9, show_default=True, help="Rounds of the measurement.")
+@wide_option
 @source_options
 @click.option("--no-cache", is_flag=True, help="Run and measure everything again.")
 @output_options
@@ -115,6 +116,7 @@ def command(
     precision: tuple[str, ...],
     sizes: str | None,
     fixed_session: bool,
+    wide: bool,
     source: SourceOptions,
     no_cache: bool,
     say: Output,
@@ -137,7 +139,7 @@ def command(
         **source,
         **options,
     )
-    say.result({"path": str(result.artifact.path), **result.to_json()}, lambda: table(result))
+    say.result({"path": str(result.artifact.path), **result.to_json()}, lambda: table(result, wide=wide), wide=wide)
     if not say.quiet:  # the table and the JSON also contain the warnings
         for warning in result.warnings:
             click.echo(f"accel: warning: {warning}", err=True)

@@ -113,6 +113,9 @@ sizes_option = click.option(
 )
 
 
+wide_option = click.option("--wide", is_flag=True, help="Print all columns and reasons, in lines of any length.")
+
+
 def read_sizes(text: str | None) -> dict[str, int]:
     """Reads ``"batch=1,sequence=128"`` into sizes by dim."""
     found: dict[str, int] = {}

@@ -1,17 +1,26 @@
-"""The table of all candidates, for terminals and notebooks."""
+"""The table of the candidates, for terminals and notebooks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from accel.timing.columns import named
+from accel.timing.columns import named, with_values
 
-from ..candidate import Status
+from ..candidate import CandidateResult, Status
 from ..result import Optimization
 
+# A longer reason stands below the table.
+_LONGEST_REASON = 60
 
-def table(result: Optimization) -> Any:
-    """Returns a table of every candidate with its figures, and the notes. The chosen candidate is bold."""
+
+def table(result: Optimization, *, wide: bool = False) -> Any:
+    """Returns a table of the candidates with the figures that people decide by, and the notes. The chosen candidate is
+    bold.
+
+    The candidates that were not tried, and long reasons, stand below the table. With ``wide``, the table has all
+    figures and all candidates with their reasons.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -19,13 +28,34 @@ def table(result: Optimization) -> Any:
     shown = Table(title=Text(f"{result.artifact.path}: {result.chosen}"), title_justify="left")
     second = "samples/s" if result.objective == "throughput" else "p99 ms"
     columns = named("candidate", "median ms", second, "speedup", "drop", "metric", "MB", "verdict")
+    candidates = [one for one in result.candidates if wide or one.status != Status.NOT_TRIED or one.judgement]
+    rows = [one.bench_row() for one in candidates]
+    if wide:
+        columns = with_values(rows)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.right else "left"
         shown.add_column(column.title, justify=justify, no_wrap=column.whole, overflow="fold")
-    for one in result.candidates:
-        row = one.bench_row()
+    for one, row in zip(candidates, rows, strict=True):
+        if not wide and len(one.reason) > _LONGEST_REASON:
+            row["verdict"] = str(one.status)
         texts = [Text(column.text(row) or "-") for column in columns]
         if one.status == Status.CHOSEN:
-            texts[-1].stylize("bold", 0, len(one.status))
+            verdict = next(i for i, column in enumerate(columns) if column.title == "verdict")
+            texts[verdict].stylize("bold", 0, len(one.status))
         shown.add_row(*texts)
-    return Group(shown, *map(Text, result.notes))
+    below = () if wide else (*_reasons(candidates), *_not_tried(result.candidates))
+    return Group(shown, *map(Text, (*below, *result.notes)))
+
+
+def _reasons(candidates: Sequence[CandidateResult]) -> Iterator[str]:
+    """Yields the reasons that are too long for the table."""
+    return (f"{one.name}: {one.reason}" for one in candidates if len(one.reason) > _LONGEST_REASON)
+
+
+def _not_tried(candidates: Sequence[CandidateResult]) -> Iterator[str]:
+    """Yields the reasons for candidates that were not tried, each with the names of the candidates."""
+    names: dict[str, list[str]] = {}
+    for one in candidates:
+        if one.status == Status.NOT_TRIED and not one.judgement:
+            names.setdefault("out of time" if one.out_of_time else one.reason, []).append(one.name)
+    return (f"not tried: {'; '.join(found)}: {reason}" for reason, found in names.items())
