@@ -36,7 +36,7 @@ TO_ONNX = {"torch": "onnx_from_torch", "tensorflow": "onnx_from_tensorflow", "tf
 def export(
     source: Model,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     opset: int | None = None,
     simplify: bool = True,
     use_cache: bool = True,
@@ -47,7 +47,7 @@ def export(
     **about: Unpack[SourceOptions],
 ) -> Artifact:
     """Exports ``source`` to the ONNX file ``out``, writes its manifest beside it, and proves that the file computes the
-    same outputs as ``source``.
+    same outputs as ``source``. Without ``out``, the file stays in the cache for a week.
 
     ``to`` is ``onnx`` or the format to convert the ONNX model to: ``saved_model``, ``tflite``, ``ncnn``, ``openvino``
     or ``torch``. Formats other than ``onnx`` are written to the folder ``out``.
@@ -64,6 +64,9 @@ def export(
     Raises ``BadSource`` or ``BadInputSpec`` if the source can't be opened, ``ExportFailed`` if no exporter gives a
     correct model, and ``GateFailed`` if a stage changes the outputs by more than the limit.
     """
+    if out is None:
+        folder = StageCache().result_folder()
+        out = folder / "model.onnx" if to == "onnx" else folder
     out = Path(out)
     formats = export_formats()
     _check_arguments(out, to, opset, channels, limit)

@@ -104,10 +104,15 @@ def test_speedup_is_over_the_module(fast: Any) -> None:
     assert fast.speedup == fast.comparison.rows[-1].speedup > 0
 
 
-def test_the_other_functions_take_it(fast: Any, model: Classifier, tmp_path: Path) -> None:
-    """Fails if export, verify, bisect or bench refuse a live module or a result that accel.optimize returned."""
+def test_the_other_functions_take_it(
+    fast: Any, model: Classifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if export, verify, bisect or bench refuse a live module or a result that accel.optimize returned, or if
+    export writes into the current folder."""
     example = (torch.randn(4, 3, 8, 8),)
-    exported = accel.export(model, example=example, out=tmp_path / "m.onnx")
+    monkeypatch.chdir(tmp_path)
+    exported = accel.export(model, example=example)
+    assert not list(tmp_path.iterdir())
     assert accel.verify(model, exported, example=example).passed
     assert accel.verify(model, exported).passed  # the inputs are those of the artifact
     report = accel.bench([fast, exported], against=model, example=example, budget_seconds=1.0, block_seconds=0.02)
