@@ -121,7 +121,7 @@ def _small(config: Mapping[str, Any], few: bool) -> dict[str, Any]:
             found[key] = (value if len(set(value[:2])) == len(set(value)) else list(dict.fromkeys(value)))[:2]
         elif key == "attention_types":
             found[key] = [[["global", "local"], 1]]
-        elif key not in ("transformers_version", "torch_dtype", "dtype"):
+        elif key not in ("transformers_version", "torch_dtype", "dtype", "stage_names", "out_features", "out_indices"):
             found[key] = value
     return found
 

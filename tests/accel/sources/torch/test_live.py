@@ -272,6 +272,13 @@ def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
         make()
 
 
+def test_scalars_keep_their_shape(tmp_path: Path) -> None:
+    """Fails if a scalar among the arguments or the results gets a dim of size one."""
+    scaled = accel.export(lambda x, by: (x * by).mean(), example=(X, torch.tensor(2.0)), out=tmp_path / "m.onnx")
+    with accel.load(scaled) as session:
+        torch.testing.assert_close(session(X, torch.tensor(3.0)), (X * 3).mean())
+
+
 def test_random_numbers_are_the_reason() -> None:
     """Fails if a model that draws random numbers is refused with advice that doesn't help, such as to restart."""
     with pytest.raises(BadSource, match="draws random numbers"):
