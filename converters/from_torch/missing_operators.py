@@ -20,11 +20,18 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     }
 
 
+def _operators() -> Any:
+    """Returns the operators of ONNX. Their annotations know only values with a fixed dtype."""
+    from onnxscript import opset18
+
+    return opset18
+
+
 def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
     """Computes a mean as the sum over the count. The exporter's own translation of a mean keeps one of the values."""
-    from onnxscript import opset18 as op
     from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
 
+    op = _operators()
     if reduce != "mean":
         return aten_scatter_reduce(x, index=index, src=src, dim=dim, reduce=reduce, include_self=include_self)
     total = aten_scatter_reduce(x, index=index, src=src, dim=dim, reduce="sum", include_self=include_self)
@@ -38,7 +45,7 @@ def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include
 
 def _median(x: Any) -> Any:
     """Computes the median of all elements, the lower one of two."""
-    from onnxscript import opset18 as op
+    op = _operators()
 
     values, _ = _median_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
     return values
@@ -46,7 +53,7 @@ def _median(x: Any) -> Any:
 
 def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
     """Computes the median along a dim, the lower one of two, and its index."""
-    from onnxscript import opset18 as op
+    op = _operators()
 
     size = op.Shape(x, start=dim, end=dim + 1 or None)
     half = op.Div(op.Add(size, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
@@ -55,14 +62,14 @@ def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
 
 def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
     """Computes the k-th smallest element along a dim, and its index."""
-    from onnxscript import opset18 as op
+    op = _operators()
 
     return _smallest(x, op.Constant(value_ints=[k]), dim, keepdim)
 
 
 def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
     """Returns the largest of the ``k`` smallest elements along a dim, and its index."""
-    from onnxscript import opset18 as op
+    op = _operators()
 
     last = op.Constant(value_ints=[-1]) if keepdim else op.Constant(value_int=-1)
     values, indices = op.TopK(x, k, axis=dim, largest=0, sorted=1)
@@ -71,7 +78,7 @@ def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
 
 def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
     """Computes a product over dims, which is also a part of ``cumprod``."""
-    from onnxscript import opset18 as op
+    op = _operators()
 
-    found: Any = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, list(dims), keepdims=0)
+    found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, list(dims), keepdims=0)
     return found if dtype == -1 else op.Cast(found, to=dtype)
