@@ -234,7 +234,7 @@ def _dtype(name: str) -> str:
 def _to_device(value: np.ndarray, device: str) -> Any:
     import numpy as np
 
-    value = np.ascontiguousarray(value)
+    value = np.asarray(value, order="C")
     if str(value.dtype) in _BY_BITS:
         import onnx
 

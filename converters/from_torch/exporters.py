@@ -18,6 +18,7 @@ from ..graph import write as onnx_write
 from ..graph.names import rename_values
 from ..graph.write import write_onnx
 from .experts import every_expert
+from .plain_attention import plain_attention
 
 
 def example(src: Artifact) -> tuple[Any, ...]:
@@ -51,7 +52,7 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
     )
     outputs = _output_names(src)
     module = named(src)
-    with torch.no_grad(), _exact_constants(), every_expert(), _lengths_of_tensors(module):
+    with torch.no_grad(), _exact_constants(), every_expert(), plain_attention(), _lengths_of_tensors(module):
         program = torch.onnx.export(
             module,
             example(src),
@@ -133,13 +134,13 @@ def _apart(out: Path) -> Iterator[Path]:
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Returns the translations of operators that torch's exporter translates wrongly or not at all: the operators of
-    ``stable_operators``, and accel's own operators.
+    ``stable_operators`` and ``missing_operators``, and accel's own operators.
 
     A model can hold accel's operators only if their module is imported, because the import registers them.
     """
-    from . import stable_operators as torch_stable
+    from . import missing_operators, stable_operators
 
-    table = torch_stable.translation_table()
+    table = stable_operators.translation_table() | missing_operators.translation_table()
     if "accel.kernels.torch.operators" in sys.modules:
         from accel.kernels.onnx import export as onnx_export
 
@@ -193,7 +194,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
         for name, spec in zip((*inputs, *outputs), (*src.signature.inputs, *src.signature.outputs), strict=True)
     }
     module, tensors = named(src), example(src)
-    with torch.no_grad(), every_expert(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter can't trace TorchScript inside another module, so torch.jit.trace makes one TorchScript
             # module of both. The inner TorchScript module keeps its branches.

@@ -29,13 +29,14 @@ def to_tensor(value: np.ndarray) -> torch.Tensor:
     bit."""
     import numpy as np
 
+    value = np.asarray(value, order="C")  # np.ascontiguousarray would give a scalar a dim
     if str(value.dtype) == "bfloat16":
-        return torch.from_numpy(np.ascontiguousarray(value).view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
     if not value.flags.writeable:  # torch warns, but no caller writes to the tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.from_numpy(np.ascontiguousarray(value))
-    return torch.from_numpy(np.ascontiguousarray(value))
+            return torch.from_numpy(value)
+    return torch.from_numpy(value)
 
 
 def to_array(value: torch.Tensor) -> np.ndarray:

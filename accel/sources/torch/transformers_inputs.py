@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel.signature import DimRange, Signature, TensorSpec
+from accel.signature import BATCH, DimRange, Signature, TensorSpec
 
 from ..declare import input_example
 from ..output_specs import farthest, probe_cases
@@ -73,7 +73,7 @@ def that_runs(module: Any, found: Sequence[Signature], given: Mapping[str, DimRa
         if len(found) > 1 and not all(_runs(module, asked, case) for case in probe_cases(asked)):
             continue
         for dim, bounds in asked.dims.items():
-            if dim in fixed or dim == asked.batch_dim:
+            if dim in fixed or dim == BATCH:
                 continue
             asked = asked.with_dims({dim: _reach(module, asked, dim, bounds)})
         return asked

@@ -22,6 +22,7 @@ from transformers import BatchEncoding
 import accel
 from accel.child import Child
 from accel.errors import BadInputSpec, BadSource, UsageError
+from accel.signature import DimRange
 from accel.sources.torch.fingerprint import code_and_attributes_sha256
 
 
@@ -269,6 +270,32 @@ def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
     """Fails if a module or an example that can't be used is taken, or the message doesn't name the reason."""
     with pytest.raises(error, match=message):
         make()
+
+
+def test_scalars_keep_their_shape(tmp_path: Path) -> None:
+    """Fails if a scalar among the arguments or the results gets a dim of size one."""
+    scaled = accel.export(lambda x, by: (x * by).mean(), example=(X, torch.tensor(2.0)), out=tmp_path / "m.onnx")
+    with accel.load(scaled) as session:
+        torch.testing.assert_close(session(X, torch.tensor(3.0)), (X * 3).mean())
+
+
+def test_random_numbers_are_the_reason() -> None:
+    """Fails if a model that draws random numbers is refused with advice that doesn't help, such as to restart."""
+    with pytest.raises(BadSource, match="draws random numbers"):
+        accel.Source(lambda x: x + torch.rand_like(x), example=(X,)).open()
+
+
+class Best(nn.Module):
+    """Fails with fewer than three rows."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.sum(1).topk(3).values
+
+
+def test_a_first_dim_gets_the_sizes_that_run() -> None:
+    """Fails if a dynamic first dim that isn't called batch gets a range in which the module fails."""
+    source = accel.Source(Best(), example=(torch.randn(5, 2),), dynamic={"rows": {0: "rows"}})
+    assert source.open().signature.dims["rows"] == DimRange(3, 5, 20)
 
 
 def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:

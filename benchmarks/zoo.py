@@ -1,0 +1,288 @@
+"""Does accel work the first time, on models that people use?
+
+    python benchmarks/zoo.py                                  # the families that need nothing extra
+    python benchmarks/zoo.py own transformers/bert            # a family, one model
+    python benchmarks/zoo.py timm --packages FOLDER           # a family whose packages are in a folder of their own
+    python benchmarks/zoo.py --report                         # writes only the page
+
+Each model has small random weights. ``accel.export`` takes the live model, the file is compared with PyTorch at batches
+and sizes that the export didn't see, and ``torch.onnx.export`` alone does the same. Each try is a child process with
+limits of time and memory, forked from a process that has imported the libraries. A result is a line of
+``results/zoo.jsonl``; a run that was interrupted goes on with the models that have no line yet.
+
+The families torchvision, timm, segmentation and diffusers need their packages:
+``pip install --no-deps --target FOLDER torchvision timm segmentation-models-pytorch diffusers``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zoo_models.case import FAMILIES, names_of
+
+RESULTS = Path(__file__).parent / "results"
+TOOLS = ("accel", "torch.onnx")
+DEFAULT = ("own", "transformers")
+# What the forking process of a family imports beside accel and torch.
+PRELOAD = {
+    "transformers": "transformers,transformers.modeling_utils,transformers.models.auto.modeling_auto",
+    "torchvision": "torchvision,torchvision.models",
+    "timm": "torchvision,timm",
+    "segmentation": "torchvision,timm,segmentation_models_pytorch",
+    "diffusers": "transformers,diffusers,diffusers.models",
+}
+WITH_PACKAGES = ("torchvision", "timm", "segmentation", "diffusers", "torchaudio")
+CLASSES = {
+    "first": "worked the first time",
+    "followed": "worked after following the message once",
+    "refused": "refused with a right reason",
+    "failed": "failed",
+    "wrong": "wrong number",
+    "crashed": "crashed",
+}
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Tries the requested models, and writes the page."""
+    asked = arguments()
+    asked.results.mkdir(parents=True, exist_ok=True)
+    path = asked.results / "zoo.jsonl"
+    if not asked.report:
+        families: dict[str, list[str]] = {}
+        for text in asked.models or DEFAULT:
+            family, _, name = text.partition("/")
+            if family not in FAMILIES:
+                raise SystemExit(f"no family {family}; the families are {', '.join(FAMILIES)}")
+            families.setdefault(family, []).extend([name] if name else [])
+        if len(families) > 1:  # the forking process of each family imports other packages
+            for family, names in families.items():
+                models = [f"{family}/{name}" for name in names] or [family]
+                others = [word for word in sys.argv[1:] if word not in (asked.models or ())]
+                subprocess.run([sys.executable, __file__, *models, *others], check=False)
+        else:
+            ((family, names),) = families.items()
+            prepare(family, asked.packages)
+            known = names or names_of(family)
+            rows = pending(family, known, asked.tools.split(","), read(path), asked.again)
+            optimize = set(asked.optimize or ())
+            limits = Limits(asked.seconds, asked.memory)
+            try_all(rows[: asked.limit], path, limits, 20.0 if "all" in optimize else 0.0, optimize)
+    rows_read = read(path)
+    if rows_read:
+        from accel.timing.environment import environment
+
+        (asked.results / "zoo.md").write_text(page(rows_read, dict(environment(1))), encoding="utf-8")
+        print(asked.results / "zoo.md")
+
+
+def arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("models", nargs="*", help="families or FAMILY/NAME; default: own transformers")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--packages", default="", help="the folder that has a family's packages")
+    parser.add_argument("--seconds", type=float, default=180, help="the limit of one try")
+    parser.add_argument("--memory", type=float, default=6000, help="the limit of one try in MiB")
+    parser.add_argument("--again", default="", help="try again what has one of these classes: failed,wrong,crashed")
+    parser.add_argument("--optimize", nargs="*", metavar="NAME", help="optimize these models too, or all")
+    parser.add_argument("--limit", type=int, default=None, help="try at most so many")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="write only the page")
+    return parser.parse_args()
+
+
+def prepare(family: str, packages: str) -> None:
+    """Sets what the forking process reads, and makes the packages importable here."""
+    if family in WITH_PACKAGES and packages:
+        os.environ["ACCEL_ZOO_PACKAGES"] = packages
+    os.environ["ACCEL_ZOO_PRELOAD"] = PRELOAD.get(family, "")
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    import zoo_models.preload  # noqa: F401 - the names of some families come from their package
+
+
+def read(path: Path) -> dict[tuple[str, str, str], Row]:
+    """Returns the last result of each model and tool. Leaves out a line that was cut by an interruption."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        found[row["family"], row["name"], row["tool"]] = row
+    return found
+
+
+def pending(
+    family: str, names: Iterable[str], tools: Sequence[str], done: Mapping[tuple[str, str, str], Row], again: str
+) -> list[tuple[str, str, str]]:
+    """Returns the tries without a result, and those whose class is one of ``again``."""
+    repeat = set(filter(None, again.split(",")))
+    found = []
+    for name in names:
+        for tool in tools:
+            row = done.get((family, name, tool))
+            unmade = done.get((family, name, "accel"), {}).get("class") == "not made"
+            if (row is None and not unmade) or (row is not None and (row["class"] in repeat or "all" in repeat)):
+                found.append((family, name, tool))
+    return found
+
+
+class Limits:
+    """The most seconds and MiB of one try."""
+
+    def __init__(self, seconds: float, memory: float) -> None:
+        self.seconds = seconds
+        self.memory = memory
+
+
+def try_all(
+    wanted: Sequence[tuple[str, str, str]], path: Path, limits: Limits, budget: float, optimize: set[str]
+) -> None:
+    """Makes each try in a child, and appends its result to ``path`` at once."""
+    from zoo_models.trial import run
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zoo_models.preload", "zoo_models.trial", "zoo_models.compare"])
+    unmade: set[str] = set()
+    for number, (family, name, tool) in enumerate(wanted, 1):
+        if name in unmade:
+            continue
+        seconds = budget or (20.0 if name in optimize else 0.0)
+        row = in_child(context, run, (family, name, tool, seconds, False), limits)
+        if row["class"] == "crashed" and "SIG" in row["message"]:  # accel survives a crash in its own child
+            row = in_child(context, run, (family, name, tool, seconds, True), limits)
+        if row["class"] == "not made":
+            unmade.add(name)
+        row = {"family": family, "name": name, "tool": tool, **row}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        said = f"{row.get('message', '')}"[:150]
+        print(f"{number}/{len(wanted)} {family}/{name} {tool}: {row['class']} {row.get('wall')} s {said}", flush=True)
+
+
+def in_child(context: Any, target: Callable[..., None], words: Sequence[Any], limits: Limits) -> Row:
+    """Runs ``target(*words, out)`` in a child within ``limits``. Returns the result that the child writes to ``out``,
+    or the class ``crashed`` with the reason."""
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        out = Path(folder, "result.json")
+        child = context.Process(target=target, args=(*words, str(out)))
+        started, peak, reason = time.monotonic(), 0.0, ""
+        child.start()
+        while child.is_alive() and not reason:
+            child.join(0.1)
+            peak = max(peak, tree_mib(child.pid))
+            if time.monotonic() - started > limits.seconds:
+                reason = f"no end after {limits.seconds:g} s"
+            elif peak > limits.memory:
+                reason = f"more than {limits.memory:g} MiB of memory"
+        end(child.pid)
+        child.join()
+        facts = {"wall": round(time.monotonic() - started, 1), "peak_mib": round(peak)}
+        if not reason and out.is_file():
+            return {**json.loads(out.read_text(encoding="utf-8")), **facts}
+        code = child.exitcode or 0
+        died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return {"class": "crashed", "message": reason or f"the process ended with {died}", **facts}
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns ``pid`` and all its descendants."""
+    found, queue = [], [pid]
+    while queue:
+        here = queue.pop()
+        found.append(here)
+        try:
+            text = Path(f"/proc/{here}/task/{here}/children").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        queue += [int(word) for word in text.split()]
+    return found
+
+
+def tree_mib(pid: int) -> float:
+    """Returns the resident memory of a process and its descendants in MiB, without what they share."""
+    total = 0.0
+    for here in descendants(pid):
+        try:
+            lines = Path(f"/proc/{here}/status").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+    return total
+
+
+def end(pid: int) -> None:
+    """Kills a process and all its descendants."""
+    for here in reversed(descendants(pid)):
+        try:
+            os.kill(here, signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -> str:
+    """Returns the results as Markdown: the counts by family, and a line for each model that didn't work at once."""
+    families = list(dict.fromkeys(family for family, *_ in rows))
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    lines = [
+        "# Does it work the first time?",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {str(machine['date'])[:10]}; {versions}.",
+        "Made by `python benchmarks/zoo.py`. Models with small random weights: exported as a user does, run at batches",
+        "and sizes that the export didn't see, and compared with PyTorch (relative error at most 1e-3, or float64",
+        "decides). The second line of a family is `torch.onnx.export(dynamo=True)` alone, with dynamic dims of the",
+        "kind `Dim.AUTO`, compared in the same calls. Its wrong numbers are without a word.",
+        "",
+        "| family | tool | models | " + " | ".join(CLASSES.values()) + " |",
+        "|---|---|---|" + "---|" * len(CLASSES),
+    ]
+    for family in [*families, "all"]:
+        for tool in TOOLS:
+            found = [row for (one, _, by), row in rows.items() if by == tool and family in (one, "all")]
+            found = [row for row in found if row["class"] in CLASSES]
+            counts = Counter(row["class"] for row in found)
+            if found:
+                share = f"{counts['first']} ({100 * counts['first'] / len(found):.0f}%)"
+                cells = [share, *(str(counts[name]) for name in list(CLASSES)[1:])]
+                lines.append(f"| {family} | {tool} | {len(found)} | " + " | ".join(cells) + " |")
+    lines += ["", *others(rows), *not_counted(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
+    """Returns the lines about the models that didn't work at once with accel, and the peer's result."""
+    lines = ["## What did not work the first time", "", "| model | accel | message | torch.onnx |", "|---|---|---|---|"]
+    for (family, name, tool), row in sorted(rows.items()):
+        if tool == "accel" and row["class"] in CLASSES and row["class"] != "first":
+            peer = rows.get((family, name, "torch.onnx"), {}).get("class", "-")
+            message = str(row.get("message", "")).replace("|", "\\|")
+            lines.append(f"| {family}/{name} | {row['class']} | {message[:300]} | {peer} |")
+    return [*lines, ""]
+
+
+def not_counted(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
+    """Returns the list of models that the zoo itself can't make."""
+    names = [f"{family}/{name}" for (family, name, _), row in sorted(rows.items()) if row["class"] == "not made"]
+    names = list(dict.fromkeys(names))
+    if not names:
+        return []
+    return [f"Not counted, because the zoo can't make them from a small config ({len(names)}): {', '.join(names)}."]
+
+
+if __name__ == "__main__":
+    main()

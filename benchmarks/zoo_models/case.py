@@ -1,0 +1,65 @@
+"""A model of the zoo, and how its inputs are made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The module of each family, and the packages that the family needs beside accel's own.
+FAMILIES = {
+    "own": "zoo_models.own",
+    "transformers": "zoo_models.of_transformers",
+    "torchvision": "zoo_models.of_torchvision",
+    "timm": "zoo_models.of_timm",
+    "segmentation": "zoo_models.of_segmentation",
+    "diffusers": "zoo_models.of_diffusers",
+    "torchaudio": "zoo_models.of_torchaudio",
+    "keras": "zoo_models.of_keras",
+}
+
+
+class NotMade(Exception):
+    """The zoo can't make the model. Such a model says nothing about an exporter, and isn't counted."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its inputs.
+
+    ``example(batch, size)`` returns the arguments of a call, a tuple or a dict, drawn with torch's generator. ``size``
+    is one of ``sizes``, or 0 without sizes. The first size is exported, and all are compared. ``dynamic`` names the
+    dynamic axes of the arguments as ``accel.export`` takes them. Without it, only the batch may be dynamic. ``refusal``
+    is a part of the right message about a model that ONNX can't express; a model that draws random numbers is known
+    without it.
+    """
+
+    module: Any
+    example: Callable[[int, int], Any]
+    dynamic: Mapping[str, Mapping[int, str]] | None = None
+    sizes: tuple[int, ...] = (0,)
+    is_torch: bool = True
+    refusal: str = ""
+
+
+def names_of(family: str) -> tuple[str, ...]:
+    """Returns the names of the models of ``family``."""
+    module = importlib.import_module(FAMILIES[family])
+    return tuple(module.names() if hasattr(module, "names") else module.NAMES)
+
+
+def make(family: str, name: str) -> Case:
+    """Builds a model with random weights. Raises ``NotMade`` if the zoo can't make the model."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    made: Case = importlib.import_module(FAMILIES[family]).make(name)
+    if made.is_torch:
+        made.module.eval()
+    return made

@@ -1,0 +1,27 @@
+"""Modules that people write themselves, by what is special about them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from .case import Case
+
+_MODULES = ("own_tables", "own_sequences", "own_images", "own_control")
+
+
+def _all() -> dict[str, Callable[[], Case]]:
+    found: dict[str, Callable[[], Case]] = {}
+    for module in _MODULES:
+        found |= importlib.import_module(f"zoo_models.{module}").MODELS
+    return found
+
+
+def names() -> list[str]:
+    """Returns the names of all own models."""
+    return list(_all())
+
+
+def make(name: str) -> Case:
+    """Returns the model called ``name``."""
+    return _all()[name]()

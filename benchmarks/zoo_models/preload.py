@@ -1,0 +1,69 @@
+"""What the server of forked children imports once, so that a child doesn't. The environment names packages of an own
+folder, whose operators in C++ are declared here instead of loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import sys
+import warnings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+warnings.simplefilter("ignore")
+
+_TORCHVISION = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
+    "int sampling_ratio, bool aligned) -> Tensor",
+    "roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width) "
+    "-> (Tensor, Tensor)",
+    "ps_roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
+    "int sampling_ratio) -> (Tensor, Tensor)",
+    "ps_roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width) "
+    "-> (Tensor, Tensor)",
+    "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, "
+    "SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, "
+    "SymInt offset_groups, bool use_mask) -> Tensor",
+)
+
+
+def _declare_torchvision() -> None:
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in _TORCHVISION:
+        library.define(schema)
+    globals()["_library"] = library  # the operators end with it
+
+
+import onnxscript  # noqa: E402, F401
+import onnxsim  # noqa: E402, F401
+import torch  # noqa: E402
+
+import accel.api.export  # noqa: E402
+import accel.api.load  # noqa: E402
+import accel.converters.from_torch.onnx_from_torch  # noqa: E402
+import accel.runtimes.onnxruntime  # noqa: E402
+import accel.sources.torch.live  # noqa: E402, F401
+
+
+def _warm_up() -> None:
+    """Exports a small net, because the first export of a process takes seconds more. One thread, because a fork loses
+    the threads of OpenMP."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    net, x = torch.nn.Linear(2, 2), torch.ones(2, 2)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        torch.onnx.export(net, (x,), dynamo=True, dynamic_shapes=({0: torch.export.Dim.AUTO},), verbose=False)
+
+
+if folder := os.environ.get("ACCEL_ZOO_PACKAGES"):
+    sys.path.insert(0, folder)
+    _declare_torchvision()
+for name in filter(None, os.environ.get("ACCEL_ZOO_PRELOAD", "").split(",")):
+    with contextlib.suppress(Exception):  # a family without its package says so for each model
+        importlib.import_module(name)
+_warm_up()

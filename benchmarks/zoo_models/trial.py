@@ -1,0 +1,257 @@
+"""What one child process of the zoo does: one exporter with one model."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accel.child import resolve
+from accel.converters.graph import simplify
+from zoo_models.case import Case, NotMade, make
+
+EXPORT_BATCH, OTHER_BATCHES = 2, (3, 5)
+# What a message may ask for, as an argument of accel.export.
+_ADVICE = re.compile(r"\b(limit|dims|inputs|opset)=")
+
+
+def run(family: str, name: str, tool: str, optimize: float, apart: bool, out: str) -> None:
+    """Tries ``tool`` with a model, and writes the result as JSON to ``out``.
+
+    accel simplifies in a child process. Unless ``apart``, this process does, which saves the start of an interpreter.
+    """
+    os.setsid()  # the parent ends the whole group
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        os.environ["ACCEL_CACHE_DIR"] = str(Path(folder, "cache"))
+        with contextlib.nullcontext() if apart else mock.patch.object(simplify, "run_in_child", _here):
+            found = outcome(family, name, tool, optimize, Path(folder))
+    Path(out).write_text(json.dumps(found))
+    os._exit(0)  # threads of a library may keep the process
+
+
+def _here(target: str, /, **arguments: Any) -> Any:
+    """Calls ``target`` in this process, without the arguments that are about a child."""
+    return resolve(target)(**{name: value for name, value in arguments.items() if name not in ("timeout", "hidden")})
+
+
+def outcome(family: str, name: str, tool: str, optimize: float, folder: Path) -> dict[str, Any]:
+    """Returns the class of the result, the message and the times."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        with _silent():
+            case = make(family, name)
+            calls = _calls(case)
+    except NotMade as error:
+        return {"class": "not made", "message": _line(error)}
+    except Exception as error:  # a library may raise anything
+        return {"class": "not made", "message": f"{type(error).__name__}: {_line(error)}"}
+    started = time.monotonic()
+    trial = {"accel": _with_accel, "torch.onnx": _with_torch}[tool]
+    try:
+        found = trial(case, calls, folder)
+        if tool == "accel" and optimize and found["class"] in ("first", "followed"):
+            found |= _optimized(folder / "model.onnx", optimize, folder)
+    except Exception as error:  # an exporter may raise anything
+        found = {"class": "failed", "message": f"{type(error).__name__}: {_line(error)}"}
+    return found | {"seconds": round(time.monotonic() - started, 1)}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _line(error: object) -> str:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).rpartition("## Exception summary")[2]
+    return " ".join(text.split())[:700]
+
+
+Calls = list[tuple[int, int, Any, Any]]  # batch, size, the arguments, the tensors of the model's result
+
+
+def _calls(case: Case) -> Calls:
+    """Runs the model at the exported size, with other numbers at the same size, and at other batches and sizes.
+
+    A batch at which the model fails is left out. Raises ``NotMade`` if the model fails, or returns no tensor.
+    """
+    import torch
+
+    from zoo_models.compare import call, copied, leaves
+
+    found: Calls = []
+    wanted = [(EXPORT_BATCH, case.sizes[0]), (EXPORT_BATCH, case.sizes[0])]
+    wanted += [(batch, size) for batch, size in zip(OTHER_BATCHES, (case.sizes[1:] or case.sizes) * 2, strict=False)]
+    for index, (batch, size) in enumerate(wanted):
+        torch.manual_seed(index)
+        arguments = case.example(batch, size)
+        try:
+            found.append((batch, size, arguments, leaves(call(case.module, copied(arguments)))))
+        except Exception as error:  # a model may raise anything
+            if index < 2:
+                raise NotMade(f"it fails in eager mode: {type(error).__name__}: {_line(error)}") from error
+    if not found[0][3]:
+        raise NotMade("it returns no tensor")
+    if any(not bool(torch.isfinite(t).any()) for t in found[0][3] if t.is_floating_point() and t.numel()):
+        raise NotMade("its outputs are not finite")
+    return found
+
+
+def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
+    """Exports the model as users do, follows the message of an error once, and compares at sizes that the export
+    didn't see."""
+    import accel
+    from accel.errors import AccelError
+
+    given: dict[str, Any] = {"example": calls[0][2]} if calls[0][2] is not None else {}
+    if case.dynamic:
+        given["dynamic"] = case.dynamic
+    out, kind, message = folder / "model.onnx", "first", ""
+    try:
+        with _silent():
+            artifact = accel.export(case.module, out=out, **given)
+    except AccelError as error:
+        message = f"{type(error).__name__}: {_line(error)}"
+        if _draws_random_numbers(case, calls[0][2]):
+            return {"class": "refused", "message": message}
+        if case.refusal and case.refusal in message:
+            return {"class": "refused", "message": message}
+        advice = _advice(str(error))
+        if not advice:
+            return {"class": "failed", "message": message}
+        kind = "followed"
+        try:
+            with _silent():
+                artifact = accel.export(case.module, out=out, **{**given, **advice})
+        except AccelError as again:
+            return {"class": "failed", "message": f"{message} / then: {_line(again)}"}
+    dims = dict(artifact.signature.dims)
+    several = sorted({batch for batch, *_ in calls})
+    with accel.load(artifact) as session:
+        compared = _compared(case, calls[1:], session, bool(dims))
+    notes = {"dims": {name: bounds.to_json() for name, bounds in dims.items()}}
+    if compared["problem"]:
+        return {"class": "wrong", "message": f"{message} {compared['problem']}".strip(), **notes}
+    if not dims and len(several) > 1 and kind == "first":
+        live = artifact.source.get("live") or {}
+        return {"class": "failed", "message": f"the batch is not dynamic: {live.get('note', '')}", **notes}
+    return {"class": kind, "message": message, "error": compared["error"], **notes}
+
+
+def _advice(message: str) -> dict[str, Any]:
+    """Returns the arguments that a message names with a value, such as ``limit=0.002``."""
+    found: dict[str, Any] = {}
+    for match in _ADVICE.finditer(message):
+        rest = message[match.end() :]
+        for end in range(len(rest), 0, -1):
+            with contextlib.suppress(ValueError, SyntaxError):
+                found.setdefault(match[1], ast.literal_eval(rest[:end].strip().rstrip(";,.)") if end else ""))
+                break
+    return found
+
+
+def _draws_random_numbers(case: Case, arguments: Any) -> bool:
+    import torch
+
+    from zoo_models.compare import call, copied, error, leaves
+
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        results.append(leaves(call(case.module, copied(arguments))))
+    return error(results[0], results[1]) > 0
+
+
+def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, Any]:
+    """Compares ``run`` with the model in each call. Without dynamic dims, only in calls of the exported size."""
+    from zoo_models.compare import call, copied, judged, leaves
+
+    worst = 0.0
+    for batch, size, arguments, wanted in calls:
+        if not any_size and (batch, size) != (EXPORT_BATCH, case.sizes[0]):
+            continue
+        where = f"at batch {batch}" + (f", size {size}" if size else "")
+        try:
+            with _silent():
+                found = leaves(call(run, copied(arguments)))
+        except Exception as error:  # a runtime may raise anything
+            return {"problem": f"{where}: {type(error).__name__}: {_line(error)}", "error": None, "ran": False}
+        if len(found) != len(wanted):
+            return {"problem": f"{len(found)} outputs, the model has {len(wanted)}", "error": None, "ran": False}
+        apart, right = judged(case.module, arguments, found, wanted)
+        if not right:
+            return {"problem": f"{where}: the relative error is {apart:.2g}", "error": apart, "ran": True}
+        worst = max(worst, apart)
+    return {"problem": "", "error": worst, "ran": True}
+
+
+def _with_torch(case: Case, calls: Calls, _: Path) -> dict[str, Any]:
+    """Exports the model with ``torch.onnx.export`` alone, and compares in the same calls."""
+    import torch
+
+    if not case.is_torch:
+        return {"class": "not tried", "message": "no model of PyTorch"}
+    arguments = calls[0][2]
+    takes_batches = len({batch for batch, *_ in calls}) > 1
+    shapes = _dynamic_shapes(case, arguments, takes_batches)
+    named = isinstance(arguments, dict)
+    args, kwargs = ((), arguments) if named else (arguments, {})
+    with _silent(), torch.no_grad():
+        program = torch.onnx.export(case.module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=shapes, verbose=False)
+        program.initialize_inference_session()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return program(*args, **kwargs)
+
+    found = _compared(case, calls[1:], run, takes_batches)
+    if found["problem"]:
+        return {"class": "wrong" if found["ran"] else "failed", "message": found["problem"]}
+    return {"class": "first", "message": "", "error": found["error"]}
+
+
+def _dynamic_shapes(case: Case, arguments: Any, takes_batches: bool) -> Any:
+    """Returns the dynamic shapes of all tensors that hold the batch. torch may find that an axis is fixed."""
+    import torch
+
+    auto = torch.export.Dim.AUTO
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {0: auto} if takes_batches and value.ndim and value.shape[0] == EXPORT_BATCH else None
+        if isinstance(value, dict):
+            return {key: shape(item) for key, item in value.items()}
+        return type(value)(map(shape, value)) if isinstance(value, list | tuple) else None
+
+    found = shape(arguments)
+    if case.dynamic and isinstance(arguments, dict):
+        found |= {name: dict.fromkeys(axes, auto) for name, axes in case.dynamic.items()}
+    elif case.dynamic:
+        named = list(case.dynamic.values())
+        found = tuple(dict.fromkeys(named[i], auto) if i < len(named) else one for i, one in enumerate(found))
+    return found
+
+
+def _optimized(path: Path, seconds: float, folder: Path) -> dict[str, Any]:
+    """Runs ``accel optimize`` on the exported file."""
+    import accel
+
+    started = time.monotonic()
+    try:
+        with _silent():
+            fast = accel.optimize(path, out=folder / "fast", budget_seconds=seconds)
+    except Exception as error:  # the message goes into the table
+        return {"optimize": "failed", "optimize_message": f"{type(error).__name__}: {_line(error)}"}
+    return {"optimize": f"{fast.speedup:.2f}", "optimize_seconds": round(time.monotonic() - started, 1)}

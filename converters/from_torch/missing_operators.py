@@ -1,0 +1,84 @@
+"""Translates to ONNX the operators that torch's exporter leaves out, or translates to something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Returns a table for ``torch.onnx.export(..., dynamo=True, custom_translation_table=...)``."""
+    import torch
+
+    aten = torch.ops.aten
+    return {
+        aten.scatter_reduce.two: _scatter_reduce,
+        aten.median.default: _median,
+        aten.median.dim: _median_along,
+        aten.kthvalue.default: _kth_value,
+        torch.ops.prims.prod.default: _product,
+    }
+
+
+def _operators() -> Any:
+    """Returns the operators of ONNX. Their annotations know only values with a fixed dtype."""
+    from onnxscript import opset18
+
+    return opset18
+
+
+def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
+    """Computes a mean as the sum over the count. The exporter's own translation of a mean keeps one of the values."""
+    from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
+
+    op = _operators()
+    if reduce != "mean":
+        return aten_scatter_reduce(x, index=index, src=src, dim=dim, reduce=reduce, include_self=include_self)
+    total = aten_scatter_reduce(x, index=index, src=src, dim=dim, reduce="sum", include_self=include_self)
+    one = op.CastLike(op.Constant(value_float=1.0), src)
+    own = one if include_self else op.Sub(one, one)
+    counts = op.ScatterElements(
+        op.Expand(own, op.Shape(x)), index, op.Expand(one, op.Shape(src)), axis=dim, reduction="add"
+    )
+    return op.Div(total, op.Max(counts, one))
+
+
+def _median(x: Any) -> Any:
+    """Computes the median of all elements, the lower one of two."""
+    op = _operators()
+
+    values, _ = _median_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
+    return values
+
+
+def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    """Computes the median along a dim, the lower one of two, and its index."""
+    op = _operators()
+
+    size = op.Shape(x, start=dim, end=dim + 1 or None)
+    half = op.Div(op.Add(size, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
+    return _smallest(x, half, dim, keepdim)
+
+
+def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+    """Computes the k-th smallest element along a dim, and its index."""
+    op = _operators()
+
+    return _smallest(x, op.Constant(value_ints=[k]), dim, keepdim)
+
+
+def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
+    """Returns the largest of the ``k`` smallest elements along a dim, and its index."""
+    op = _operators()
+
+    last = op.Constant(value_ints=[-1]) if keepdim else op.Constant(value_int=-1)
+    values, indices = op.TopK(x, k, axis=dim, largest=0, sorted=1)
+    return op.Gather(values, last, axis=dim), op.Gather(indices, last, axis=dim)
+
+
+def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
+    """Computes a product over dims, which is also a part of ``cumprod``."""
+    op = _operators()
+
+    found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, list(dims), keepdims=0)
+    return found if dtype == -1 else op.Cast(found, to=dtype)

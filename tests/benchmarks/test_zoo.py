@@ -1,0 +1,153 @@
+"""The zoo classifies what happened, keeps its limits, and goes on after an interruption."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ROOT
+
+
+@pytest.fixture
+def zoo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    yield importlib.import_module("zoo")
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("zoo", "zoo_models"):
+            del sys.modules[name]
+
+
+def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Makes a family of three models: one that works, one that draws random numbers, one that returns no tensor."""
+    case = importlib.import_module("zoo_models.case")
+
+    class Noise(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(x.shape)
+
+    class Nothing(torch.nn.Module):
+        def forward(self, _: torch.Tensor) -> None:
+            return None
+
+    modules = {"linear": torch.nn.Linear(3, 2), "noise": Noise(), "nothing": Nothing()}
+    family = ModuleType("toys")
+    family.__dict__.update(
+        names=lambda: list(modules),
+        make=lambda name: case.Case(modules[name], lambda batch, _: (torch.randn(batch, 3),)),
+    )
+    monkeypatch.setitem(sys.modules, "zoo_models.toys", family)
+    monkeypatch.setitem(case.FAMILIES, "toys", "zoo_models.toys")
+    return case
+
+
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.filterwarnings("ignore")
+def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fails if a model that works, is refused rightly, or can't be made gets another class, or if a file that computes
+    something else than the model passes for right."""
+    toys(monkeypatch)
+    trial = importlib.import_module("zoo_models.trial")
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(trial.simplify, "run_in_child", trial._here)
+
+    def tried(name: str, tool: str) -> dict[str, Any]:
+        found: dict[str, Any] = trial.outcome("toys", name, tool, 0.0, tmp_path)
+        return found
+
+    for tool in ("accel", "torch.onnx"):
+        worked = tried("linear", tool)
+        assert worked["class"] == "first", worked
+        assert worked["error"] < 1e-5
+    noise = tried("noise", "accel")
+    assert (noise["class"], "random numbers" in noise["message"]) == ("refused", True)
+    assert tried("nothing", "accel")["class"] == "not made"
+    other = torch.nn.Linear(3, 2)
+    monkeypatch.setattr("accel.load", lambda _: other)
+    monkeypatch.setattr(torch.nn.Linear, "__enter__", lambda self: self, raising=False)
+    monkeypatch.setattr(torch.nn.Linear, "__exit__", lambda *_: None, raising=False)
+    wrong = tried("linear", "accel")
+    assert (wrong["class"], "batch 2: the relative error" in wrong["message"]) == ("wrong", True)
+
+
+def test_what_a_message_asks_for(zoo: ModuleType) -> None:
+    """Fails if an argument in a message is not followed, or a word that is no argument is."""
+    trial = importlib.import_module("zoo_models.trial")
+    assert zoo.CLASSES
+    text = "try one size: inputs=['x:float32[2,3]', 'n:int64[2]'] or dims={'n': '1:2:3'}; pass limit=0.002."
+    assert trial._advice(text) == {
+        "inputs": ["x:float32[2,3]", "n:int64[2]"], "dims": {"n": "1:2:3"}, "limit": 0.002,
+    }  # fmt: skip
+    assert trial._advice("raise its eps; inputs= for each input") == {}
+
+
+def child(kind: str, out: str) -> None:
+    """Is the target of a child process: works, hangs, fills the memory, or dies."""
+    if kind == "works":
+        Path(out).write_text(json.dumps({"class": "first"}))
+    elif kind == "hangs":
+        time.sleep(60)
+    elif kind == "fills":
+        kept = [bytearray(10_000_000) for _ in range(20)]
+        time.sleep(60)
+        del kept
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_limits_of_a_child(zoo: ModuleType) -> None:
+    """Fails if a child that hangs, fills the memory or dies ends the run or passes for a result."""
+    context = multiprocessing.get_context("fork")  # a spawned child would import torch
+    limits = zoo.Limits(seconds=20.0, memory=4000.0)
+    found = zoo.in_child(context, child, ("works",), limits)
+    assert found["class"] == "first"
+    died = zoo.in_child(context, child, ("dies",), limits)
+    assert (died["class"], died["message"]) == ("crashed", "the process ended with SIGKILL")
+    late = zoo.in_child(context, child, ("hangs",), zoo.Limits(seconds=1.0, memory=4000.0))
+    assert (late["class"], late["message"]) == ("crashed", "no end after 1 s")
+    large = zoo.in_child(context, child, ("fills",), zoo.Limits(seconds=30.0, memory=1.0))
+    assert (large["class"], large["message"]) == ("crashed", "more than 1 MiB of memory")
+
+
+def row(name: str, kind: str, tool: str = "accel") -> dict[str, Any]:
+    return {"family": "own", "name": name, "tool": tool, "class": kind, "message": "a | b"}
+
+
+def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
+    """Fails if a model with a result is tried again, if one without is left out, or if a line cut by an interruption
+    ends the run."""
+    path = tmp_path / "zoo.jsonl"
+    lines = [json.dumps(row("a", "failed")), json.dumps(row("b", "not made")), json.dumps(row("a", "first"))]
+    path.write_text("\n".join(lines) + '\n{"family": "own", "na')
+    done = zoo.read(path)
+    assert done["own", "a", "accel"]["class"] == "first"  # the last one counts
+    tools = ("accel", "torch.onnx")
+    names = ["a", "b", "c"]
+    assert zoo.pending("own", names, tools, done, "") == [
+        ("own", "a", "torch.onnx"), ("own", "c", "accel"), ("own", "c", "torch.onnx"),
+    ]  # fmt: skip
+    assert ("own", "a", "accel") in zoo.pending("own", names, tools, done, "failed,first")
+
+
+def test_the_page(zoo: ModuleType) -> None:
+    """Fails if a model that the zoo can't make is counted, or if a model that did not work has no line."""
+    rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
+    read = {(r["family"], r["name"], r["tool"]): r for r in rows}
+    text = zoo.page(read, {"cpu": "a CPU", "cores": 2, "date": "2026-11-24T00", "versions": {"torch": "2.13"}})
+    assert "| own | accel | 2 | 1 (50%) | 0 | 0 | 1 | 0 | 0 |" in text
+    assert "| own | torch.onnx | 1 | 0 (0%) | 0 | 0 | 1 | 0 | 0 |" in text
+    assert "| own/b | failed | a \\| b | - |" in text
+    assert "can't make them from a small config (1): own/c." in text

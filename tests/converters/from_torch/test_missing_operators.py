@@ -1,0 +1,68 @@
+"""Operators that torch's exporter leaves out, or translates to something else, are exported right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+
+ROWS = torch.tensor([0, 2, 2, 1, 2])
+
+
+def _mean(x: torch.Tensor, include_self: bool) -> torch.Tensor:
+    start = torch.full_like(x[:, :4], 0.5)
+    index = ROWS[None].expand(x.shape[0], -1)
+    return start.scatter_reduce(1, index, x[:, :5], "mean", include_self=include_self)
+
+
+OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mean by index": lambda x: _mean(x, True),
+    "mean by index of the values alone": lambda x: _mean(x, False),
+    "largest by index": lambda x: torch.zeros_like(x).scatter_reduce(
+        1, ROWS[None].expand(x.shape[0], -1), x[:, :5], "amax"
+    ),
+    "median": lambda x: x.median(-1),
+    "median of an inner dim": lambda x: x[:, None, :].repeat(1, 2, 1).median(1, keepdim=True).values,
+    "median of all": lambda x: x.median(),
+    "k-th value": lambda x: x.kthvalue(2, -1, keepdim=True),
+    "cumulative product": lambda x: x.cumprod(-1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator(name: str, tmp_path: Path) -> None:
+    """Fails if the operator is refused, or computes something else at another batch than that of the example."""
+    made = accel.export(OPERATORS[name], example=(torch.randn(2, 6),), out=tmp_path / "m.onnx", simplify=False)
+    x = torch.randn(5, 6)
+    with accel.load(made) as session:
+        torch.testing.assert_close(
+            torch.utils._pytree.tree_leaves(session(x)), torch.utils._pytree.tree_leaves(OPERATORS[name](x))
+        )
+
+
+class Translator(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        found: torch.Tensor = self.net(source, target, tgt_mask=mask)
+        return found
+
+
+def test_a_transformer_of_torch_with_a_causal_mask(tmp_path: Path) -> None:
+    """Fails if the search for a causal mask, which depends on values, stops the export of torch's own transformer."""
+    net = Translator().eval()
+    dynamic = {"source": {0: "batch"}, "target": {0: "batch", 1: "length"}}
+    example = (torch.randn(2, 4, 8), torch.randn(2, 3, 8))
+    made = accel.export(net, example=example, dynamic=dynamic, out=tmp_path / "m.onnx", simplify=False)
+    source, target = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
+    with accel.load(made) as session, torch.no_grad():
+        torch.testing.assert_close(session(source, target), net(source, target), rtol=1e-4, atol=1e-5)
+    assert torch.backends.mha.get_fastpath_enabled()
