@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ _SMALL = {
     "moe_num_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "sliding_window": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
+# Parts of right messages about models that ONNX can't express. Without padding, aimv2's text encoder also attends to
+# later tokens; with padding, it does not. So its result depends on whether any value of the mask is zero.
+_REFUSED = {"aimv2": "the file's outputs are off"}
 # Only the number of layers and rows, for architectures whose sizes depend on each other.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
@@ -81,7 +85,7 @@ def make(name: str) -> Case:
         torch.manual_seed(0)
         try:
             model = _model(name, few)
-            case = _case(model)
+            case = replace(_case(model), refusal=_REFUSED.get(name, ""))
             with torch.no_grad():
                 model(**case.example(2, case.sizes[0]))
             return case

@@ -161,7 +161,7 @@ class _Walk:
             if base.__module__.partition(".")[0] in ("builtins", "torch"):
                 continue
             if is_installed(base.__module__):
-                file = inspect.getsourcefile(base) if base.__module__ != "builtins" else None
+                file = _source_file(base)
                 self.add(file_sha256(Path(file)) if file and Path(file).is_file() else "")
                 continue
             for name, member in sorted(vars(base).items()):
@@ -191,6 +191,13 @@ class _Walk:
         for name in code.co_names:
             if name in names:
                 self.value(names[name])
+
+
+def _source_file(kind: type) -> str | None:
+    try:
+        return inspect.getsourcefile(kind)
+    except TypeError:  # a class of Python itself, such as itertools.repeat, has no file
+        return None
 
 
 def _content(cell: types.CellType) -> Any:

@@ -249,6 +249,9 @@ def _write(module: torch.nn.Module, path: Path) -> None:
     if any(parametrize.is_parametrized(part) for part in module.modules()):  # torch can't pickle parametrizations
         module = copy.deepcopy(module)
         for part in module.modules():
+            if parametrize.is_parametrized(part):  # torch gave the class a property, and a copy shares the class
+                own = type(part)
+                part.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
             for name in list(getattr(part, "parametrizations", ())) if parametrize.is_parametrized(part) else ():
                 parametrize.remove_parametrizations(part, name, leave_parametrized=True)
     body: Any = module

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,26 @@ def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
     """Fails if a module or an example that can't be used is taken, or the message doesn't name the reason."""
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_parametrized_module_still_runs() -> None:
+    """Fails if the copy without parametrizations takes them from the class of the user's module, too."""
+    net = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    before = net(X)
+    accel.Source(net, example=(X,)).open()
+    torch.testing.assert_close(net(X), before)
+
+
+class Pairs(nn.Module):
+    """Uses a class of Python itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(list(chain((x,), repeat(x, 2))))
+
+
+def test_a_class_without_a_file() -> None:
+    """Fails if the code of a module can't be hashed because it uses a class that has no file."""
+    assert accel.Source(Pairs(), example=(X,)).open().signature.outputs[0].shape[0] == 3
 
 
 def test_scalars_keep_their_shape(tmp_path: Path) -> None:
