@@ -143,8 +143,8 @@ def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-# The width of tables in a pipe, and with --wide.
-_PIPE_WIDTH, _ANY_WIDTH = 100, 4000
+# The columns of the tables that fit everywhere, and of those with --wide.
+TABLE_WIDTH, ANY_WIDTH = 100, 4000
 
 
 class Output:
@@ -156,9 +156,10 @@ class Output:
         self._stdout = sys.stdout
         self._bar: Any = None
 
-    def result(self, body: Any, human: Callable[[], Any], *, wide: bool = False) -> None:
+    def result(self, body: Any, human: Callable[[], Any], *, columns: int = 140) -> None:
         """With ``--json``, prints ``body`` as one JSON object. Otherwise prints the text or rich object that ``human``
-        returns, in the width of the terminal, or in 100 columns into a pipe. ``wide`` prints lines of any length."""
+        returns, in the width of the terminal, or in ``columns`` if stdout is a pipe or ``columns`` is larger than any
+        terminal."""
         self._stop_bar()
         if self.as_json:
             click.echo(json.dumps(body, allow_nan=False), file=self._stdout)
@@ -169,8 +170,8 @@ class Output:
         else:
             from rich.console import Console
 
-            width = _ANY_WIDTH if wide else None if sys.stdout.isatty() else _PIPE_WIDTH
-            Console(width=width).print(made)
+            fits = sys.stdout.isatty() and columns != ANY_WIDTH
+            Console(width=None if fits else columns).print(made)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[None]:

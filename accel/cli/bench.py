@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import output_options
+from . import ANY_WIDTH, TABLE_WIDTH, output_options
 from .options import read_sizes, source_options, wide_option
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def command(
 
         return Group(*(AsWideAsFits(report) for report in reports))
 
-    say.result(found.to_json(), human, wide=wide)
+    say.result(found.to_json(), human, columns=ANY_WIDTH if wide else TABLE_WIDTH)
     compared = [row for report in reports for row in report.rows if row.name != report.baseline]
     if compared and all(row.error for row in compared):
         sys.exit(1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import output_options
+from . import ANY_WIDTH, TABLE_WIDTH, output_options
 from .options import read_sizes, sizes_option, source_options, wide_option
 
 if TYPE_CHECKING:
@@ -139,7 +139,11 @@ def command(
         **source,
         **options,
     )
-    say.result({"path": str(result.artifact.path), **result.to_json()}, lambda: table(result, wide=wide), wide=wide)
+    say.result(
+        {"path": str(result.artifact.path), **result.to_json()},
+        lambda: table(result, wide=wide),
+        columns=ANY_WIDTH if wide else TABLE_WIDTH,
+    )
     if not say.quiet:  # the table and the JSON also contain the warnings
         for warning in result.warnings:
             click.echo(f"accel: warning: {warning}", err=True)

@@ -208,9 +208,9 @@ def test_an_index_beyond_the_table(make: Make) -> None:
     for streams in (1, 2):
         with OpenVinoSession(bounded, SessionOptions(threads=2, streams=streams)) as session:
             for ids in ([4], [-1, 0], [0, 1, 99_999]):
-                with pytest.raises(BadFeeds, match="the model takes only 0 to 3"):
+                with pytest.raises(BadFeeds, match=r"it takes 0\.\.3"):
                     session.run({"ids": np.array(ids, np.int64)})
-                with pytest.raises(BadFeeds, match="the model takes only 0 to 3"):
+                with pytest.raises(BadFeeds, match=r"it takes 0\.\.3"):
                     session.run_many([good, {"ids": np.array(ids, np.int64)}, good])
             assert len(session.run_many([good] * 5)) == 5
     with OpenVinoSession(bounded, SessionOptions(threads=1)) as session:
