@@ -28,12 +28,11 @@ if __name__ == "__main__":
     print("inputs:", ", ".join(map(str, model.signature.inputs)))
 
     # Use your own texts here: your tokenizer's output, one array for each input.
-    rng = np.random.default_rng(0)
     shape = (32, 64)
-    arrays = {spec.name: np.ones(shape, "int64") for spec in model.signature.inputs}
-    np.savez("texts.npz", **{**arrays, "input_ids": rng.integers(1000, 20000, shape)})
+    texts = {spec.name: np.ones(shape, "int64") for spec in model.signature.inputs}
+    texts["input_ids"] = np.random.default_rng(0).integers(1000, 20000, shape)
 
-    result = accel.optimize(model, data="texts.npz", max_drop=0.02, out="text", budget_seconds=120)
+    result = accel.optimize(model, data=texts, max_drop=0.02, out="text", budget_seconds=120)
     for row in result.candidates:
         print(f"{row.name:40} {row.status}")
 
