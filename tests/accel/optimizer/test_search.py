@@ -119,8 +119,9 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
-    """Fails if the search keeps the source although a candidate with other session options is measurably faster. In this
-    test, the best candidate of the first measurement isn't measurably faster than the source in the second measurement."""
+    """Fails if the search keeps the source although a candidate with other session options is measurably faster. In
+    this test, the best candidate of the first measurement isn't measurably faster than the source in the second
+    measurement."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
     rows = [row("a"), row("b")]

@@ -1,4 +1,4 @@
-"""The chain of hashes leads from an artifact back to its weights and reveals every changed file."""
+"""Proves that the chain of hashes leads from an artifact back to its weights, and reveals every changed file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new format for accel export needs only a converter and a row in each table."""
+"""Proves that a new format for accel export needs only a converter and a row in each table."""
 
 from __future__ import annotations
 
