@@ -61,7 +61,7 @@ def stepped(draw: st.DrawFn) -> DimRange:
 @given(signatures, st.lists(stepped(), min_size=3, max_size=3))
 def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
     """Fails if a gate or a probe of the outputs runs at a size between the multiples or outside the range. Also fails
-    if the manifest or the command line loses the step, or if a session accepts inputs of such a size."""
+    if the manifest or the command line loses the step, or if a session accepts inputs of a wrong size."""
     signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
     for sizes in (*signature.cases(), *probe_cases(signature)):
         assert all(r.min <= sizes[d] <= r.max and sizes[d] % r.step == 0 for d, r in signature.dims.items())
@@ -178,8 +178,8 @@ def test_two_inputs_of_one_name() -> None:
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
-    """Fails if an input with a default is required, or isn't checked when it is passed. Also fails if such an input is
-    added to examples, or is lost in the manifest."""
+    """Fails if an input with a default is required, or isn't checked when it is passed. Also fails if an input with a
+    default is added to examples, or is lost in the manifest."""
     default = TensorSpec("k", "int64", (1,), optional=True)
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))
     assert Signature.from_json(signature.to_json()) == signature

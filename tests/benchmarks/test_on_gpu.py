@@ -141,8 +141,8 @@ def file_of(script: ModuleType, folder: Path, name: str, text: str) -> list[str]
 
 
 def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step counts as passed although all its tests were skipped (pytest then exits with 0). One test that
-    ran is enough, since a machine may lack what the other tests need."""
+    """Fails if a step counts as passed although all its tests were skipped (pytest then exits with 0). One executed
+    test is enough, because a machine may lack what the other tests need."""
     skip = "@pytest.mark.skip(reason='needs what is not here')\ndef test_one(): ...\n"
     skipped = file_of(script, tmp_path, "test_skipped.py", skip)
     mixed = file_of(script, tmp_path, "test_mixed.py", skip + "def test_two(): ...\n")

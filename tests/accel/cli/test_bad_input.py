@@ -272,7 +272,7 @@ def make():
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage is neither in ``INTERRUPTED_IN`` nor, with a reason, in ``NOT_INTERRUPTED_IN``."""
+    """Fails if a stage isn't in ``INTERRUPTED_IN`` and ``NOT_INTERRUPTED_IN`` gives no reason for the stage."""
     stages = {stage.name for stage in STAGES}
     assert set(INTERRUPTED_IN) & stages | set(NOT_INTERRUPTED_IN) == stages
     assert not set(INTERRUPTED_IN) & set(NOT_INTERRUPTED_IN)

@@ -55,7 +55,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Fails if accel opens another file than the one that 0.1.0's optimize.json records as chosen."""
+    """Fails if accel opens a file other than the chosen file in 0.1.0's optimize.json."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr

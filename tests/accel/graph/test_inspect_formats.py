@@ -72,8 +72,8 @@ def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
     ],
 )
 def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
-    """Fails if inspect reports other weights, FLOPs or operators than the net has, or a wrong share of int8. The net is
-    inspected in each file format."""
+    """Fails if inspect reports other weights, FLOPs or operators than the net has, or a wrong share of int8 weights.
+    The net is inspected in each file format."""
     body = looked_at(cli, tensorflow_models / name)
     all_said(body)
     graph = body["graph"]
@@ -184,7 +184,7 @@ def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], 
 @pytest.mark.parametrize("name", ["m.param", "m.xml"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40, b"7767517\n1 1\nInput in0 x"])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file that is neither a net nor an IR gives anything but a one-line error."""
+    """Fails if a file that isn't a net or an IR gives anything but a one-line error."""
     (tmp_path / name).write_bytes(content)
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(BadSource) as caught:

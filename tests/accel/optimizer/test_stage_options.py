@@ -181,7 +181,7 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
 def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a candidate that needs calibration is neither made nor listed with a reason that names the option. Also
+    """Fails if a candidate that needs calibration is missing and the report gives no reason that names the option. Also
     fails if a candidate is listed as left out although there is data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))

@@ -102,8 +102,8 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_equal_what_autograd_saves(precision: str) -> None:
-    """Fails if the formula for the elements that a layer saves differs by more than half a percent from what autograd
-    keeps."""
+    """Fails if the formula for the elements that a layer saves is off by more than half a percent. The right number is
+    what autograd keeps."""
     layout = Layout(world=1, precision=precision, micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     assert found.activations == pytest.approx(activations(_spec(), layout), rel=0.005)

@@ -129,8 +129,8 @@ def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int)
 )
 def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int, again: str) -> None:
     """Fails if the planned activations of the fullest pipeline rank are off by more than half a percent. The expected
-    value is what autograd saves for the micro-batches that torch's schedule keeps in flight. The fullest rank is the
-    first, or the last if the logits weigh more."""
+    value is the bytes that autograd saves for the micro-batches that torch's schedule keeps in flight. The fullest rank
+    is the first, or the last if the logits weigh more."""
     ids = torch.zeros(2, 128, dtype=torch.long)
     kind = {"pp": pp, "pipeline": pipeline, "accumulation": batches}
     found = simulate_pipeline(lambda: GPT(_shape(8)), lambda: (ids, ids), again=again, **kind)  # type: ignore[arg-type]
@@ -176,9 +176,9 @@ def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.M
 
 
 def test_what_autocast_keeps() -> None:
-    """Fails if the planned activations under autocast differ by more than half a percent from what autograd keeps.
-    Autograd keeps a float32 residual stream, and a copy of the layer's input for each of query, key and value. The
-    16-bit copies of weights don't count as activations, because the plan counts the copies as temporary."""
+    """Fails if the planned activations under autocast differ by more than half a percent from the tensors that autograd
+    keeps. Autograd keeps a float32 residual stream, and a copy of the layer's input for each of query, key and value.
+    The 16-bit copies of weights don't count as activations, because the plan counts the copies as temporary."""
     model = GPT(_shape(3))
     copied = sum(2 * part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
     ids = torch.zeros(2, 128, dtype=torch.long)

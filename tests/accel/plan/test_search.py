@@ -122,8 +122,8 @@ def test_what_training_refuses_is_not_planned(kind: dict[str, object], says: str
 
 
 def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
-    """Fails if the planned activations under full recomputation are off by more than half a percent. The expected
-    value is what autograd keeps plus the activations of the one layer that is recomputed."""
+    """Fails if the planned activations under full recomputation are off by more than half a percent. The expected value
+    is the sum of the tensors that autograd keeps and the activations of the layer that is recomputed."""
     spec, layout = replace(spec_of(GPT(SHAPE)), seq=128), Layout(world=1, precision="fp32", micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, replace(layout, recompute="full"))
     planned = activations(spec, replace(layout, recompute="full"))
@@ -176,8 +176,9 @@ def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
 
 
 def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
-    """Several layouts have the same estimated time, and the plan must list the simplest first. Fails if this layout
-    recomputes, sends more than another, takes smaller micro-batches than fit, or shards needlessly."""
+    """Several layouts have the same estimated time, and the plan must list the simplest of them first. Fails if the
+    first layout recomputes, sends more than another layout, takes smaller micro-batches than fit, or shards
+    needlessly."""
     small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
     first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
     assert first == Layout(world=8, micro_batch=8)  # plain data parallel: a rank's batch is one micro-batch

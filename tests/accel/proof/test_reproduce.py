@@ -43,6 +43,7 @@ def test_a_chain_of_five_stages_gives_the_same(
     assert [row["stage"] for row in body["stages"]] == [
         "onnx_from_torch", "simplify", "quantize", "cast", "engine_from_onnx",
     ]  # fmt: skip
+
     # TensorRT-RTX doesn't build the same bytes for every int8 network, but picks the same kernels.
     assert {row["status"] for row in body["stages"][:4]} == {"identical"}, body["stages"]
     assert body["stages"][4]["status"] in ("identical", "equivalent"), body["stages"]

@@ -213,7 +213,7 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> 
 
 
 def test_inputs_that_do_not_fit(my_model: Path) -> None:
-    """Fails if a wrong shape or an unknown dim is found only deep in an exporter."""
+    """Fails if accel notices a wrong shape or an unknown dim only inside an exporter."""
     with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
         Source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"]).open()
     with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):

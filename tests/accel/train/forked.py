@@ -130,8 +130,8 @@ def _show(line: Sequence[str]) -> None:
 
 
 def _forked_server() -> socket.socket:
-    """Forks a server that serves only this process, and returns a socket to the server. Call it before this process
-    starts a second thread."""
+    """Forks a server that serves only this process, and returns a socket to the server. Call this function before this
+    process starts a second thread."""
     own, requests = socket.socketpair()
     if os.fork() == 0:
         own.close()

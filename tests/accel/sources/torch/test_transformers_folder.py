@@ -148,8 +148,8 @@ def test_what_it_takes(
     ],
 )
 def test_the_size_of_the_images(tmp_path: Path, saved: dict[str, Any]) -> None:
-    """Fails if a net for images of any size doesn't get the size in the folder's preprocessor config. Without such a
-    config, the message must say how to declare the input."""
+    """Fails if a net for images of any size doesn't get the size in the folder's preprocessor config. Without a
+    preprocessor config, the message must say how to declare the input."""
     folder = save(tmp_path, "ResNetModel", **RESNET)
     with pytest.raises(BadInputSpec, match=r"inputs=\['pixel_values:float32\[batch,3,224,224\]'\]$"):
         Source(folder).open()

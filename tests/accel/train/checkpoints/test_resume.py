@@ -225,7 +225,7 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
     """Fails if no note says that the order of samples changes when a run resumes with another batch, seed or number of
-    samples. Also fails if the note appears without such a change."""
+    samples. Also fails if the note appears although none of these three changed."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []

@@ -107,7 +107,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
     ],
 )
 def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says: str) -> None:
-    """Fails if a config that can't run gets as far as a process group, or if the one-sentence error lacks the fix."""
+    """Fails if a config that can't run starts a process group, or if the one-sentence error lacks the fix."""
     with pytest.raises(BadConfig) as caught:
         check(_config(**tables), world)
     assert says in str(caught.value)

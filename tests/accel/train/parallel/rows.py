@@ -147,6 +147,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         ],
     },
 }  # fmt: skip
+
 # SAVED holds the layouts that save a checkpoint, by world size. TAKEN_UP holds the layouts that resume from a
 # checkpoint.
 SAVED = {

@@ -100,7 +100,7 @@ def _difference(got: list[float], expected: list[float]) -> float:
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
     """Fails if the losses of ten steps of SGD with momentum on ``world`` ranks differ from one process's losses by more
-    than the bound. A gradient that is averaged wrongly, reduced twice or not at all would cause such a difference.
+    than the bound. For example, a gradient that is averaged wrongly, reduced twice or not at all changes the losses.
     ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses of ZeRO++
     may differ from the reference by a quarter of the rounding's effect."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
