@@ -60,7 +60,7 @@ SOURCES = [path for folder in ("accel", *PARTS) for path in (ROOT / folder).rglo
 
 def test_parts_are_imported_through_accel() -> None:
     """Fails if a module imports ``converters``, ``kernels`` or ``serve`` as a top-level package. A checkout would load
-    a top-level package twice, and a wheel lacks these packages."""
+    ``converters``, ``kernels`` or ``serve`` twice, and a wheel lacks these packages."""
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -70,7 +70,8 @@ def test_parts_are_imported_through_accel() -> None:
 
 
 def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
-    """Git may write the links of the checkout as text files. Fails if the error is then only ``No module named``."""
+    """In this test, git wrote the links of the checkout as text files. Fails if the error is only ``No module named``
+    when the links of the checkout are text files."""
     shutil.copytree(ROOT / "accel", tmp_path / "accel", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in PARTS:
         (tmp_path / "accel" / name).unlink()
@@ -85,8 +86,8 @@ def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
 
 def test_nothing_that_runs_names_the_tuner() -> None:
     """Fails if a module holds the name ``accel.kernels.choose.tune`` as a string, because the module could then load
-    the tuner at first use. A server might then time kernels while it serves requests. (import-linter checks the
-    imports.)"""
+    the tuner at first use. A server with the tuner might time kernels while it serves requests. (import-linter checks
+    the imports.)"""
     tuner = re.compile(r"accel\.kernels\.choose\.tune([.:]|$)")
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

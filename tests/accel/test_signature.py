@@ -178,8 +178,8 @@ def test_two_inputs_of_one_name() -> None:
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
-    """Fails if an input with a default is required, or isn't checked when it is passed. Also fails if an input with a
-    default is added to examples, or is lost in the manifest."""
+    """Fails if an input with a default is required, or isn't checked when the caller passes it. Also fails if an input
+    with a default is added to examples, or is lost in the manifest."""
     default = TensorSpec("k", "int64", (1,), optional=True)
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))
     assert Signature.from_json(signature.to_json()) == signature

@@ -114,7 +114,7 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if compute-sanitizer has too little time to start torch when all other steps reach their limits. Also fails
-    if the benchmark then has no time. The library is already built."""
+    if the other steps at their limits leave no time for the benchmark. The library is already built."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any existing file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if a file that can't be imported loses its tests without an error. Also fails if a folder whose conftest.py
-    lacks a package hides the tests of all other folders. The step would then pass without running a test."""
+    lacks a package hides the tests of all other folders. The step would pass without running a test."""
     mark = "gpu"  # if this mark were written in one piece, this file would count as a file with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")

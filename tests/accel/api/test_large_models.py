@@ -348,8 +348,8 @@ def peak_of(pid: int) -> Iterator[Callable[[], int]]:
 
 
 LIMIT = 2.5
-# These stages may take more memory than the limit. NNCF copies weights to find their ranges, and the fp8 stage rounds
-# in float32 (optimize.md).
+# The stages in ``HOLD_MORE`` may take more memory than ``LIMIT``. NNCF copies weights to find their ranges, and the fp8
+# stage rounds in float32 (optimize.md).
 HOLD_MORE = {"nncf": 4.2, "tensorrt fp8": 3.0}
 DISK_BYTES = 30 << 30
 

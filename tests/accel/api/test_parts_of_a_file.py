@@ -27,7 +27,7 @@ def frozen_onnx(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactor
 
 def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
     """Fails if `accel optimize` refuses options that `accel export` takes for a frozen graph. Also fails if the command
-    in the report leaves out these options."""
+    in the report leaves out the options for the frozen graph."""
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session"]
     ran = cli("optimize", tensorflow_models / "frozen.pb", *ENDS, *words, "-o", tmp_path / "out", "--json", "-q")
     assert ran.code == 0, ran.stderr

@@ -89,8 +89,8 @@ def test_two_models_with_the_same_code() -> None:
 
 def test_axes_that_are_dynamic_only_to_torch_compile() -> None:
     """Fails if a model stays in eager mode because another model with the same code had images of another size. After
-    such images, torch.compile treats all axes as dynamic, although each model takes only one size. Also fails if a call
-    with another size gives wrong outputs."""
+    images of two sizes, torch.compile treats all axes as dynamic, although each model takes only one size. Also fails
+    if a call with another size gives wrong outputs."""
 
     def flat(size: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, 2)).eval()

@@ -196,7 +196,7 @@ def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
 
 
 class _Harm:
-    """An object whose pickle makes a folder when it is loaded."""
+    """An object whose pickle makes a folder when the pickle is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -257,7 +257,7 @@ INTERRUPTED_IN = {
     "judging": INT8,
     "bench: round": INT8,
 }
-# In these stages, a candidate has already passed, so Ctrl-C publishes the best candidate.
+# In the stages of this list, a candidate has already passed, so Ctrl-C publishes the best candidate.
 PUBLISHED_AFTER = ("quantize", "openvino_from_onnx", "bench: round")
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
 NOT_INTERRUPTED_IN = dict.fromkeys(
@@ -306,8 +306,8 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
         text=True,
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache), "PYTHONDONTWRITEBYTECODE": "1"},
         # A terminal sends SIGINT to the command and all its child processes, so the test starts the command in a
-        # process group. A shell makes its background commands ignore SIGINT, and child processes inherit this setting,
-        # so ``preexec_fn`` undoes it.
+        # process group. A shell makes its background commands ignore SIGINT, and child processes inherit this setting.
+        # ``preexec_fn`` undoes the setting.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

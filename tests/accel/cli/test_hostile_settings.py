@@ -244,8 +244,7 @@ def metric(outputs, data):
 
 
 def test_a_metric_that_writes(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Fails if a metric changes the text or the model that accel gives. One metric prints, and another writes into its
-    arrays."""
+    """Fails if a metric that prints and writes into its arrays changes the output of accel or the published model."""
     (tmp_path / "m.py").write_text(WRITES)
     words = ["--target", "ort-cpu", "--precision", "fp32", "--data", folder / "d.npz", "--rounds", "5"]
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Proves that a full disk or SIGKILL in any stage loses nothing, and that the same command then continues."""
+"""Proves that a full disk or SIGKILL in any stage loses nothing, and that the same command continues afterwards."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ COMMANDS = {
     "saved_model_from_onnx": (EXPORT, SAVED_MODEL),
     "tflite_from_saved_model": (EXPORT, TFLITE),
 }
-# TensorFlow takes ten seconds to start, and each test of these stages starts TensorFlow several times.
+# TensorFlow takes ten seconds to start, and each test of a TensorFlow stage starts TensorFlow several times.
 OF_TENSORFLOW = ("onnx_from_tensorflow", "onnx_from_tflite", "saved_model_from_onnx", "tflite_from_saved_model")
 
 

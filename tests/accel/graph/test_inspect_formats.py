@@ -18,7 +18,7 @@ from accel.graph.openvino_ir import read_ir
 # The small net of make_models.py: the FLOPs of its convolution for one image, and its number of weights. A batch norm
 # has four weights per channel.
 CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
-# The number of weights in the kernels. TFLite folds the batch norm and keeps only these weights.
+# The number of weights in the kernels. TFLite folds the batch norm and keeps only the weights of the kernels.
 KERNELS = 108 + 20
 
 

@@ -305,8 +305,8 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if integer outputs that differ on the user's data lead to an error or to no warning. Such an output is, for
-    example, the index of one of two equal scores. The second run takes its results from the cache."""
+    """Fails if integer outputs that differ on the user's data lead to an error or to no warning. For example, an
+    integer output is the index of one of two equal scores. The second run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(

@@ -36,8 +36,8 @@ def src(tmp_path: Path) -> Artifact:
 
 
 def test_defaults_are_those_of_the_function() -> None:
-    """Fails if the public function and the request have different arguments or defaults. The report's command would
-    then leave out an option."""
+    """Fails if the public function and the request have different arguments or defaults, because the report's command
+    would leave out an option."""
     parameters = dict(inspect.signature(accel.optimize).parameters)
     assert parameters.pop("about").annotation == "Unpack[SourceOptions]"
     assert parameters.pop("out").default is None  # the folder that the request names is in the cache

@@ -262,8 +262,8 @@ def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float
 
 
 def test_no_time_for_options(searching: Any) -> None:
-    """Fails if session options are measured although no time is left, or if the report doesn't list them as not
-    tried."""
+    """Fails if session options are measured although no time is left, or if the report doesn't list these options as
+    not tried."""
     clock = Clock()
     timed = Timed({"source": 10, "a": 6})
     search = searching(timed, seconds=14, clock=clock)

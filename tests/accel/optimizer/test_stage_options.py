@@ -130,9 +130,9 @@ def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
 
 
 def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the command refuses the options, or if the manifest or the report's command leaves them out. Also fails
-    if a kept node isn't float. Also fails if no warning says that more samples are requested than the data has, or that
-    SmoothQuant is meant for transformers."""
+    """Fails if the command refuses the options, or if the manifest or the report's command leaves out the options. Also
+    fails if a kept node isn't float. Also fails if no warning says that more samples are requested than the data has,
+    or that SmoothQuant is meant for transformers."""
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["--target", "tensorrt-rtx", "--precision", "int8", "--compute-capability", "8.6", "--data", data]
     mine = ["--quantize", "percentile=99.9", "--quantize", "samples=100000", "--quantize", "keep=second"]

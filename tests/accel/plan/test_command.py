@@ -50,7 +50,7 @@ def test_the_documented_line_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fails if the documented command line doesn't print a table with one line for each layout, the fastest layout
-    first. A mark must show the chosen layout. Also fails if the figures differ from those of --json, or if the table
+    first. The table must mark the chosen layout. Also fails if the figures differ from those of --json, or if the table
     doesn't state its assumptions."""
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")

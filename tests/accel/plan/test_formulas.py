@@ -103,7 +103,7 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_equal_what_autograd_saves(precision: str) -> None:
     """Fails if the formula for the elements that a layer saves is off by more than half a percent. The right number is
-    what autograd keeps."""
+    the number of elements that autograd keeps."""
     layout = Layout(world=1, precision=precision, micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     assert found.activations == pytest.approx(activations(_spec(), layout), rel=0.005)
@@ -120,7 +120,8 @@ def test_states_and_traffic_at_1024_ranks() -> None:
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), layout)
     parameters, gradients, optimizer = model_states(spec, layout)
     assert (found.gradients, found.optimizer) == (gradients, optimizer)
-    # Each rank holds all of the parameters outside the blocks. The plan counts these parameters as temporary.
+    # Each rank holds all of the parameters outside the blocks. The plan counts the parameters outside the blocks as
+    # temporary.
     assert found.parameters == parameters + 2 * spec.outside * 1023 / 1024
     assert temporary(spec, layout) > 2 * spec.outside
     assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
@@ -212,7 +213,7 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
     """Fails if c ranks that share sequences hold other states than c data-parallel ranks, or if each rank doesn't hold
     1 / c of a sequence's activations. Also fails if a rank's traffic per layer and pass isn't (c - 1) / c times 4 s b h
-    / c. This is the traffic of Ulysses (Jacobs et al. 2023, section 3.2)."""
+    / c. The expected traffic is that of Ulysses (Jacobs et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)

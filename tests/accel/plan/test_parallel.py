@@ -62,9 +62,9 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
     """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the closed form allows.
-    Ranks may exceed it by padding, and by the norms, biases and positions that tensor parallel doesn't cut (0.8 % of
-    this model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding, which the
-    plan counts as temporary."""
+    Ranks may exceed the closed form by padding, and by the norms, biases and positions that tensor parallel doesn't cut
+    (0.8 % of this model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding,
+    which the plan counts as temporary."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)

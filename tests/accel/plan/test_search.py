@@ -176,9 +176,8 @@ def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
 
 
 def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
-    """Several layouts have the same estimated time, and the plan must list the simplest of them first. Fails if the
-    first layout recomputes, sends more than another layout, takes smaller micro-batches than fit, or shards
-    needlessly."""
+    """Of several layouts with the same estimated time, the plan must list the simplest layout first. Fails if the first
+    layout recomputes, sends more than another layout, takes smaller micro-batches than fit, or shards needlessly."""
     small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
     first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
     assert first == Layout(world=8, micro_batch=8)  # plain data parallel: a rank's batch is one micro-batch

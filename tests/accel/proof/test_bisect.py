@@ -187,8 +187,8 @@ def test_a_model_against_itself(encoder: Artifact, samples: Path) -> None:
 
 
 def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
-    """Fails if bisect names a difference that a Relu removes as the cause of a later difference, or doesn't report
-    it."""
+    """Fails if bisect doesn't report a difference that a Relu removes, or names this difference as the cause of a later
+    difference."""
 
     def build(path: Path, low: float, factor: float) -> Artifact:
         return artifact(
@@ -220,7 +220,7 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
 
 def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_path: Path) -> None:
     """Fails if bisect finds a difference in a correctly simplified or quantized model. If a scale in the quantized
-    model is wrong, bisect must name the matrix product with this scale."""
+    model is wrong, bisect must name the matrix product with the wrong scale."""
     made = run_stage("simplify", encoder, SimplifyConfig())
     assert bisect(encoder, made, data=samples).divergence is None
     quantized = run_stage("quantize", made, QuantizeConfig(form="tensorrt", data=samples, smooth=0.0))

@@ -55,8 +55,8 @@ def test_a_chain_of_five_stages_gives_the_same(
 def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if accel can't run a chain through NNCF and OpenVINO again from the manifest, or gets other bytes. This is
-    the usual chain for CPUs."""
+    """Fails if accel can't run a chain through NNCF and OpenVINO, the usual chain for CPUs, again from the manifest.
+    Also fails if accel gets other bytes."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))
@@ -84,8 +84,8 @@ def stub(folder: Path, factor: float) -> Path:
 
 
 def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
-    """Fails if reproduce doesn't notice that the source changed. It would then compare the changed model with the
-    recorded model."""
+    """Fails if reproduce doesn't notice that the source changed, and compares the changed model with the recorded
+    model."""
     source = stub(tmp_path, 2.0)
     made = accel.export(f"{source}:make", out=tmp_path / "m.onnx")
     assert reproduce(made).identical

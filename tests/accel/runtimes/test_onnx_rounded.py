@@ -48,7 +48,8 @@ def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
 
 
 def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
-    """Fails if the rounded session leaves subgraphs unchanged. The model then doesn't load, or x*x at 300 is finite."""
+    """Fails if the rounded session leaves subgraphs unchanged. Without a change of the subgraphs, the model doesn't
+    load, or x*x at 300 is finite."""
     branch = helper.make_graph(
         [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],
         "then",

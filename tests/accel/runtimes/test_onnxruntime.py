@@ -48,7 +48,7 @@ def artifact(path: Path) -> Artifact:
 
 
 def unread(path: Path) -> Artifact:
-    """Returns an artifact without opening it, so that the file may be damaged."""
+    """Returns an artifact without opening the file, because the file may be damaged."""
     return Artifact(path=path, kind="onnx", signature=Signature((TensorSpec("x", "float32", (2,)),)))
 
 
@@ -154,7 +154,8 @@ def threads() -> set[str]:
 
 
 def ended(some: set[str]) -> bool:
-    """Tells whether these threads end within 20 seconds. The kernel lists a thread for a moment after it was joined."""
+    """Tells whether the given threads end within 20 seconds. The kernel lists a thread for a moment after it was
+    joined."""
     deadline = time.monotonic() + 20
     while some & threads() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -296,8 +297,8 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
     """Fails if a run of the session takes longer than the runtime's own run plus four times the duration of the input
-    checks. These checks take most of the time that the session adds. The test compares the shortest of many alternating
-    runs, because other work on the machine can only lengthen a run."""
+    checks. The input checks take most of the time that the session adds. The test compares the shortest of many
+    alternating runs, because other work on the machine can only lengthen a run."""
     feeds = {"x": np.ones((1, 3), np.float32)}
     with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
         names, raw = session.outputs, session.session

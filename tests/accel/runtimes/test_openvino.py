@@ -296,8 +296,8 @@ def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
 
 
 def test_overhead_of_a_run(make: Make) -> None:
-    """Fails if a run takes much longer than OpenVINO's own call. Slow causes would be a search for names, or arrays
-    that are copied twice."""
+    """Fails if a run takes much longer than OpenVINO's own call, for example because the session searches names or
+    copies arrays twice."""
     node = helper.make_node("Add", ["x", "y"], ["z"])
     artifact = make([node], [("x", FLOAT, ["batch", 64]), ("y", FLOAT, ["batch", 64])], [("z", FLOAT, ["batch", 64])])
     with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:

@@ -58,8 +58,9 @@ def test_of(digits: Artifact) -> None:
 
 
 def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -> None:
-    """In this call with an ONNX file and its source, some options apply only to the source. Fails if the file gets
-    these options. Also fails if an option that applies to neither the file nor the source is silently ignored."""
+    """In a call with an ONNX file and its source, some options apply only to the source. Fails if the ONNX file gets
+    options that apply only to the source. Also fails if an option that applies to neither the file nor the source is
+    silently ignored."""
     (tmp_path / "net.py").write_text(NET)
     spec = f"{tmp_path / 'net.py'}:make"
     file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})

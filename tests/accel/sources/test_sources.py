@@ -290,8 +290,8 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
-    """Two models have the same class and weights but different settings. Fails if they count as one model, because the
-    cache would then return the first model's result for the second."""
+    """Makes two models of the same class and weights but with different settings. Fails if two models with different
+    settings count as one model. The cache would return the first model's result for the second."""
     path = tmp_path / "two_factories.py"
     path.write_text(
         "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"

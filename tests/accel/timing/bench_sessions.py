@@ -98,8 +98,8 @@ class Simulated(Scripted):
 
 
 def simulated(candidate: Candidate) -> Simulated:
-    """Opens a session that is timed by a simulated clock. The figures are then the same on every machine, idle or
-    busy."""
+    """Opens a session that is timed by a simulated clock, because this clock gives the same figures on every machine,
+    idle or busy."""
     clock = Clock()
     blocks.time.perf_counter_ns = clock
     return Simulated(candidate, clock)

@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     """Fails if a shape is left out or measured at other sizes, or if a report file lacks a shape. Also fails if the
-    report says that a model ran as a CUDA graph although it isn't an engine."""
+    report says that a model that isn't an engine ran as a CUDA graph."""
     outs = [tmp_path / f"r{ending}" for ending in page.ENDINGS]
     words = [w for out in outs for w in ("-o", out)]
     ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", "--cuda-graph", *QUICK, "--json", *words)

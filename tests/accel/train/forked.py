@@ -1,8 +1,8 @@
 """Runs ``python -m MODULE`` by forking each process from a server that has already imported torch, which saves seconds.
 
 ``Server.installed`` makes ``subprocess.Popen`` fork for the modules of ``FORKED``. A forked process is a true child of
-the caller, so ``waitpid`` and signals work. It has its own session, environment, working folder and command line in
-``/proc``.
+the caller, so ``waitpid`` and signals work. The forked process has its own session, environment, working folder and
+command line in ``/proc``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 FORKED = ("torch.distributed.run", "accel.train.run.rank", "accel", "tests.accel.train.parallel.suite")
 # The modules of FORKED that start processes themselves.
 _STARTING = ("torch.distributed.run", "accel")
-# The modules imported before the first fork. These imports must not start a thread, because a fork copies only the
-# thread that forks.
+# The modules imported before the first fork. Imports of these modules must not start a thread, because a fork copies
+# only the thread that forks.
 _IMPORTED = (
     "accel.cli",
     "accel.train.loop",
@@ -59,8 +59,8 @@ def serve(requests: socket.socket) -> None:
             os._exit(0)
         reader, writer = os.pipe()
         if (middle := os.fork()) == 0:
-            # This intermediate process exits at once. The parent of the forked process is then the caller, because the
-            # caller is a subreaper.
+            # This intermediate process exits at once. The caller then becomes the parent of the forked process, because
+            # the caller is a subreaper.
             if (process := os.fork()) == 0:
                 requests.close()
                 os.close(reader)

@@ -178,8 +178,8 @@ def test_normalisation_over_large_activations(tmp_path: Path) -> None:
 
 
 def test_positions_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if angles of thousands of radians are rounded to 11 bits. This rounding causes no overflow, but makes the
-    sines random. Also fails if nodes after the sine stay float32."""
+    """Fails if angles of thousands of radians are rounded to 11 bits. The rounding to 11 bits causes no overflow, but
+    makes the sines random. Also fails if nodes after the sine stay float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [

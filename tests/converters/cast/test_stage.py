@@ -84,7 +84,8 @@ def test_io_is_kept_or_cast(tmp_path: Path) -> None:
 
 
 def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
-    """Fails if each reader of an input gets its own Cast, or each float32 node in a chain."""
+    """Fails if each reader of an input gets its own Cast. Also fails if each float32 node in a chain gets its own
+    Cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [

@@ -67,8 +67,8 @@ def written(folder: Path) -> Path:
     ],
 )
 def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
-    """This net rejects 2, 16 or 17 pixels. Fails if export without --dim refuses the net, doesn't report the compared
-    sizes, or compares at sizes with an empty output."""
+    """The net in this test rejects 2, 16 or 17 pixels. Fails if export without --dim refuses the net, doesn't report
+    the compared sizes, or compares at sizes with an empty output."""
     out = tmp_path / "m.onnx"
     ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr

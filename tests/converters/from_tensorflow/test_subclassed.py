@@ -1,5 +1,5 @@
-"""Proves that Keras models that don't know their inputs work with declared inputs. Also proves this for factories whose
-files don't show that they use TensorFlow."""
+"""Proves that Keras models that don't know their inputs work with declared inputs. Also proves that factories work
+whose files don't show that they use TensorFlow."""
 
 from __future__ import annotations
 

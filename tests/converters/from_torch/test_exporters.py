@@ -91,7 +91,7 @@ def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
-    """Fails if a model that writes to its input changes the gate's samples. The gate would then reject a correct
+    """Fails if a model that writes to its input changes the gate's samples, because the gate would reject a correct
     export."""
     (tmp_path / "small.py").write_text(SMALL_NUMBERS)
     source = f"{tmp_path / 'small.py'}:in_place"

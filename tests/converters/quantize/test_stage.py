@@ -155,8 +155,8 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
 
 
 def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
-    """Fails if per_channel still gives one scale per tensor. This scale would round the depthwise convolution's small
-    channels to zero."""
+    """Fails if per_channel still gives one scale per tensor. One scale per tensor would round the depthwise
+    convolution's small channels to zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     fine = quantize(src, QuantizeConfig(data=data, reduce_range=False), tmp_path / "a.onnx")
@@ -269,7 +269,8 @@ def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
 
 
 def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
-    """Fails if a cast to fp16 leaves scales in float32. The engine would then compute everything in float32."""
+    """Fails if a cast to fp16 leaves scales in float32. With float32 scales, the engine would compute everything in
+    float32."""
     src = conv_net(tmp_path / "m.onnx", opset=17)
     made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
     with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*opset=19"):

@@ -72,8 +72,8 @@ def test_a_guard_that_cannot_act_goes_and_a_row_that_sees_nothing_stays_the_same
 
 @pytest.mark.parametrize(("mask", "scores"), [("-inf", "MatMul"), ("input", "MatMul"), ("lowest", "Log")])
 def test_a_guard_that_can_act_stays(mask: str, scores: str, tmp_path: Path) -> None:
-    """Fails if the guard is removed although the mask or the scores may be -inf. Rows whose mask hides everything are
-    then NaN."""
+    """Fails if the guard is removed although the mask or the scores may be -inf. Without the guard, rows whose mask
+    hides everything are NaN."""
     src = attention(tmp_path / "a.onnx", mask, scores)
     made, removed = convert(src, tmp_path)
     assert removed == 0

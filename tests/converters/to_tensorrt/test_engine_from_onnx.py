@@ -38,7 +38,7 @@ def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) ->
 
 def test_what_was_built_is_recorded(engine: Artifact) -> None:
     """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles. Without a GPU, accel
-    can't read these facts from the engine."""
+    can't read the facts of the manifest from the engine."""
     import tensorrt_rtx_bindings as trt
 
     assert engine.properties["toolkit"] == "tensorrt-rtx"

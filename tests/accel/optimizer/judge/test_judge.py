@@ -131,8 +131,8 @@ def test_a_metric_without_its_array(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])
 def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, tmp_path: Path) -> None:
-    """Fails if the judge uses calibration samples although the data has other samples, or reports that it used all
-    samples."""
+    """Fails if the judge uses calibration samples although the data has other samples. Also fails if the judge reports
+    that it used all samples."""
     judge = Judge(twice(tmp_path), samples(tmp_path, count), None, skip=count // 2)
     rows = np.concatenate([feeds["x"] for feeds in judge._feeds()])
     assert len(rows) == judged

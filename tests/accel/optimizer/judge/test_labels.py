@@ -120,8 +120,9 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
-    """Accel refuses one-hot labels, float class numbers, and class numbers that start at 1. Fails if the error for such
-    labels doesn't say what to save instead, or if an error about other labels gives this advice."""
+    """Accel refuses one-hot labels, float class numbers, and class numbers that start at 1. Fails if the error for one
+    of these three kinds doesn't say what to save instead. Also fails if an error about other labels gives this
+    advice."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 

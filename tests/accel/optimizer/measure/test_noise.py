@@ -44,7 +44,7 @@ def row(name: str, ms: float, **measured: Any) -> CandidateResult:
 
 def test_a_row_that_noise_decided_says_so() -> None:
     """Fails if the report of a verdict that noise decided lacks the noise floor, the interval or the advice. Also fails
-    if the report of a clear verdict has one of these."""
+    if the report of a clear verdict has a noise floor, an interval or advice."""
     source = row("source", 10.0, verdict="baseline")
     hidden = row("int8", 6.7, **HIDDEN)
     same = row("fp32", 10.0, verdict="no measurable difference", speedup=1.01, ci95=[1.0, 1.02], noise_floor=0.31)
@@ -248,7 +248,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """Replaces a candidate's process. In this fake, a block of runs takes no time."""
+    """Replaces a candidate's process. A block of runs takes no time in this class."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None

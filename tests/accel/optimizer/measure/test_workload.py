@@ -133,9 +133,9 @@ def test_what_is_recorded_is_what_is_loaded(
 def test_streams_are_one_session_wherever_it_runs(
     text_model: Artifact, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if accel bench doesn't time an artifact with two streams as accel optimize and accel serve run it: two
-    concurrent runs in one session. Also fails if accel bench uses the two recorded streams although the caller asks for
-    one thread."""
+    """Fails if accel bench doesn't time an artifact with two streams by two concurrent runs in one session. This is how
+    accel optimize and accel serve run the artifact. Also fails if accel bench uses the two recorded streams although
+    the caller asks for one thread."""
     feeds = text_model.signature.example_inputs(batch=2, length=8)
     path = text_model.path
     words: dict[str, Any] = {"inputs": ["ids:int64[batch,length]{0..99}"], "dims": {"length": (4, 16, 128)}}

@@ -105,8 +105,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search accepts pure int8, keeps more layers in float than needed, or builds another model than it
-    found. Also fails if the report lacks a layer's error or the list of float layers."""
+    """Fails if the search accepts pure int8, keeps more layers in float than needed, or builds a model other than the
+    model that it found. Also fails if the report lacks a layer's error or the list of float layers."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -277,7 +277,7 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
     """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast doesn't get
     the layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel. The outputs depend on
-    the sum of these weights, which is too small for fp16."""
+    the sum of two such weights, and this sum is too small for fp16."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -336,7 +336,7 @@ def test_the_order_of_the_steps() -> None:
 
 
 def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
-    """Fails if a search continues beyond the time budget, or returns a result that it hasn't confirmed."""
+    """Fails if a search continues beyond the time budget, or returns an unconfirmed result."""
     ((recipe,), _) = candidates(src, data)
     with pytest.raises(OutOfTime):
         assign(recipe, src, Judge(src, data, None), 0.005, StageCache(), lambda: True)

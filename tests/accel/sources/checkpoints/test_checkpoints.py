@@ -115,9 +115,9 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Fails if accel doesn't join the parts of a tensor as Megatron does. The tensors are grouped query-key-value,
-    SwiGLU's halves, row- and column-parallel layers, the vocabulary and the stacked layers. Also fails if accel doesn't
-    find a norm under both of its names."""
+    """Fails if accel doesn't join the parts of a tensor as Megatron does. The split tensors are grouped
+    query-key-value, SwiGLU's halves, row- and column-parallel layers, the vocabulary and the stacked layers. Also fails
+    if accel doesn't find a norm under both of its names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -141,8 +141,8 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
     """Layers of later pipeline stages, and of the chunks of an interleaved schedule, are numbered within their stage or
-    chunk. Fails if they keep these numbers, or if the last stage's copy of the embedding counts as unexpected. The test
-    writes the checkpoint by hand in Megatron's layout."""
+    chunk. Fails if such layers keep the numbers within their stage or chunk, or if the last stage's copy of the
+    embedding counts as unexpected. The test writes the checkpoint by hand in Megatron's layout."""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)

@@ -80,8 +80,8 @@ def test_bounds_of_openvino(net: str, tmp_path: Path) -> None:
 
 
 def test_bounds_of_a_live_model_are_found(net: str) -> None:
-    """The user declares no bounds for a model that takes lengths up to the sequence's length. Fails if accel refuses
-    the model or exports it without bounds."""
+    """In this test, the user declares no bounds for a model that takes lengths up to the sequence's length. Fails if
+    accel refuses the model, or exports the model without bounds."""
     example = (torch.randint(0, 20, (3, 12)), torch.tensor([3, 12, 7]))
     dynamic = {"ids": {0: "batch", 1: "length"}, "lengths": {0: "batch"}}
     made = accel.Source(live(net), example=example, dynamic=dynamic).open()

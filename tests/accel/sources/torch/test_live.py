@@ -276,7 +276,8 @@ def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
 
 
 def test_a_parametrized_module_still_runs() -> None:
-    """Fails if making a copy without parametrizations also removes them from the class of the user's module."""
+    """Fails if making a copy without parametrizations also removes the parametrizations from the class of the user's
+    module."""
     net = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
     before = net(X)
     accel.Source(net, example=(X,)).open()

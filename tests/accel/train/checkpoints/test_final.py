@@ -44,8 +44,8 @@ def _trained(home: Path, out: Path) -> None:
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
-    """The factory's file and its imports are deleted, and the run folder is moved. Fails if ``accel export`` then can't
-    find the model, or exports another model."""
+    """This test deletes the factory's file and its imports, and moves the run folder. Fails if ``accel export`` can't
+    find the model without these files, or exports another model."""
     home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
     _trained(home, out)
     shutil.rmtree(home)

@@ -32,8 +32,8 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
     """The best checkpoint is lost by one of three events: the run is killed before it writes this checkpoint, the
-    checkpoint is damaged, or the config names another metric. Fails if the run then never keeps a best checkpoint
-    again, or still names the lost checkpoint."""
+    checkpoint is damaged, or the config names another metric. Fails if a run that lost its best checkpoint never keeps
+    a best checkpoint again, or still names the lost checkpoint."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})
@@ -176,7 +176,7 @@ def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
-    """Fails if a run loads a damaged shard or doesn't name it. Also fails if the run stops instead of using the
+    """Fails if a run loads a damaged shard, or doesn't name the shard. Also fails if the run stops instead of using the
     previous checkpoint. The shard is cut off, missing, or changed in one bit."""
     trainer = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
     batches = trainer.batches()
@@ -225,7 +225,7 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
     """Fails if no note says that the order of samples changes when a run resumes with another batch, seed or number of
-    samples. Also fails if the note appears although none of these three changed."""
+    samples. Also fails if the note appears although the batch, the seed and the number of samples stay the same."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []

@@ -128,8 +128,8 @@ def test_masks_of_the_model_stay() -> None:
 
 
 class _Whole(nn.Module):
-    """A model that ignores its positions. If ``mixes`` is true, it instead mixes neighboring tokens outside of
-    attention."""
+    """A model that ignores its positions. If ``mixes`` is true, the model uses its positions, but mixes neighboring
+    tokens outside of attention."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Whole(nn.Module):
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_model_that_does_not_keep_documents_apart_is_refused(mixes: bool) -> None:
-    """Fails if a run starts although its model would mix documents or use wrong positions for them."""
+    """Fails if a run starts although its model would mix documents or use wrong positions."""
     with pytest.raises(
         BadConfig, match="output for a document changes if other documents are in its sequence; let forward take"
     ):

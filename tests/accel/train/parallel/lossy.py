@@ -1,5 +1,5 @@
 """Computes the rounding of ZeRO++ on one process in a few independently written lines. The tests of qwZ and qgZ compare
-with these results.
+with the results of this file.
 
 Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, the values of each block of
 256 are rounded to multiples of 1/127 of the block's largest absolute value.
@@ -16,7 +16,7 @@ from accel.train.loop import Trainer
 
 
 def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Returns ``tensor`` as every rank receives it after the owners of its rows have sent them."""
+    """Returns ``tensor`` as every rank receives it. The rank that holds a row rounds the row before sending."""
     found = tensor.clone()
     for rows in found.chunk(ranks):
         flat = rows.view(-1)

@@ -90,8 +90,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
 
 def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns this rank's bytes for each config of ``names``. They are the bytes held between steps, the maximum bytes
-    held after a micro-batch and between the passes, and the bytes sent in a step."""
+    """Returns this rank's bytes for each config of ``names``. The bytes are those held between steps, the maximum held
+    after a micro-batch and between the passes, and those sent in a step."""
     return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
 

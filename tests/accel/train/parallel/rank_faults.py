@@ -17,8 +17,8 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# The first loss of the last rank is infinite. In a pipeline, the second loss is infinite instead, because torch
-# computes the first loss only to learn the shapes.
+# The first loss of the last rank is infinite. In a pipeline, the second loss of the last rank is infinite instead,
+# because torch computes the first loss only to learn the shapes.
 SPIKY = {
     "zero2": ["parallel.zero=2", f"loss={SMALL}:overflow_once"],
     "tp": ["parallel.tp=2", f"loss={SMALL}:overflow_once"],
@@ -65,8 +65,8 @@ def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, 
 
 def damaged(start: Start, folder: Path) -> dict[str, Any]:
     """Returns the losses of three steps, and the step at which this rank resumes after the last rank's shard was
-    damaged. One bit of this shard is flipped. The run saves checkpoints after its first two steps, and the damaged
-    shard belongs to the second checkpoint."""
+    damaged. One bit of the damaged shard is flipped. The run saves checkpoints after its first two steps, and the
+    damaged shard belongs to the second checkpoint."""
     overrides = ["parallel.zero=3", "checkpoint.asynchronous=false"]
     trainer = start(overrides, folder)
     batches, losses = trainer.batches(), []

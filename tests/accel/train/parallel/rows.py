@@ -181,7 +181,7 @@ GRADIENTS = {
 }
 
 
-# `make test` runs the configs in FAST. They contain each technique at the smallest world size at which the technique
+# `make test` runs the configs in FAST. FAST contains each technique at the smallest world size at which the technique
 # can fail. `make proof` runs the other configs.
 FAST: dict[int, tuple[str, ...]] = {
     2: (

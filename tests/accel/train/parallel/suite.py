@@ -306,7 +306,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # This process ends without cleanup, as a rank of accel does, because gloo's threads outlive the process groups.
-    # Another rank may close its sockets while this rank destroys the objects of these threads. A signal would then kill
-    # this rank.
+    # This process ends without cleanup, as a rank of accel does, because gloo's threads outlive the process groups. If
+    # another rank closes its sockets while this rank destroys the objects of these threads, a signal kills this rank.
     os._exit(0)

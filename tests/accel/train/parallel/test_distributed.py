@@ -112,7 +112,7 @@ def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, n
 @pytest.mark.slow
 def test_the_losses_fall_and_differ(alone: _Alone) -> None:
     """Fails if the reference doesn't learn. Also fails if clipping, rounding, an uneven last batch or packing doesn't
-    change its losses, because ``test_parity`` would then prove nothing."""
+    change the losses of the reference. ``test_parity`` would then prove nothing."""
     assert alone["plain"][-1] < alone["plain"][0] - 0.05
     assert alone["decoder"][-1] < alone["decoder"][0] - 0.05
     others = [name for name in _REFERENCES if name not in ("plain", "decoder")]
@@ -185,8 +185,9 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if the name of a config contains CPU offload, hpZ's second shards or compiled blocks but the run doesn't
-    use them. Also fails if a run uses one of them although the name lacks it. The losses would not show this fault."""
+    """Fails if a run doesn't use CPU offload, hpZ's second shards or compiled blocks although the name of its config
+    contains them. Also fails if a run uses one of these three although the name of its config lacks it. The losses
+    would not show this fault."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:
@@ -239,8 +240,9 @@ def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str
 
 @pytest.mark.slow
 def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> None:
-    """Two ranks save float32 copies and moments, and four ranks load them. Fails if these aren't bit-identical, or if
-    the next losses differ by more than bfloat16's rounding from those of a run that never stopped."""
+    """In this test, two ranks save float32 copies and moments, and four ranks load both. Fails if a loaded copy or
+    moment isn't bit-identical. Also fails if the next losses differ by more than bfloat16's rounding from those of a
+    run that never stopped."""
     whole = results[2]["adamw"]["losses"]
     for rank in results[4]["ranks"]:
         assert rank["adamw"]["equal"]
@@ -292,7 +294,7 @@ def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: in
 def test_power_sgd_is_resumed_with_its_memory(results: dict[int, dict[str, Any]], world: int) -> None:
     """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices. Also fails if another number of
     ranks can't resume from the checkpoint. The losses of steps 6 to 10 have to equal those of a run that never stopped.
-    Without PowerSGD's state, these losses have to differ."""
+    Without PowerSGD's state, the losses of a resumed run have to differ."""
     seen = results[2]["power_sgd"]
     whole = seen["whole"]
     assert seen["first"] == whole[: rows.HALF]

@@ -54,8 +54,8 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Fails if sequence parallel ends in torch's error about shapes when the plan has only column and row styles. Then
-    no module splits the sequence. Also fails if a plan whose embedding splits the sequence is refused."""
+    """Fails if sequence parallel with only column and row styles ends in torch's error about shapes. With only these
+    styles, no module splits the sequence. Also fails if a plan whose embedding splits the sequence is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -94,8 +94,8 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
 
 
 def test_a_stage_sends_what_lies_in_one_piece() -> None:
-    """A stage may end in a transpose, like a ViT's patch embedding. Fails if such a stage returns a view, because a
-    view can't be sent."""
+    """A stage may end in a transpose, like a ViT's patch embedding. Fails if a stage that ends in a transpose returns a
+    view, because a view can't be sent."""
 
     class Patches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

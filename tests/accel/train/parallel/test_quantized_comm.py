@@ -33,8 +33,8 @@ def test_one_outlier_spoils_its_own_block_only() -> None:
 
 
 def test_what_is_no_number_stays_none() -> None:
-    """Fails if one rank's overflow becomes a finite number on the other ranks. These ranks then wouldn't skip the
-    step."""
+    """Fails if one rank's overflow becomes a finite number on the other ranks, because the other ranks wouldn't skip
+    the step."""
     values = torch.ones(3 * BLOCK)
     values[1], values[BLOCK] = torch.nan, torch.inf
     found = dequantize(*quantize(values))
