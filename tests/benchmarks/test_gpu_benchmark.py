@@ -274,7 +274,8 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
 
 def test_going_on_keeps_what_is_there(script: ModuleType, tmp_path: Path) -> None:
     """Fails if a run with ``--go-on`` removes the results of the last run. Also fails if a process that dies before its
-    first measurement is recorded as a failed measurement. A machine without a GPU has this effect."""
+    first measurement is recorded as a failed measurement. Without a GPU, a process dies before its first
+    measurement."""
     file = tmp_path / "gpu_gemm.json"
     file.write_text('{"rows": [], "left": 70}')
     told = tmp_path / "told"
