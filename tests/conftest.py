@@ -21,8 +21,8 @@ pytest_plugins = ["tests.support.tensorflow_models"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Hypothesis examples have no deadline, since the machine may be busy. Each run uses the same examples, and a run with
-# --hypothesis-profile=default uses new examples.
+# Hypothesis examples have no deadline, since the machine may be busy. Each run of the suite uses the same examples.
+# With --hypothesis-profile=default, a run uses new examples.
 settings.register_profile("accel", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("accel")
 
@@ -55,8 +55,8 @@ def one_worker(shared: Path) -> OneWorker:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurements() -> Iterator[None]:
-    """Shortens the blocks of ``accel optimize``. Also shortens the extra rounds, which narrow the intervals for up to
-    30 s. No test needs precise figures, and the tests of the search set their own limits."""
+    """Shortens the blocks of ``accel optimize``. The extra rounds, which narrow the intervals for up to 30 s, also
+    become shorter. No test needs precise figures, and the tests of the search set their own limits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.optimizer.search._BLOCK_SECONDS", 0.05)
         patch.setattr("accel.api.optimized._SECONDS", 1.0)
@@ -105,7 +105,8 @@ class Ran:
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> object:
-    """Returns ``cli``: ``cli("export", ...)`` runs the accel command in this process, exactly as ``main`` does."""
+    """Returns ``cli``: ``cli("export", ...)`` runs the accel command in this process, exactly as accel's ``main``
+    does."""
     import click
 
     from accel.cli import group, run

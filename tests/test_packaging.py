@@ -1,4 +1,4 @@
-"""An installation holds the same files as the checkout."""
+"""Proves that an installation holds the same files as the checkout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_the_symlinks_are_tracked_as_links() -> None:
 
 
 def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
-    """Fails if the wheel lacks a module of a linked folder, a CUDA source or py.typed, or has another folder than accel
-    at the top."""
+    """Fails if the wheel lacks a module of a linked folder, a CUDA source or py.typed. Also fails if the wheel has a
+    top-level folder other than accel."""
     checkout = tmp_path / "checkout"  # a build writes folders into the checkout
     checkout.mkdir()
     for name in ("accel", "converters", "kernels", "serve"):
@@ -59,8 +59,8 @@ SOURCES = [path for folder in ("accel", *PARTS) for path in (ROOT / folder).rglo
 
 
 def test_parts_are_imported_through_accel() -> None:
-    """Fails if a module imports ``converters``, ``kernels`` or ``serve`` as a top-level package. A checkout would
-    load such a package twice, and a wheel lacks these top-level packages."""
+    """Fails if a module imports ``converters``, ``kernels`` or ``serve`` as a top-level package. A checkout would load
+    ``converters``, ``kernels`` or ``serve`` twice, and a wheel lacks these packages."""
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -70,7 +70,8 @@ def test_parts_are_imported_through_accel() -> None:
 
 
 def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
-    """Fails if the error is only ``No module named`` after git wrote the links of the checkout as text files."""
+    """In this test, git wrote the links of the checkout as text files. Fails if the error is only ``No module named``
+    when the links of the checkout are text files."""
     shutil.copytree(ROOT / "accel", tmp_path / "accel", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in PARTS:
         (tmp_path / "accel" / name).unlink()
@@ -84,8 +85,9 @@ def test_a_checkout_without_links_says_so(tmp_path: Path) -> None:
 
 
 def test_nothing_that_runs_names_the_tuner() -> None:
-    """Fails if a module holds the name ``accel.kernels.choose.tune`` as a string, from which it could load the tuner at
-    first use. Then a server might time kernels while it serves. (import-linter checks the imports.)"""
+    """Fails if a module holds the name ``accel.kernels.choose.tune`` as a string, because the module could then load
+    the tuner at first use. A server with the tuner might time kernels while it serves requests. (import-linter checks
+    the imports.)"""
     tuner = re.compile(r"accel\.kernels\.choose\.tune([.:]|$)")
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -94,8 +96,8 @@ def test_nothing_that_runs_names_the_tuner() -> None:
 
 
 def test_files_and_folders_are_small_and_names_are_plain() -> None:
-    """Fails if a file exceeds 450 lines, a folder holds over 15 files (except the commands and the benchmarks), or a
-    file's name is too vague."""
+    """Fails if a file exceeds 450 lines, or if a file's name is too vague. Also fails if a folder holds over 15 files,
+    except the commands and the benchmarks."""
     tests = list((ROOT / "tests").rglob("*.py"))
     for path in [*SOURCES, *tests, *(ROOT / "benchmarks").rglob("*.py")]:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 450, path
@@ -113,8 +115,8 @@ def test_every_folder_says_what_lives_there() -> None:
 
 
 def test_an_errors_text_becomes_one_line_in_one_place() -> None:
-    """Fails if a module joins the lines of an error itself instead of with ``accel.errors.one_line``, or if that
-    function loses text, keeps a line break or exceeds the given length."""
+    """Fails if a module joins the lines of an error itself instead of calling ``accel.errors.one_line``. Also fails if
+    this function loses text, keeps a line break or exceeds the given length."""
     from accel.errors import one_line
 
     error = ValueError("first\n\n  second\tthird " + "x" * 400)

@@ -1,4 +1,4 @@
-"""Cancelled work ends, even if it reports no progress."""
+"""Proves that cancelled work ends, even if it reports no progress."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def stage(function: str) -> Stage:
 def test_a_stage_that_never_reports_is_given_up_with_the_budget(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    """Fails if a stage that reports nothing runs on after its budget, or leaves an entry in the cache."""
+    """Fails if a stage that reports nothing continues after its budget, or leaves an entry in the cache."""
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules["test_cancel"])
     onnx.save(onnx.parser.parse_model(MODEL), str(tmp_path / "m.onnx"))
     src: Artifact = open_onnx(tmp_path / "m.onnx", probe=False)
@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
 
 def test_a_swallowed_ctrl_c_ends_the_run_after_the_stage(tmp_path: Path, own_cache: Path) -> None:
-    """Fails if accel goes on after Ctrl-C because the library under a stage swallowed the error, or if it caches the
+    """Fails if accel continues after Ctrl-C because a library in a stage swallowed the error, or if accel caches the
     stage's result."""
     onnx.save(onnx.parser.parse_model(MODEL), tmp_path / "a.onnx")
     (tmp_path / "deaf.py").write_text(DEAF)
@@ -154,7 +154,7 @@ def test_what_has_ended_is_not_interrupted() -> None:
 
 
 def test_the_outer_check_holds_inside_the_inner_one() -> None:
-    """Fails if an inner check replaces the outer one, or remains after its ``with`` block."""
+    """Fails if an inner check replaces the outer check, or remains after its ``with`` block."""
     with cancelled_by(soon(-1)), pytest.raises(GivenUp), cancelled_by(soon(60)):
         check_cancelled()
     with pytest.raises(GivenUp), cancelled_by(soon(-1)):

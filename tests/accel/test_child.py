@@ -1,4 +1,4 @@
-"""Child processes return answers, report crashes, keep time limits, and end with their parent."""
+"""Proves that child processes return answers, report crashes, keep time limits, and end with their parent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_answers_and_keeps_an_object() -> None:
-    """Fails if a call's result is lost, or if calls don't go to the object that the child made."""
+    """Fails if the result of a call is lost, or if calls don't reach the object that the child made."""
     with Child("fractions:Fraction", {"numerator": 7, "denominator": 20}) as child:
         assert child.call("limit_denominator", max_denominator=3) == Fraction(1, 3)
         assert child.call("os:getpid") == child.pid != os.getpid()
@@ -73,7 +73,7 @@ def test_time_limit_kills() -> None:
 
 
 def test_its_temporary_files_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if temporary files of a library remain after the child ends, crashes or is killed, or if torch's
+    """Fails if temporary files of a library remain after the child ends, crashes or is killed. Also fails if torch's
     compilation cache is deleted with the child's temporary folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -130,8 +130,8 @@ def test_dies_with_its_parent() -> None:
 
 
 def test_what_a_program_wrote(tmp_path: Path) -> None:
-    """Fails if a program doesn't run in the given folder, its output is lost, the caller waits for a hung program,
-    or a hung program keeps running."""
+    """Fails if a program doesn't run in the given folder, or if its output is lost. Also fails if the caller waits for
+    a hung program, or if the hung program keeps running."""
     said = run_program(["/bin/sh", "-c", "pwd; echo bad >&2; exit 3"], folder=tmp_path, timeout=60)
     assert said == f"{tmp_path}\nbad\n"
     pid, hangs = tmp_path / "pid", "echo $$ > new; mv new pid; exec sleep 600"

@@ -1,4 +1,4 @@
-"""Runtimes use no more threads than a container's limit on CPU time allows."""
+"""Proves that runtimes use no more threads than a container's limit on CPU time allows."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_limits_of_control_groups(tmp_path: Path, files: Mapping[str, str], limi
 def test_a_session_takes_no_more_threads_than_the_container_has_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, options: dict[str, int], threads: int
 ) -> None:
-    """Fails if a runtime starts a thread for each core of the machine although the container may use fewer, or if it
-    ignores the threads that the caller passes."""
+    """Fails if a runtime starts one thread for each core although the container may use fewer cores. Also fails if a
+    runtime ignores the number of threads that the caller passes."""
     (tmp_path / "cpu.max").write_text(f"{limit if limit == 'max' else int(limit) * 1000} 1000")
     value = helper.make_tensor_value_info
     node = helper.make_node("Relu", ["x"], ["y"])

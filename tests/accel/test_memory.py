@@ -1,4 +1,4 @@
-"""accel finds the available memory, and closed models return their memory to the system."""
+"""Proves that accel finds the available memory, and that closed models return their memory to the system."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def chain(path: Path, layers: int) -> Path:
 
 
 def kept_after(paths: list[Path]) -> int:
-    """Returns the bytes by which this process grew while it opened, ran and closed models in turn, not counting the
-    first, small model."""
+    """Returns the bytes by which this process grew while it opened, ran and closed models one after another. The first,
+    small model doesn't count."""
     before = 0
     for path in paths:
         with open_session(open_onnx(path)) as session:
@@ -93,7 +93,7 @@ def test_what_there_is(
 @pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library that keeps freed memory is glibc")
 def test_closed_models_leave_no_memory_behind(tmp_path: Path) -> None:
-    """Fails if a process that opened and closed several models keeps as much memory as one of the models takes. A
+    """Fails if a process that opened and closed several models keeps as much memory as one of the models needs. A
     search through many candidates once took several times the memory of the largest candidate."""
     small = chain(tmp_path / "small.onnx", 2)
     large = [chain(tmp_path / f"{index}.onnx", LAYERS + index) for index in range(2)]

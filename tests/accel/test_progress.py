@@ -1,4 +1,5 @@
-"""Progress of public functions: shown in a notebook or an interactive Python, silent in a script."""
+"""Proves that public functions show their progress in a notebook and an interactive Python, and are silent in a
+script."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def interactive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_that_vanishes(interactive: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a notebook shows no progress, breaks the line, or keeps the last line."""
+    """Fails if a notebook shows no progress, breaks the line, or doesn't erase the line at the end."""
     assert work(2) == 2
     shown = capsys.readouterr().err
     assert "\n" not in shown
@@ -38,13 +39,13 @@ def test_a_line_that_vanishes(interactive: None, capsys: pytest.CaptureFixture[s
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a script gets output that it didn't ask for."""
+    """Fails if a script gets output that it didn't request."""
     work(2)
     assert capsys.readouterr().err == ""
 
 
 def test_another_watcher(interactive: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a caller that watches the progress doesn't get it."""
+    """Fails if a caller that watches the progress gets no messages."""
     seen: list[str] = []
     with watched_by(lambda message, _: seen.append(message)):
         work(2)
@@ -54,7 +55,7 @@ def test_another_watcher(interactive: None, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("name", ["export", "optimize", "bench", "verify"])
 def test_public_functions(name: str, interactive: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Fails if a public function that takes long shows no progress, or leaves a line after an error."""
+    """Fails if a slow public function shows no progress, or doesn't erase its line after an error."""
     arguments = {"export": ("n.py:f",), "optimize": ("n.py:f",), "bench": (["n.py:f"],), "verify": ("n.py:f", "m.onnx")}
     with pytest.raises(BadSource):
         getattr(accel, name)(*arguments[name], **({"out": tmp_path / "x.onnx"} if name == "export" else {}))

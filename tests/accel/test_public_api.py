@@ -1,4 +1,4 @@
-"""accel imports fast, shows its help fast, and documents its public names."""
+"""Proves that accel imports fast, shows its help fast, and documents its public names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specs and ranges survive printing and parsing, and example inputs stay inside their ranges."""
+"""Proves that specs and ranges survive printing and parsing, and that example inputs stay inside their ranges."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def stepped(draw: st.DrawFn) -> DimRange:
 
 @given(signatures, st.lists(stepped(), min_size=3, max_size=3))
 def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[DimRange]) -> None:
-    """Fails if a gate or a probe of the outputs runs at a size between the multiples or outside the range, if the
-    manifest or the command line loses the step, or if feeds of another size are accepted."""
+    """Fails if a gate or a probe of the outputs runs at a size between the multiples or outside the range. Also fails
+    if the manifest or the command line loses the step, or if a session accepts inputs of a wrong size."""
     signature = signature.with_dims(dict(zip(signature.dims, found, strict=False)))
     for sizes in (*signature.cases(), *probe_cases(signature)):
         assert all(r.min <= sizes[d] <= r.max and sizes[d] % r.step == 0 for d, r in signature.dims.items())
@@ -79,8 +79,8 @@ def test_every_size_is_a_multiple_of_its_step(signature: Signature, found: list[
 
 
 def test_without_a_step_nothing_is_written_differently() -> None:
-    """Fails if the manifest or the cache key of a model without steps differs from that of an older version of accel,
-    which had no steps."""
+    """Fails if a model without steps gets another manifest or cache key than in older versions of accel, which had no
+    steps."""
     signature = Signature((TensorSpec.parse("x:float32[batch,length]"),), (), {"length": DimRange(4, 8, 32)})
     assert json.dumps(signature.to_json()["dims"]) == '{"batch": [1, 1, 8], "length": [4, 8, 32]}'
     older = {"inputs": signature.to_json()["inputs"], "outputs": [], "dims": {"batch": [1, 2, 3]}}
@@ -92,7 +92,7 @@ def test_without_a_step_nothing_is_written_differently() -> None:
 
 
 def test_a_range_in_place_of_another() -> None:
-    """Fails if a narrower range loses the step of the earlier range, or keeps a step that its sizes contradict."""
+    """Fails if a narrower range loses the step of the earlier range, or keeps a step that doesn't fit its sizes."""
     known = DimRange(16, 32, 64, 4)
     assert DimRange(16, 20, 32).over(known) == DimRange(16, 20, 32, 4)
     assert DimRange(16, 21, 32).over(known) == DimRange(16, 21, 32)
@@ -178,8 +178,8 @@ def test_two_inputs_of_one_name() -> None:
 
 
 def test_an_input_with_a_default_may_be_left_out() -> None:
-    """Fails if an input with a default is required, isn't checked when it is passed, is added to examples, or is lost
-    in the manifest."""
+    """Fails if an input with a default is required, or isn't checked when the caller passes it. Also fails if an input
+    with a default is added to examples, or is lost in the manifest."""
     default = TensorSpec("k", "int64", (1,), optional=True)
     signature = Signature((TensorSpec("x", "float32", ("batch", 4)), default))
     assert Signature.from_json(signature.to_json()) == signature

@@ -1,4 +1,5 @@
-"""Messages name an option as its caller writes it: as an argument in Python, as an option on the command line."""
+"""Proves that messages name an option as its caller writes it: as an argument in Python, as an option on the command
+line."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ CASES = [
 
 @pytest.mark.parametrize(("words", "in_python", "on_the_line"), CASES)
 def test_each_option_has_two_spellings(words: tuple[Any, ...], in_python: str, on_the_line: str) -> None:
-    """Fails if a message doesn't name an option as its caller writes it, or if the command line's spelling remains
-    after the command."""
+    """Fails if a message doesn't name an option as the caller writes it. Also fails if messages still use the command
+    line's form after the command has ended."""
     assert option(*words) == in_python
     with on_command_line():
         assert option(*words) == on_the_line
@@ -59,8 +60,8 @@ def test_threads_and_child_processes_follow() -> None:
 
 
 def test_an_error_names_the_callers_option(cli: Any, tmp_path: Path) -> None:
-    """Fails if an error names an option of the command line to a Python caller, or a Python argument to a user of the
-    command line."""
+    """Fails if an error gives a Python caller an option of the command line, or gives a user of the command line a
+    Python argument."""
     with pytest.raises(UnsupportedHere, match=r"pass opset=13 to 23$"):
         accel.export("net.py:make", opset=99, out=tmp_path / "net.onnx")
     ran = cli("export", "net.py:make", "--opset", "99", "-o", tmp_path / "net.onnx")

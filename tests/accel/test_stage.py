@@ -1,4 +1,5 @@
-"""Running a stage enforces the contract, the gates and the cache, here on tiny stages with one planted fault each."""
+"""Proves that running a stage enforces the contract, the gates and the cache. The stages here are tiny, and each has
+one planted fault."""
 
 from __future__ import annotations
 
@@ -141,8 +142,8 @@ def test_a_good_stage_is_recorded(source: Artifact, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_contract_stops_at_its_stage(source: Artifact, tmp_path: Path, fault: str, words: str) -> None:
-    """Fails if a fixed batch, a changed opset or IR or a lost name passes, if the error blames another stage, or if the
-    fix is an option that doesn't exist."""
+    """Fails if a fixed batch, a changed opset or IR version or a lost name passes. Also fails if the error blames
+    another stage, or if the fix names an option that doesn't exist."""
     out = tmp_path / "out.onnx"
     with pytest.raises(SignatureDrift, match=words.replace("(", r"\(")):
         run(source, fault, out)
@@ -157,11 +158,11 @@ def test_a_batch_baked_in_behind_a_dynamic_declaration(source: Artifact, tmp_pat
 
 @pytest.mark.parametrize("fault", ["excuse", "wrong"])
 def test_a_full_disk_behind_another_reason(source: Artifact, tmp_path: Path, fault: str) -> None:
-    """Fails if the error hides a full disk because the library gave another reason or wrote a wrong file, or if the
-    error blames the disk although there is room."""
+    """Fails if the error hides a full disk because the library gave another reason or wrote a wrong file. Also fails if
+    the error blames the disk although the disk has room."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end
-    # the process.
+    # By default, Python ignores SIGXFSZ. LLVM makes SIGXFSZ end the process, and another test may have loaded LLVM into
+    # this process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     try:
@@ -190,7 +191,7 @@ def test_a_failed_gate_sets_the_file_aside(source: Artifact, tmp_path: Path) -> 
 
 
 def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error describes infinite outputs by a number, "1e+30", that no model computed."""
+    """Fails if the error describes infinite outputs by the number "1e+30", which no model computed."""
     with pytest.raises(GateFailed) as error:
         run(source, "infinite", tmp_path / "out.onnx")
     assert "4 values are NaN or infinite where the reference is not; the file is set aside" in str(error.value)
@@ -201,7 +202,7 @@ def test_infinite_outputs_are_named(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an identical stage runs again, or if its cached result differs."""
+    """Fails if an identical stage runs again, or if its cached result differs from the first result."""
     first = run(source, "", tmp_path / "a.onnx")
     second = run(source, "", tmp_path / "b.onnx")
     assert CALLS == [""]
@@ -209,8 +210,8 @@ def test_the_second_run_does_no_work(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_what_counts_for_the_cache(source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the cache ignores a changed limit, option, package version, stage version or file content, or treats
-    another path to the same content as a change."""
+    """Fails if the cache ignores a changed limit or option, another version of a package or of the stage, or other
+    contents of a file. Also fails if the same contents under another path count as a change."""
     one, same, other = (tmp_path / name for name in ("one", "same", "other"))
     one.write_text("a")
     same.write_text("a")
@@ -260,8 +261,8 @@ def test_an_interrupted_stage_leaves_nothing(source: Artifact, own_cache: Path, 
 
 
 def test_sigkill_then_resume(source: Artifact, own_cache: Path, tmp_path: Path) -> None:
-    """Fails if, after a kill in the second stage, the next run repeats the first stage, or if a half-written file has a
-    final name."""
+    """A run is killed in its second stage. Fails if the next run repeats the first stage, or if a half-written file has
+    a final name."""
     code = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
         "import test_stage as t\n"
@@ -294,7 +295,7 @@ def test_sigkill_then_resume(source: Artifact, own_cache: Path, tmp_path: Path) 
 
 
 def test_outputs_are_remembered_for_these_inputs_alone(tmp_path: Path) -> None:
-    """Fails if feeds with the same bytes in another shape or dtype get each other's cached outputs."""
+    """Fails if inputs with the same bytes in another shape or dtype get each other's cached outputs."""
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["a", "b"]) for n in "xy")
     graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
     path = tmp_path / "neg.onnx"

@@ -1,4 +1,4 @@
-"""The script that checks the verdicts of accel bench counts right and wrong verdicts correctly."""
+"""Proves that the script that checks the verdicts of accel bench counts right and wrong verdicts correctly."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_the_claims(script: ModuleType) -> None:
     text = script.page({"rows": rows})
     assert text.count("does not hold") == 2
     assert "same-03, same-07, same-09" in text
-    assert not any(claim.holds for claim in script.claims({}))  # without runs, no claim holds
+    assert not any(claim.holds for claim in script.claims({}))  # without runs, no claim can hold
 
 
 def test_the_delay(script: ModuleType) -> None:
-    """Fails if the delayed session doesn't run the model, or isn't slower by at least a tenth."""
+    """Fails if the delayed session doesn't run the model, or isn't slower by at least a tenth of the time."""
     session = SimpleNamespace(signature="s", run=lambda feeds: (time.sleep(0.05), feeds)[1])
     delayed = script.Delayed(session)
     assert delayed.signature == "s"
@@ -73,7 +73,7 @@ def test_both_kinds_are_mixed(script: ModuleType) -> None:
 
 @pytest.mark.proof
 def test_a_run_of_each_kind(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if the script can't run its model on a runtime, or writes other results than the measured ones."""
+    """Fails if the script can't run its model on a runtime, or writes results other than the measured results."""
     artifacts = script.models(tmp_path)
     for name, runtime in (("delayed-02", "onnxruntime"), ("same-01", "openvino")):
         found = script.run(name, artifacts, {"rounds": 5, "block_seconds": 0.01})

@@ -1,9 +1,9 @@
 """Without a GPU, the tests show that the GPU benchmark orders its rows, judges its goals and writes its files
 correctly.
 
-These tests fail if the most important rows don't come first, or if a goal's ratio is inverted or judged on the wrong
-rows. The tests fail if a failed row breaks the report, or if a second run doesn't add to the first run's results, or
-adds to results of another GPU. The tests fail if a run without a GPU reports a result.
+These tests fail if the most important rows don't come first. They also fail if a goal's ratio is inverted or judged on
+the wrong rows. The tests fail if a failed row breaks the report. They also fail if a second run doesn't add to the
+first run's results, or adds to results of another GPU. The tests fail if a run without a GPU reports a result.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def test_what_is_written(script: ModuleType, tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu_gemm.json", "gpu_gemm.md"]
 
 
-# A stand-in for the script that measures. One problem aborts the process, one hangs, one raises an error, and one
-# loses the GPU.
+# Replaces the script that measures. One problem aborts the process, one hangs, one raises an error, and one loses the
+# GPU.
 STAND_IN = """
 import argparse, importlib.util, os, pathlib, sys, time
 sys.path.insert(0, os.path.dirname({script!r}))
@@ -172,8 +172,8 @@ def test_a_row_that_kills_or_hangs_its_process_is_one_row(
 
 
 def test_torch_compile_is_asked_for_every_problem(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a "torch.compile" result comes from the uncompiled function. torch.compile compiles the same code at
-    most eight times, and runs it uncompiled after that."""
+    """Fails if a result named "torch.compile" comes from the uncompiled function. The limit of torch.compile is eight
+    compilations of the same code, and further calls run uncompiled."""
     made = 0
 
     def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Any:
@@ -242,8 +242,8 @@ def stand_ins(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a second run measures existing rows again, skips a missing torch.compile, or adds to results of another
-    driver or of other rows."""
+    """Fails if a second run measures existing rows again, or skips a missing row of torch.compile. Also fails if the
+    run adds to results of another driver or of other rows."""
     asked = stand_ins(script, monkeypatch)
     file = tmp_path / "gpu_gemm.json"
     script.run(30.0, tmp_path, go_on=True)  # there is no file yet, and 30 s are too few for torch.compile
@@ -274,7 +274,8 @@ def test_a_second_run_adds_what_is_missing(script: ModuleType, tmp_path: Path, m
 
 def test_going_on_keeps_what_is_there(script: ModuleType, tmp_path: Path) -> None:
     """Fails if a run with ``--go-on`` removes the results of the last run. Also fails if a process that dies before its
-    first measurement, for example without a GPU, is recorded as a failed measurement."""
+    first measurement is recorded as a failed measurement. Without a GPU, a process dies before its first
+    measurement."""
     file = tmp_path / "gpu_gemm.json"
     file.write_text('{"rows": [], "left": 70}')
     told = tmp_path / "told"

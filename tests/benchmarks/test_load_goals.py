@@ -1,4 +1,4 @@
-"""The load benchmark judges its goals correctly, and counts lost and repeated answers."""
+"""Proves that the load benchmark judges its goals correctly, and counts lost and repeated answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_goals(script: ModuleType) -> None:
-    """Fails if a ratio is inverted or not computed per round, or if a goal is met on the wrong side of its bound.
-    Also fails if a ratio uses the slower setup of a peer, or compares rates of different concurrencies."""
+    """Fails if a ratio is inverted or isn't computed for each round, or if a goal is met on the wrong side of its
+    bound. Also fails if a ratio uses the slower setup of another server, or compares rates at different
+    concurrencies."""
     rates = {
         # The machine is twice as slow in the second round, for both servers.
         ("mlp", "accel", 8): [3300.0, 1700.0, 3200.0], ("mlp", "mlserver", 8): [1000.0, 500.0, 1000.0],
@@ -62,8 +63,9 @@ def test_what_was_not_measured(script: ModuleType) -> None:
     [(100, 0, True), (104, 0, True), (103, 1, True), (99, 0, False), (95, 5, False), (113, 0, False), (100, 9, False)],
 )
 def test_counts_that_differ(monkeypatch: pytest.MonkeyPatch, success: int, fail: int, agrees: bool) -> None:
-    """Fails if a run passes although requests were lost, were answered twice, or failed without the load generator
-    seeing the failure. The load generator counts 100 answers, and up to 8 requests may be open when it stops."""
+    """Fails if a run passes although requests were lost or were answered twice. Also fails if a run passes although
+    requests failed unseen by the load generator. The load generator counts 100 answers, and up to 8 requests may be
+    open when it stops."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     found = iter([(7, 3), (7 + success, 3 + fail)])
@@ -89,8 +91,8 @@ def test_requests_that_never_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_page_says_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if lost and repeated answers have no column, if a server without counts gets 0 in these columns, or if
-    the text quotes other rates than this run's."""
+    """Fails if lost and repeated answers have no column, or if a server without counts gets 0 in these columns. Also
+    fails if the text quotes rates of another run."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     serve_load = importlib.import_module("serve_load")
     run = {"rate": 100.0, "p50": 0.26, "p99": 1.0, "failed": 0.0}

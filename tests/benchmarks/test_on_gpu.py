@@ -1,8 +1,8 @@
-"""The command for a machine with a GPU runs and reports all its steps, here with short commands as steps.
+"""Proves that the command for a machine with a GPU runs and reports all its steps. The steps here are short commands.
 
-These tests fail if the steps after a failed or hung step don't run, if a step's processes run on after the step's
-limit, or if the report is written only at the end. The tests fail if the whole run exceeds its time limit, if a test
-for a GPU is in no shard, if a failed test isn't named, or if skipped tests count as passed.
+These tests fail if the steps after a failed or hung step don't run, or if a step's processes continue after the step's
+limit. They also fail if the report is written only at the end. The tests fail if the whole run exceeds its time limit,
+or if a test for a GPU is in no shard. They also fail if a failed test isn't named, or if skipped tests count as passed.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def test_the_whole_has_an_end(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_compute_sanitizer_has_its_time(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if compute-sanitizer has too little time to start torch, or the benchmark has no time, when all other
-    steps reach their limits. The library is already built."""
+    """Fails if compute-sanitizer has too little time to start torch when all other steps reach their limits. Also fails
+    if the other steps at their limits leave no time for the benchmark. The library is already built."""
     monkeypatch.setenv("ACCEL_KERNEL_LIBRARY", str(SCRIPT))  # any existing file
     left, granted = 570.0, {}
     for step in script.steps(16, tmp_path):
@@ -141,8 +141,8 @@ def file_of(script: ModuleType, folder: Path, name: str, text: str) -> list[str]
 
 
 def test_what_was_skipped_is_not_called_passed(script: ModuleType, tmp_path: Path) -> None:
-    """Fails if a step counts as passed although all its tests were skipped (pytest then exits with 0). One test that
-    ran is enough, since a machine may lack what the other tests need."""
+    """Fails if a step counts as passed although all its tests were skipped (pytest then exits with 0). One executed
+    test is enough, because a machine may lack what the other tests need."""
     skip = "@pytest.mark.skip(reason='needs what is not here')\ndef test_one(): ...\n"
     skipped = file_of(script, tmp_path, "test_skipped.py", skip)
     mixed = file_of(script, tmp_path, "test_mixed.py", skip + "def test_two(): ...\n")
@@ -184,9 +184,9 @@ def test_every_test_for_a_gpu_is_in_a_shard(script: ModuleType) -> None:
 def test_a_file_that_cannot_be_imported_is_seen(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the tests of a file that can't be imported are missing without an error. Also fails if a folder whose
-    conftest.py lacks a package hides the tests of all other folders, so that the step passes with nothing to run."""
-    mark = "gpu"  # written as a literal below, the mark would make this file count as a file with tests for a GPU
+    """Fails if a file that can't be imported loses its tests without an error. Also fails if a folder whose conftest.py
+    lacks a package hides the tests of all other folders. The step would pass without running a test."""
+    mark = "gpu"  # if this mark were written in one piece, this file would count as a file with tests for a GPU
     (tmp_path / "test_whole.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_one(): ...\n")
     (tmp_path / "test_broken.py").write_text("import pytest, nothing_of_this_name\n")
     (tmp_path / "lacking").mkdir()
@@ -209,8 +209,8 @@ def test_a_file_that_cannot_be_imported_is_seen(
 @pytest.mark.proof
 @pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected(script: ModuleType) -> None:
-    """Fails if a test for a GPU can't be imported, or if compute-sanitizer tests run beside tests that share the
-    GPU."""
+    """Fails if a test for a GPU can't be imported. Also fails if compute-sanitizer tests run beside tests that share
+    the GPU."""
     names, missing = script.collected(seconds=600)
     assert missing == []
     functions = {re.sub(r"\[.*", "", name.partition("::")[2]) for name in names}

@@ -1,4 +1,4 @@
-"""The page of the suite's time has every run of pytest and the slowest tests, slowest first."""
+"""Proves that the page of the suite's time has every run of pytest, and the slowest tests with the slowest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zoo classifies what happened, keeps its limits, and goes on after an interruption."""
+"""Proves that the zoo classifies the outcome for each model, keeps its limits, and continues after an interruption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes a family of three models: one that works, one that draws random numbers, one that returns no tensor."""
+    """Makes a family of three models. One works, one draws random numbers, and one returns no tensor."""
     case = importlib.import_module("zoo_models.case")
 
     class Noise(torch.nn.Module):
@@ -56,8 +56,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.usefixtures("zoo")
 @pytest.mark.filterwarnings("ignore")
 def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Fails if a model that works, is refused rightly, or can't be made gets another class, or if a file that computes
-    something else than the model passes for right."""
+    """Fails if a model that works, is rightly refused or can't be made gets a wrong class. Also fails if an exported
+    file with other outputs than the model's counts as right."""
     toys(monkeypatch)
     trial = importlib.import_module("zoo_models.trial")
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path / "cache"))
@@ -84,7 +84,7 @@ def test_the_classes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_a_message_asks_for(zoo: ModuleType) -> None:
-    """Fails if an argument in a message is not followed, or a word that is no argument is."""
+    """Fails if the zoo doesn't follow an argument that a message names, or follows a word that isn't an argument."""
     trial = importlib.import_module("zoo_models.trial")
     assert zoo.CLASSES
     text = "try one size: inputs=['x:float32[2,3]', 'n:int64[2]'] or dims={'n': '1:2:3'}; pass limit=0.002."
@@ -95,7 +95,7 @@ def test_what_a_message_asks_for(zoo: ModuleType) -> None:
 
 
 def child(kind: str, out: str) -> None:
-    """Is the target of a child process: works, hangs, fills the memory, or dies."""
+    """Runs in a child process, and works, hangs, fills the memory or dies."""
     if kind == "works":
         Path(out).write_text(json.dumps({"class": "first"}))
     elif kind == "hangs":
@@ -109,8 +109,8 @@ def child(kind: str, out: str) -> None:
 
 
 def test_the_limits_of_a_child(zoo: ModuleType) -> None:
-    """Fails if a child that hangs, fills the memory or dies ends the run or passes for a result."""
-    context = multiprocessing.get_context("fork")  # a spawned child would import torch
+    """Fails if a child process that hangs, fills the memory or dies ends the run or counts as a result."""
+    context = multiprocessing.get_context("fork")  # a spawned child process would import torch
     limits = zoo.Limits(seconds=20.0, memory=4000.0)
     found = zoo.in_child(context, child, ("works",), limits)
     assert found["class"] == "first"
@@ -127,8 +127,8 @@ def row(name: str, kind: str, tool: str = "accel") -> dict[str, Any]:
 
 
 def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
-    """Fails if a model with a result is tried again, if one without is left out, or if a line cut by an interruption
-    ends the run."""
+    """Fails if a model with a result is tried again, or if a model without a result is left out. Also fails if a line
+    that an interruption cut off ends the run."""
     path = tmp_path / "zoo.jsonl"
     lines = [json.dumps(row("a", "failed")), json.dumps(row("b", "not made")), json.dumps(row("a", "first"))]
     path.write_text("\n".join(lines) + '\n{"family": "own", "na')
@@ -143,7 +143,7 @@ def test_an_interrupted_run_goes_on(zoo: ModuleType, tmp_path: Path) -> None:
 
 
 def test_the_page(zoo: ModuleType) -> None:
-    """Fails if a model that the zoo can't make is counted, or if a model that did not work has no line."""
+    """Fails if a model that the zoo can't make is counted, or if a model that didn't work has no line."""
     rows = [row("a", "first"), row("b", "failed"), row("c", "not made"), row("a", "failed", "torch.onnx")]
     read = {(r["family"], r["name"], r["tool"]): r for r in rows}
     text = zoo.page(read, {"cpu": "a CPU", "cores": 2, "date": "2026-11-24T00", "versions": {"torch": "2.13"}})

@@ -1,5 +1,5 @@
-"""README and docs are correct: their Python and commands run, links and pictures are valid, and every error is
-listed."""
+"""Proves that README and docs are correct. Their Python and commands run, links and pictures are valid, and every error
+is listed."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_the_ten_options() -> None:
 
 @pytest.mark.proof
 def test_the_commands_about_optimizing(user_folder: Path, cli: Any) -> None:
-    """Fails if a command of optimize.md, engines.md or measure.md doesn't work as written, or if a page names an
-    option that doesn't exist."""
+    """Fails if a command of optimize.md, engines.md or measure.md doesn't work as written. Also fails if one of these
+    pages names an option that doesn't exist."""
     from importlib import import_module
 
     from accel.cli import COMMANDS
@@ -177,8 +177,8 @@ def canonical(name: str) -> str:
 
 
 def test_every_requirement_is_pinned() -> None:
-    """Fails if constraints.txt doesn't pin a requirement of accel, of an extra or of the build, if a pin contradicts
-    pyproject.toml, or if two builds of one package are pinned to different releases."""
+    """Fails if constraints.txt doesn't pin a requirement of accel, of an extra or of the build. Also fails if a pin
+    contradicts pyproject.toml, or if two builds of one package are pinned to different releases."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -269,7 +269,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 
 def test_the_layers_of_the_architecture_are_those_of_the_linter() -> None:
-    """Fails if docs/architecture.md shows other layers than import-linter enforces."""
+    """Fails if the layers in docs/architecture.md aren't the layers that import-linter enforces."""
     import tomllib
 
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][

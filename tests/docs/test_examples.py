@@ -1,4 +1,4 @@
-"""The scripts in examples/ run unchanged in an empty folder, and print the documented result."""
+"""Proves that the scripts in examples/ run unchanged in an empty folder, and print the documented result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support import ROOT
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-# Maps each script to the text that the script prints, and to whether the script takes minutes of measuring.
+# Maps each script to two values: the text that the script prints, and whether the script measures for minutes.
 PROMISES = {
     "engine_for_another_gpu": ("tensorrt-rtx fp16        chosen", True),
     "optimize_image": ("chosen: ", True),

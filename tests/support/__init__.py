@@ -1,4 +1,4 @@
-"""Shared code of the tests: builders of models and files, servers, fakes, a browser. ``ROOT`` is the repository's
+"""Code that the tests share: builders of models and files, servers, fakes, a browser. ``ROOT`` is the repository's
 root."""
 
 from pathlib import Path

@@ -21,7 +21,7 @@ MISSING = "needs Chromium: apt-get install chromium"
 # In CI, tests fail without a browser instead of being skipped.
 browser = pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason=MISSING)
 
-# A container's /dev/shm is too small for a browser, and the browser's first run asks questions.
+# A container's /dev/shm is too small for a browser, and a browser asks questions in its first run.
 QUIET = ("--disable-dev-shm-usage", "--no-first-run")
 
 
@@ -43,7 +43,7 @@ def _run(folder: Path, *words: str) -> str:
 
 
 def document(folder: Path, address: str, milliseconds: int = 3000) -> str:
-    """Returns the DOM of the page at ``address`` after ``milliseconds`` of virtual time."""
+    """Returns the DOM of the page at ``address`` after the page ran for ``milliseconds`` of virtual time."""
     return _run(folder, "--window-size=1400,900", "--dump-dom", f"--virtual-time-budget={milliseconds}", address)
 
 
@@ -120,7 +120,7 @@ def opened(folder: Path, address: str) -> Iterator[Page]:
     command = chromium(folder, "--window-size=1200,700", "--remote-debugging-pipe", "about:blank")
     to_browser, from_browser = os.pipe(), os.pipe()
     ends = (to_browser[0], from_browser[1])
-    # The browser reads from descriptor 3 and writes to 4.
+    # The browser reads from file descriptor 3 and writes to file descriptor 4.
     shell = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", *command]
     log = folder / "browser.log"
     with log.open("wb") as stderr:

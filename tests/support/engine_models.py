@@ -76,7 +76,7 @@ def two_inputs_source(folder: Path) -> Artifact:
 
 
 def two_inputs_engine(source: Artifact, folder: Path) -> Artifact:
-    """Builds an engine for two GPU architectures by ``run_stage``, with the ranges of the signature."""
+    """Builds an engine for two GPU architectures with ``run_stage``. The engine has the ranges of the signature."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6", "12.0"))
     cache = StageCache(folder / "cache")
     return run_stage("engine_from_onnx", source, config, cache=cache, out=folder / "two.engine")

@@ -1,4 +1,4 @@
-"""A fake CUDA and a fake engine in plain memory, for the TensorRT session without a GPU."""
+"""A fake CUDA and a fake engine in plain memory, with which the TensorRT session runs without a GPU."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class FakeEngine:
 
 
 class FakeToolkit:
-    """The parts of the tensorrt module that a session uses. An engine file starts with ENGINE."""
+    """The parts of the tensorrt module that a session uses. An engine file must start with ENGINE."""
 
     __version__ = "1.7.1"
     TensorLocation = SimpleNamespace(HOST="host", DEVICE="device")

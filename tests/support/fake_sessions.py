@@ -21,7 +21,7 @@ POISON = -666.0
 
 
 class FakeClock:
-    """A clock whose time, in seconds, the test sets."""
+    """A clock that shows the time in seconds that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -31,8 +31,8 @@ class FakeClock:
 
 
 class FakeSession:
-    """Computes ``y = 2 * x`` and ``z``, the sum of each row. Records the rows of each run, calls ``during`` inside a
-    run, and raises on a row with POISON."""
+    """Computes ``y = 2 * x`` and ``z``, the sum of each row. Records the rows of each run, calls ``during`` inside each
+    run, and raises an error on a row with POISON."""
 
     def __init__(self, signature: Signature = SIGNATURE) -> None:
         self.signature = signature
@@ -122,7 +122,8 @@ def by_hand(
 
 
 def waiting(**options: Any) -> Scheduling:
-    """Returns a scheduling that waits 1 ms for more rows, even if an instance is idle. A batch has up to 8 rows."""
+    """Returns a scheduling config that waits 1 ms for more rows, even if an instance is idle. A batch has up to 8
+    rows."""
     return Scheduling(**{"max_batch_size": 8, "dynamic": True, "max_delay_us": 1000, "eager": False} | options)
 
 

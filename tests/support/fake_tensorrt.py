@@ -1,5 +1,5 @@
-"""A stand-in for TensorRT: a registry of plugins, and a parser that chooses between plugin and function body as
-TensorRT's parser does. The stand-in builds an engine that lists its layers as JSON."""
+"""A stand-in for TensorRT: a registry of plugins and a parser. Like TensorRT's parser, this parser chooses between
+plugin and function body. The stand-in builds an engine that lists its layers as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig
 from accel.kernels.tensorrt.quick_plugins import PluginKernel
 from accel.stage import run_stage
 
-# For a node with a function body, TensorRT 10.0 uses the body. Later versions use a plugin with the name, version and
-# namespace of the node if such a plugin exists. From 10.14 on, TensorRT uses the plugin only if the node itself names a
+# For a node with a function body, TensorRT 10.0 uses the body. Versions after 10.0 use a plugin with the node's name,
+# version and namespace if the plugin exists. From 10.14 on, TensorRT uses the plugin only if the node itself names a
 # namespace.
 RULES = ("body first", "plugin first", "plugin where it is named")
 
@@ -124,8 +124,8 @@ class FakeTensorRT(ModuleType):
 
 
 def with_weights(content: bytes, path: Path) -> onnx.ModelProto:
-    """Returns the model with its external weights. Reads the weights as TensorRT's parser does: from the folder of
-    ``path``, through links, but never from a parent folder."""
+    """Returns the model with its external weights. Reads the weights as TensorRT's parser does. TensorRT reads from the
+    folder of ``path``, also through links, but never from a parent folder."""
     model = onnx.ModelProto.FromString(content)
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:

@@ -28,7 +28,7 @@ def artifact(
     opset: int = 20,
     dims: dict[str, DimRange] | None = None,
 ) -> Artifact:
-    """Saves and opens an ONNX file of these nodes."""
+    """Saves an ONNX file of these nodes and opens it."""
     graph = helper.make_graph(
         nodes,
         "g",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[bytes]:
-    """Finds child processes that were started for ``pid``. Searches the command lines, because an orphan has another
-    parent."""
+    """Finds child processes that were started for the process ``pid``. Searches the command lines, because an orphan's
+    parent is another process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -44,7 +44,7 @@ ensemble_scheduling {
 }
 """
 
-# A folder for the server's Python path. In this folder, sitecustomize.py makes models under "bad" fail as their input
+# A folder for the server's Python path. sitecustomize.py in this folder makes models under "bad" fail as their input
 # says.
 FAULTY = Path(__file__).parent / "faulty_sessions"
 
@@ -180,9 +180,9 @@ class Load:
 
     @property
     def lost(self) -> list[str]:
-        """Returns the errors of requests that were sent. Requests that were never sent don't count. While a process of
-        the server ends, gRPC waits a second before it connects to another process. In this second, a client without a
-        pause fails thousands of times."""
+        """Returns the errors of requests that were sent. The errors of requests that were never sent don't count. When
+        a process of the server ends, gRPC waits a second before it connects to another process. A client without a
+        pause would fail thousands of times in this second."""
         return [why for _, why in self.errors if not why.startswith("failed to connect")]
 
     def _run(self, port: int, at: int) -> None:
@@ -220,12 +220,12 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def pids(served: Any) -> list[int]:
-    """Returns the ids of the processes that serve, in the order of their start."""
+    """Returns the ids of the server's processes, in the order of their start."""
     return [line["process"] for line in served.log if line["message"] == "serving"]
 
 
 def assert_refused(root: Path, said: str) -> None:
-    """Asserts that the repository refuses to load its only model, for the reason ``said``."""
+    """Asserts that the repository refuses to load its only model, and that ``said`` is the reason."""
     repository = Repository(root)
     try:
         repository.start()

@@ -82,8 +82,8 @@ def decoder() -> torch.nn.Module:
 
 
 class _Counting(torch.nn.Module):
-    """Attention in which ``shape`` fixes the number and width of heads. One product (``together``) or three products
-    compute queries, keys and values."""
+    """Attention in which ``shape`` fixes the number and width of heads. One joint product (``together``) or three
+    products compute queries, keys and values."""
 
     def __init__(self, shape: tuple[int, int], *, together: bool = False) -> None:
         super().__init__()

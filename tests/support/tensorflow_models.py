@@ -1,4 +1,5 @@
-"""Makes the TensorFlow models once, in a separate process, because the suite's process never imports TensorFlow."""
+"""Makes the TensorFlow models once. A separate process makes the models, because the suite's process must not import
+TensorFlow."""
 
 from __future__ import annotations
 

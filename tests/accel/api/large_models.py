@@ -1,4 +1,5 @@
-"""Functions that run in child processes of the tests of large models. These child processes can't import torch."""
+"""Functions that run in child processes of the tests of large models. The child processes of these tests can't import
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from accel.sources.onnx import weights as onnx_weights
 
 
 def dynamic_of_a_large_one(task: Task) -> Any:
-    """Runs ``run_dynamic``, and makes it treat every model as large."""
+    """Runs ``run_dynamic`` so that every model counts as large."""
     quantize_ort._is_large = lambda _: True
     return quantize_ort.run_dynamic(task)
 

@@ -1,5 +1,5 @@
-"""Dims with a step are exported, run and served only at multiples of the step, here on a U-Net that halves an image
-twice."""
+"""Proves that models whose dims have a step are exported, run and served only at multiples of the step. The model is a
+U-Net that halves an image twice."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def wanted(source: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def test_multiples_are_exported(cli: Any, source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the first exporter doesn't suffice, or if a gate runs at a size that isn't a multiple of the step.
-    Also fails if the ONNX file gives wrong outputs at a size that no gate ran."""
+    """Fails if the first exporter of the ladder can't export the model, or if a gate runs at a size that isn't a
+    multiple of the step. Also fails if the ONNX file gives wrong outputs at a size that no gate ran."""
     out = tmp_path / "unet.onnx"
     ran = cli("export", source, "--input", IMAGE, *WORDS, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -184,8 +184,8 @@ def test_a_net_that_only_takes_large_images(tmp_path: Path) -> None:
 
 
 def test_optimize_keeps_the_step(cli: Any, unet: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if `accel optimize` makes, gates or measures a candidate at a size between the multiples, or if the result
-    loses the step when --dim narrows the range without repeating the step."""
+    """Fails if `accel optimize` makes, gates or measures a candidate at a size that isn't a multiple of the step. Also
+    fails if the result loses the step because --dim narrows the range without repeating the step."""
     monkeypatch.setattr("accel.optimizer.search._SECONDS_OF_CANDIDATES", 0.2)
     words = ["--target", "ort-cpu", "--precision", "fp32", "--fixed-session", "--rounds", "5"]
     ran = cli("optimize", unet.path, *words, "--dim", "height=16:24:32", "-o", tmp_path / "out", "--json", "-q")
@@ -198,7 +198,7 @@ def test_optimize_keeps_the_step(cli: Any, unet: Artifact, tmp_path: Path, monke
 
 
 def test_two_models_in_different_steps(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if `accel verify` or `accel bench` compares two models at sizes that only one of them accepts."""
+    """Fails if `accel verify` or `accel bench` compares two models at sizes that only one of the models accepts."""
     dims = {"height": (24, 36, 60, 12), "width": (24, 24, 96, 24)}
     other = accel.export(unet.path, dims=dims, out=tmp_path / "m.onnx")
     found = accel.verify(unet.path, other.path)
@@ -210,8 +210,8 @@ def test_two_models_in_different_steps(unet: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_exported_program_keeps_its_step(source: str, unet: Artifact, tmp_path: Path) -> None:
-    """Fails if a .pt2 with dims like 4 * Dim(...) runs at a size between the multiples, or if a .pt2 that accel wrote
-    doesn't declare its step."""
+    """Fails if a .pt2 file with dims like 4 * Dim(...) runs at a size between the multiples. Also fails if a .pt2 file
+    that accel wrote doesn't declare its step."""
     factory = load_object(source, "factory")[1]
     batch, columns = torch.export.Dim("batch", max=16), torch.export.Dim("columns")
     rows = torch.export.Dim("rows", min=2, max=24)
@@ -266,7 +266,7 @@ def test_a_server_refuses_other_sizes(source: str, unet: Artifact, tmp_path: Pat
 
 
 def test_images_that_are_resized_come_in_any_size(unet: Artifact, tmp_path: Path) -> None:
-    """Fails if the exported file refuses an image of any size although its preprocessing resizes images, or if
+    """Fails if an exported file whose preprocessing resizes images refuses an image because of its size. Also fails if
     preprocessing may resize images to a size that the net doesn't accept."""
     with pytest.raises(BadInputSpec, match="'height' can't be 30: it goes in steps of 4; take 28 or 32"):
         accel.export(unet.path, preprocess=PreprocessConfig(resize=(30, 32)), out=tmp_path / "p.onnx")

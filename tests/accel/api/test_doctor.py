@@ -1,4 +1,5 @@
-"""accel doctor lists the installed and the missing dependencies, and the command that installs each missing one."""
+"""Proves that accel doctor lists the installed and the missing dependencies, and the install command of each missing
+one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from accel.converters.to_others.saved_model_from_onnx import ONNX2TF
 from accel.tables.target import TARGETS
 from tests.support import ROOT
 
-# These extras combine other extras, or bring packages for accel's own development.
+# Extras that combine other extras, or bring packages for accel's own development.
 NOT_PARTS = {"all-cpu", "demo", "dev", "docs"}
 
 
@@ -33,8 +34,8 @@ def parts() -> dict[str, dict[str, Any]]:
 
 
 def test_every_dependency_of_every_extra_has_its_row() -> None:
-    """Fails if `accel doctor` lists a dependency under the wrong extra, or omits an extra of pyproject.toml, a
-    dependency that applies to this machine, or a package named in ``ONNX2TF``."""
+    """Fails if `accel doctor` lists a dependency under the wrong extra or omits an extra of pyproject.toml. Also fails
+    if the command omits a dependency that applies to this machine, or a package named in ``ONNX2TF``."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     rows = parts()
     named = {}
@@ -94,8 +95,8 @@ def test_the_command(cli: Any) -> None:
 
 
 def test_a_long_command_is_shown_once(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the table repeats the command that installs all parts of onnx2tf, or if a missing part has no
-    command, in the table or in the JSON."""
+    """Fails if the table repeats the command that installs all parts of onnx2tf. Also fails if the table or the JSON
+    gives no command for a missing part."""
     parts = {"onnx2tf": "onnx2tf", "sng4onnx": "sng4onnx", "tf-keras": "tf_keras", "ray": "ray", "aiohttp": "aiohttp"}
     version, find = importlib.metadata.version, importlib.util.find_spec
 
@@ -118,8 +119,8 @@ def test_a_long_command_is_shown_once(cli: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_line_of_onnx2tf_is_its_file() -> None:
-    """Fails if accel tells users to install other versions for onnx2tf than the suite installs. The code repeats the
-    versions, because a wheel doesn't contain the requirements file."""
+    """Fails if the versions that accel tells users to install for onnx2tf aren't the versions that the suite installs.
+    The code repeats the versions, because a wheel doesn't contain the requirements file."""
     lines = (ROOT / "onnx2tf.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.strip() for line in lines if line.strip() and not line.startswith("#")}
     words = ONNX2TF.split()

@@ -63,7 +63,7 @@ class Net(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["traced", "scripted", "exported"])
 def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
-    """Fails if `accel export FILE` fixes the batch, changes the outputs, or refuses a TorchScript file or a program of
+    """Fails if `accel export FILE` fixes the batch, changes the outputs, or refuses a TorchScript file or a file of
     torch.export.save."""
     net, x = Net().eval(), torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     path, words = tmp_path / "net.pt", ["--input", "x:float32[batch,6]"]
@@ -82,7 +82,7 @@ def test_a_file_that_torch_wrote(cli: Any, tmp_path: Path, kind: str) -> None:
     assert body["signature"]["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 6]}]
     assert all(gate["passed"] for gate in body["gates"])
     with accel.load(tmp_path / "net.onnx") as session, torch.inference_mode():
-        for scale in (1, -4):  # each input takes another branch of the scripted module
+        for scale in (1, -4):  # each input takes a different branch of the scripted module
             (found,) = session.run({"x": x.numpy() * scale}).values()
             np.testing.assert_allclose(found, net(x * scale).numpy(), atol=1e-6)
 
@@ -201,11 +201,11 @@ def window():
 def test_a_dim_that_goes_farther_than_the_model(
     factory: str, spec: str, said: str, fix: str, tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: Any
 ) -> None:
-    """A dim exceeds the position embeddings, or is smaller than a convolution's window. Fails if the error says to fix
-    the size instead of naming the largest range that works."""
+    """In this test, a dim is larger than the table of position embeddings or smaller than a convolution's window. Fails
+    if the error says to fix the size instead of naming the largest range that works."""
 
     def broken(*_: Any) -> None:
-        raise RuntimeError("not this one")  # the older exporter suffices here and is faster
+        raise RuntimeError("not this one")  # the older exporter can export this model, and is faster
 
     monkeypatch.setitem(stage._RUNGS, "dynamo", broken)
     (tmp_path / "limited.py").write_text(LIMITED)

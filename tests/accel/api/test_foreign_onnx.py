@@ -1,4 +1,4 @@
-"""ONNX files with incomplete input declarations, and other files of users, work or end in a one-line error."""
+"""Proves that foreign ONNX files, such as files with incomplete input declarations, work or end in a one-line error."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def choosy(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_fails_at_guessed_sizes_asks_for_them(choosy: Path, tmp_path: Path) -> None:
-    """Fails if a model that can't run at guessed sizes becomes a failed candidate or ends in the runtime's own
-    message, instead of an error that asks for the sizes."""
+    """Fails if a model that can't run at guessed sizes becomes a failed candidate or ends in the runtime's own message.
+    The error must ask the user for the sizes."""
     with pytest.raises(BadInputSpec, match=r"choosy.onnx fails at .*samples.*dims={'NAME': 'MIN:OPT:MAX"):
         accel.optimize(choosy, target="ort-cpu", out=tmp_path / "out")
 
@@ -81,7 +81,7 @@ def test_what_contradicts_the_file_is_refused(given: str, words: str, choosy: Pa
 
 @pytest.mark.proof
 def test_a_factory_that_prints_does_not_break_json(cli: Any, my_model: Path, tmp_path: Path) -> None:
-    """Fails if output that the user's code prints gets into stdout, where it would break the JSON object."""
+    """Fails if output of the user's code gets into stdout, where the output would break the JSON object."""
     my_model.write_text(my_model.read_text().replace("def make():", "def make():\n    print('loading weights')"))
     ran = cli("export", f"{my_model}:make", "--input", "x:float32[batch,3,8,8]", "-o", tmp_path / "m.onnx", "--json")
     assert ran.code == 0
@@ -90,7 +90,7 @@ def test_a_factory_that_prints_does_not_break_json(cli: Any, my_model: Path, tmp
 
 
 def test_a_file_of_an_unknown_ending(tmp_path: Path) -> None:
-    """Fails if the error for a file of unknown ending says that the file doesn't exist."""
+    """Fails if the error for a file with an unknown ending says that the file doesn't exist."""
     path = tmp_path / "weights.model"
     path.write_bytes(b"PK")
     with pytest.raises(BadSource, match=r"the ending of .* is unknown"):

@@ -1,4 +1,4 @@
-"""Every stage works on external weights tensor by tensor, also beyond protobuf's 2 GB."""
+"""Proves that every stage handles external weights tensor by tensor, even if the model exceeds protobuf's 2 GB."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from accel.stage import run_stage
 
 
 def chain(folder: Path, width: int, layers: int) -> Path:
-    """Writes ``layers`` square MatMuls, each followed by a Relu, with external weights, and an Identity that
-    simplify can remove."""
+    """Writes a model of ``layers`` square MatMuls with external weights. A Relu follows each MatMul, and simplify can
+    remove the model's Identity."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     block = (rng.standard_normal((width, width)) * np.sqrt(2 / width)).astype(np.float32)
@@ -163,8 +163,8 @@ def test_a_gate_holds_one_form_of_a_large_model(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.proof
 def test_a_dynamic_form_of_a_large_model_is_the_same(tmp_path: Path) -> None:
-    """Fails if inferring shapes without a copy of the weights changes a node or a weight of the dynamically
-    quantized model."""
+    """Fails if shape inference that copies no weights changes a node or a weight of the dynamically quantized
+    model."""
     model = onnx.load(str(chain(tmp_path / "m", 64, 3)))
     model.graph.node[0].op_type = "Gemm"
     onnx.save(model, str(tmp_path / "gemm.onnx"))
@@ -209,8 +209,8 @@ def large():
 @pytest.mark.parametrize("rung", ["dynamo", "legacy"])
 @pytest.mark.usefixtures("apart")
 def test_an_exported_model_keeps_its_weights_beside_it(rung: str, tmp_path: Path) -> None:
-    """Fails if PyTorch's exporter writes one file whatever the model's size, if the exporter's own weight files stay
-    beside the model, or if the artifact leaves out the weight files that the model needs."""
+    """Fails if PyTorch's exporter writes a too large model as one file, or if the exporter's own weight files stay
+    beside the model. Also fails if the artifact leaves out weight files that the model needs."""
     (tmp_path / "net.py").write_text(LINEAR)
     src = Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,256]"]).open()
     cache = StageCache(tmp_path / "cache")
@@ -297,7 +297,7 @@ def test_nncf_reads_the_weights_of_a_large_model_one_by_one(
 
 
 def taken_by_a_session(path: Path) -> float:
-    """Returns the anonymous memory (RssAnon) that a session of ``path`` takes, as a multiple of the size of its
+    """Returns the anonymous memory (RssAnon) that a session of ``path`` takes, as a multiple of the size of the model's
     weights."""
     onnx_weights.DETACHED_BYTES, onnx_rounded._LARGE_BYTES = 0, 0
     model = RoundedModel(read_detached(path), threads=1)
@@ -312,7 +312,7 @@ def taken_by_a_session(path: Path) -> float:
 
 
 def test_a_session_with_rounding_shares_the_weights(tmp_path: Path) -> None:
-    """Fails if ONNX Runtime copies the weights of a large model, whether unchanged or packed for its matrix
+    """Fails if ONNX Runtime copies the weights of a large model into memory, unchanged or packed for matrix
     products."""
     path = chain(tmp_path / "m", 2048, 4)
     assert run_in_child(f"{__name__}:taken_by_a_session", path=path) < 0.5
@@ -348,7 +348,8 @@ def peak_of(pid: int) -> Iterator[Callable[[], int]]:
 
 
 LIMIT = 2.5
-# These stages may take more: NNCF copies weights to find their ranges, and fp8 is rounded in float32 (optimize.md).
+# The stages in ``HOLD_MORE`` may take more memory than ``LIMIT``. NNCF copies weights to find their ranges, and the fp8
+# stage rounds in float32 (optimize.md).
 HOLD_MORE = {"nncf": 4.2, "tensorrt fp8": 3.0}
 DISK_BYTES = 30 << 30
 
@@ -369,9 +370,9 @@ def exported(path: Path, folder: Path) -> Artifact:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_2_1_gigabytes_through_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. Except for
-    the stages in ``HOLD_MORE``, a stage's process and its children have to take less memory than 2.5 times the model's
-    size."""
+    """Fails if a stage can't take a model beyond protobuf's 2 GB, or holds too many copies of the weights. A stage's
+    process and its children together must take less memory than 2.5 times the model's size. The stages in ``HOLD_MORE``
+    may take more."""
     if shutil.disk_usage(tmp_path).free < DISK_BYTES:
         pytest.skip("less than 30 GB are free for the models")
     size = 8 * 8192 * 8192 * 4

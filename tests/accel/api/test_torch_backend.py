@@ -1,4 +1,5 @@
-"""``torch.compile`` with the backend ``accel``: what it takes is right, and what it refuses stays in eager mode."""
+"""Proves that ``torch.compile`` with the backend ``accel`` gives right outputs. Code that the backend refuses stays in
+eager mode."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from accel.runtimes.base import BaseSession
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Forgets compiled functions. Hides torch's own warnings, which aren't about accel."""
+    """Makes torch forget compiled functions before and after a test. Hides torch's own warnings, which aren't about
+    accel."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
@@ -28,7 +30,7 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[BaseSession]:
-    """Lists the sessions that were made."""
+    """Returns the list of all sessions that the backend made."""
     made: list[BaseSession] = []
     original = backend_module._Part._made
 
@@ -51,7 +53,7 @@ def test_it_is_registered() -> None:
 
 
 def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
-    """Fails if a size that the first call didn't have gives other outputs, or a session isn't used again."""
+    """Fails if the outputs are wrong at a size that the first call didn't have, or if a session isn't used again."""
     model = net()
     compiled = torch.compile(model, backend=accel_backend)
     with torch.inference_mode():
@@ -62,7 +64,7 @@ def test_a_model_at_several_sizes(ran: list[BaseSession]) -> None:
 
 
 def test_changed_weights(ran: list[BaseSession]) -> None:
-    """Fails if a session computes with old weights after weights were written to or replaced."""
+    """Fails if a session computes with old weights after the user changed or replaced the weights."""
     model = net()
     compiled = torch.compile(model, backend=accel_backend, dynamic=False)
     x = torch.randn(2, 4)
@@ -86,9 +88,9 @@ def test_two_models_with_the_same_code() -> None:
 
 
 def test_axes_that_are_dynamic_only_to_torch_compile() -> None:
-    """Fails if a model falls back to eager mode since another model with the same code had images of another size. For
-    torch.compile, all their axes are then dynamic, but each model takes only one size. A call with another size has to
-    be right, too."""
+    """Fails if a model stays in eager mode because another model with the same code had images of another size. After
+    images of two sizes, torch.compile treats all axes as dynamic, although each model takes only one size. Also fails
+    if a call with another size gives wrong outputs."""
 
     def flat(size: int) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, 2)).eval()
@@ -126,7 +128,7 @@ def write(x: torch.Tensor) -> torch.Tensor:
     ids=["writes", "view", "random"],
 )
 def test_what_stays_in_eager_mode(function: Callable[..., torch.Tensor], reason: str, ran: list[BaseSession]) -> None:
-    """Fails if a part with side effects or random numbers is taken, or no warning names the reason."""
+    """Fails if the backend takes code with side effects or random numbers, or if no warning names the reason."""
     x, y = torch.zeros(2, 2), torch.zeros(2, 2)
     torch.manual_seed(1)
     wanted = function(y)
@@ -140,7 +142,7 @@ def test_what_stays_in_eager_mode(function: Callable[..., torch.Tensor], reason:
 
 
 def test_training_stays_in_eager_mode(ran: list[BaseSession]) -> None:
-    """Fails if a model that is trained loses its gradients."""
+    """Fails if the parameters of a model in training mode get no gradients."""
     model = net().train()
     with pytest.warns(UserWarning, match="gradients are on"):
         torch.compile(model, backend=accel_backend)(torch.randn(4, 4)).sum().backward()
@@ -149,7 +151,7 @@ def test_training_stays_in_eager_mode(ran: list[BaseSession]) -> None:
 
 
 def test_a_function_with_a_graph_break(ran: list[BaseSession]) -> None:
-    """Fails if the parts around a line that torch can't compile are put together wrongly."""
+    """Fails if accel wrongly joins the code before and after a line that torch can't compile."""
     said: list[float] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -78,13 +78,13 @@ def model_file(make: Callable[[], onnx.ModelProto]) -> Make:
 
 
 def damaged_engine(good: Path, here: Path) -> None:
-    """Writes ``model.engine`` alone, with a wrong header."""
+    """Writes ``model.engine`` with a wrong header and without a manifest."""
     (here / "model.engine").write_bytes(b"XXXX" + (good / "engine" / "model.engine").read_bytes()[4:])
 
 
 def external(location: str = "w.data", size: int = 64, **entries: str) -> Make:
-    """Writes a model with ``size`` bytes of external weights in ``w.data``. ``entries`` describe the weights' place
-    in the file, and may contradict the file."""
+    """Writes a model with ``size`` bytes of external weights in ``w.data``. ``entries`` say where the weights are in
+    the file, and may contradict the file."""
 
     def write(_: Path, here: Path) -> None:
         model = small(weights=[])
@@ -182,7 +182,7 @@ def zip_file(name: str, entries: dict[str, bytes]) -> Make:
 
 
 def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
-    """Makes an archive of less than a megabyte whose only entry unpacks to ``megabytes``."""
+    """Makes an archive of less than a megabyte whose only entry unpacks to ``megabytes`` MB."""
 
     def write(_: Path, here: Path) -> None:
         block = bytes(1 << 20)
@@ -196,7 +196,7 @@ def zip_bomb(name: str, entry: str, megabytes: int = 128) -> Make:
 
 
 class _Harm:
-    """An object whose pickle makes a folder when it is loaded."""
+    """An object whose pickle makes a folder when the pickle is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,5 @@
-"""Bad input on the command line gives exit code 1 or 2, one line that names the fix, and no stray or lost file."""
+"""Proves that bad input on the command line gives exit code 1 or 2 and one line that names the fix. No file is left
+behind or lost."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     ("words", "code", "message"), CASES, ids=lambda v: " ".join(v) if isinstance(v, tuple) else None
 )
 def test_bad_input(cli: Cli, corpus: Path, words: tuple[str, ...], code: int, message: str) -> None:
-    """Fails if bad input gives a traceback, the wrong exit code or no fix, or leaves or changes a file."""
+    """Fails if bad input gives a traceback, the wrong exit code or a message without a fix. Also fails if the command
+    leaves or changes a file."""
     before = snapshot(corpus)
     ran = cli(*(word.format(d=corpus) for word in words), *(["-q"] if len(words) > 1 else []))
     assert ran.code == code, ran.stderr
@@ -197,8 +199,8 @@ def test_a_missing_extra_is_one_line(cli: Cli, corpus: Path, monkeypatch: pytest
     ],
 )
 def test_no_permission(corpus: Path, words: str) -> None:
-    """Fails if accel does its work before it finds that it can't write to a folder, prints anything but one line with
-    the fix, or leaves a file anywhere."""
+    """Fails if accel does its work before it notices that it can't write to a folder. Also fails if accel prints
+    anything but one line with the fix, or leaves a file anywhere."""
     locked = corpus / "locked"
     locked.mkdir()
     locked.chmod(0o555)
@@ -212,7 +214,7 @@ def test_no_permission(corpus: Path, words: str) -> None:
 
 
 def _no_root() -> None:
-    """Drops root's right to write anywhere (CAP_DAC_OVERRIDE) for the program that is started."""
+    """Drops root's right to write anywhere (CAP_DAC_OVERRIDE) for the program that starts next."""
     if os.geteuid() == 0:
         drop, override = 24, 1  # the values of PR_CAPBSET_DROP and CAP_DAC_OVERRIDE
         ctypes.CDLL(None).prctl(drop, override, 0, 0, 0)
@@ -255,7 +257,7 @@ INTERRUPTED_IN = {
     "judging": INT8,
     "bench: round": INT8,
 }
-# In these stages, a candidate has passed already, so Ctrl-C publishes the best.
+# In the stages of this list, a candidate has already passed, so Ctrl-C publishes the best candidate.
 PUBLISHED_AFTER = ("quantize", "openvino_from_onnx", "bench: round")
 _AFTER_TENSORFLOW = "TensorFlow has to read a model before it, in the process that saved_model_from_onnx is tried with"
 NOT_INTERRUPTED_IN = dict.fromkeys(
@@ -270,7 +272,7 @@ def make():
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if a stage is neither in ``INTERRUPTED_IN`` nor, with a reason, in ``NOT_INTERRUPTED_IN``."""
+    """Fails if a stage isn't in ``INTERRUPTED_IN`` and ``NOT_INTERRUPTED_IN`` gives no reason for the stage."""
     stages = {stage.name for stage in STAGES}
     assert set(INTERRUPTED_IN) & stages | set(NOT_INTERRUPTED_IN) == stages
     assert not set(INTERRUPTED_IN) & set(NOT_INTERRUPTED_IN)
@@ -291,9 +293,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory, _one_cache: None) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", INTERRUPTED_IN)
 def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache: Path) -> None:
-    """Fails if Ctrl-C gives a traceback, more than one line or an exit code other than 1. Also fails if Ctrl-C
-    leaves a file or a child process, or changes the files of earlier runs. If a candidate has passed, fails if Ctrl-C
-    doesn't publish the best."""
+    """Fails if Ctrl-C gives a traceback, more than one line or an exit code other than 1. Also fails if Ctrl-C leaves a
+    file or a child process, or changes the files of earlier runs. Also fails if a candidate has passed and Ctrl-C
+    doesn't publish the best candidate."""
     shutil.copytree(earlier, corpus / "out")
     (corpus / "net.py").write_text(FACTORY)
     before = snapshot(corpus)
@@ -303,8 +305,9 @@ def test_ctrl_c_in_each_stage(corpus: Path, earlier: Path, stage: str, own_cache
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "ACCEL_CACHE_DIR": str(own_cache), "PYTHONDONTWRITEBYTECODE": "1"},
-        # A terminal sends the signal to the command and all its children, so the test starts them in a process group. A
-        # shell makes its background commands ignore SIGINT, and children inherit this, so ``preexec_fn`` undoes it.
+        # A terminal sends SIGINT to the command and all its child processes, so the test starts the command in a
+        # process group. A shell makes its background commands ignore SIGINT, and child processes inherit this setting.
+        # ``preexec_fn`` undoes the setting.
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

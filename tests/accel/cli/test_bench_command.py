@@ -1,4 +1,4 @@
-"""``accel bench`` and ``accel.bench`` compare artifacts and sources, and report mistakes."""
+"""Proves that ``accel bench`` and ``accel.bench`` compare artifacts and sources, and report mistakes."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def test_the_table_names_every_candidate(two: tuple[Path, Path], cli: Callable[.
 
 
 def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any], monkeypatch: Any) -> None:
-    """Fails if a noisy benchmark gives no warning, or a quiet benchmark gives one. The test first sets the limit so
-    that every noise floor counts as noisy, then so that no noise floor does."""
+    """Fails if a noisy benchmark gives no warning, or a quiet benchmark gives one. The test sets the limit first so
+    that every noise floor counts as noisy, then so that no noise floor counts as noisy."""
     for least, noisy in ((0.0, True), (float("inf"), False)):
         monkeypatch.setattr("accel.timing.report.NOISY_FLOOR", least)
         ran = cli("bench", *two, *QUICK, "--json")
@@ -119,8 +119,8 @@ def test_a_noisy_machine_is_said(two: tuple[Path, Path], cli: Callable[..., Any]
 
 @pytest.mark.slow
 def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a source can't be the baseline, if the user can't declare the source's inputs, or if torch.compile isn't
-    available."""
+    """Fails if a source can't be the baseline, if the user can't declare the source's inputs, or if torch.compile can't
+    be a candidate."""
     source = tmp_path / "my_bench_model.py"
     source.write_text(FACTORY)
     report = accel.bench(
@@ -134,8 +134,9 @@ def test_pytorch_is_one_more_candidate(two: tuple[Path, Path], tmp_path: Path) -
 
 
 def test_a_folder_stands_for_what_is_in_it(tmp_path: Path) -> None:
-    """Fails if bench doesn't time the chosen model in a folder of accel optimize, or every artifact in any other
-    folder. Also fails if bench times a file without a manifest, such as a rejected candidate."""
+    """Fails if, in a folder of accel optimize, bench times another model than the chosen one. In any other folder,
+    bench must time every artifact. Also fails if bench times a file without a manifest, such as a rejected
+    candidate."""
     chosen = record(save(tmp_path / "out" / "model.onnx"), runtime="onnxruntime", options={"threads": 1})
     for name in ("fp32", "other"):
         record(save(tmp_path / "several" / f"{name}.onnx"))
@@ -153,7 +154,7 @@ def test_the_same_file_twice_gets_two_names(two: tuple[Path, Path]) -> None:
 
 
 def test_inputs_of_another_width_are_cast(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if the float16 version of a model can't be timed against its float32 version."""
+    """Fails if bench can't time the float16 version of a model against the float32 version."""
     half = save(tmp_path / "half.onnx", kind=TensorProto.FLOAT16)
     row = accel.bench([two[0], half], **FAST).rows[1]
     assert row.error is None
@@ -172,8 +173,8 @@ def test_exit_code_is_1_where_nothing_could_be_compared(
 
 
 def test_the_users_data_is_run_in_whole_batches(two: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if bench runs random inputs instead of the data, which are numbers from 100 to 101, or if a shorter last
-    batch changes the batch size."""
+    """Fails if bench runs random inputs instead of the data, or if a shorter last batch changes the batch size. The
+    data are numbers from 100 to 101."""
     data = tmp_path / "data.npz"
     np.savez(data, x=np.random.default_rng(0).uniform(100, 101, (10, 4)).astype(np.float32))
     far = save(tmp_path / "far.onnx", offset=1000.0)

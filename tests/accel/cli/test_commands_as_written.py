@@ -1,4 +1,4 @@
-"""The documented commands work word for word and in order, on a real text model and on a user's factory."""
+"""Proves that the documented commands work word for word and in order, on a real text model and on a user's factory."""
 
 from __future__ import annotations
 

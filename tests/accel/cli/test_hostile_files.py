@@ -1,6 +1,6 @@
-"""Damaged, self-contradictory and malicious files of every format give a one-line error on the command line.
-``test_bad_input.py``, ``test_hostile_settings.py`` and ``tests/accel/sources/checkpoints/test_refused.py`` cover other
-bad input."""
+"""Proves that damaged, self-contradictory and malicious files of every format give a one-line error on the command
+line. ``test_bad_input.py``, ``test_hostile_settings.py`` and ``tests/accel/sources/checkpoints/test_refused.py`` cover
+other bad input."""
 
 from __future__ import annotations
 

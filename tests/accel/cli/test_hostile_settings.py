@@ -1,5 +1,5 @@
-"""Contradictory or nonsensical settings give a one-line error, and unusual paths and misbehaving user code do no
-harm. ``test_bad_input.py`` and ``test_bench_command.py`` test more settings."""
+"""Proves that contradictory or nonsensical settings give a one-line error. Unusual paths and misbehaving user code must
+do no harm. ``test_bad_input.py`` and ``test_bench_command.py`` test more settings."""
 
 from __future__ import annotations
 
@@ -178,12 +178,13 @@ SETTINGS: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
-@pytest.mark.timeout(120, func_only=True)  # the time of the fixture ``folder`` doesn't count
+@pytest.mark.timeout(120, func_only=True)  # the time limit doesn't include the fixture ``folder``
 @pytest.mark.parametrize(
     ("words", "code", "says"), SETTINGS, ids=lambda v: " ".join(v[1:]) if isinstance(v, tuple) else ""
 )
 def test_hostile_setting(cli: Any, folder: Path, words: tuple[str, ...], code: int, says: str) -> None:
-    """Fails if a bad setting gives a traceback, no fix or the wrong exit code, or leaves or changes a file."""
+    """Fails if a bad setting gives a traceback, the wrong exit code or a message without a fix. Also fails if the
+    command leaves or changes a file."""
     before = _snapshot(folder)
     ran = cli(*(word.format(d=folder) for word in words), "-q")
     assert ran.code == code, ran.stderr
@@ -219,7 +220,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_names_as_people_give_them(cli: Any, folder: Path, tmp_path: Path, name: str) -> None:
-    """Fails if an unusual name of a file or a folder keeps accel from reading, making, recording or showing a model."""
+    """Fails if accel can't read, make, record or show a model because of the unusual name of a file or a folder."""
     (tmp_path / name).write_bytes((folder / "m.onnx").read_bytes())
     out = tmp_path / f"out {name}"
     words = ["--target", "ort-cpu", "--precision", "fp32", "--rounds", "5", "-o", out, "-q"]
@@ -243,7 +244,7 @@ def metric(outputs, data):
 
 
 def test_a_metric_that_writes(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Fails if a metric that prints, or writes into its arrays, changes what accel prints or publishes."""
+    """Fails if a metric that prints and writes into its arrays changes the output of accel or the published model."""
     (tmp_path / "m.py").write_text(WRITES)
     words = ["--target", "ort-cpu", "--precision", "fp32", "--data", folder / "d.npz", "--rounds", "5"]
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""After a full disk or SIGKILL in any stage, nothing is lost and the same command continues."""
+"""Proves that a full disk or SIGKILL in any stage loses nothing, and that the same command continues afterwards."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def full_disk() -> Iterator[None]:
     if tensorflow_process._process is not None:  # a running process doesn't inherit the limit
         processes.append(tensorflow_process._process.pid)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # By default, Python ignores SIGXFSZ. LLVM, which another test may have loaded into this process, makes SIGXFSZ end
-    # the process.
+    # By default, Python ignores SIGXFSZ. LLVM makes SIGXFSZ end the process, and another test may have loaded LLVM into
+    # this process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for pid in processes:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT, before[1]))
@@ -109,13 +109,13 @@ COMMANDS = {
     "saved_model_from_onnx": (EXPORT, SAVED_MODEL),
     "tflite_from_saved_model": (EXPORT, TFLITE),
 }
-# TensorFlow takes ten seconds to start, and the tests of these stages start TensorFlow several times.
+# TensorFlow takes ten seconds to start, and each test of a TensorFlow stage starts TensorFlow several times.
 OF_TENSORFLOW = ("onnx_from_tensorflow", "onnx_from_tflite", "saved_model_from_onnx", "tflite_from_saved_model")
 
 
 def test_no_stage_is_forgotten() -> None:
-    """Fails if no test runs a stage on a full disk, or if no test kills a stage and ``NOT_KILLED_IN`` gives no
-    reason."""
+    """Fails if no test runs a stage on a full disk. Also fails if no test kills a stage that ``NOT_KILLED_IN`` doesn't
+    name."""
     stages = {stage.name for stage in STAGES}
     assert set(COMMANDS) == stages
     assert set(KILLED_IN) & stages | set(NOT_KILLED_IN) == stages
@@ -133,9 +133,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "stage", [pytest.param(stage, marks=pytest.mark.proof) if stage in OF_TENSORFLOW else stage for stage in COMMANDS]
 )
 def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """Fails if a stage that can't write gives a traceback or exit code 0, leaves a half-written file under a final
-    name or in the cache, or removes files that an earlier run published. Also fails if the same command fails once
-    there is room."""
+    """Fails if a stage that can't write gives a traceback or exit code 0. Also fails if the stage leaves a half-written
+    file under a final name or in the cache, or removes files of an earlier run. Also fails if the same command fails
+    after the disk has room again."""
     monkeypatch.setenv("ACCEL_CACHE_DIR", str(cache))
     words = COMMANDS[stage][-1]
     for whole in COMMANDS[stage]:
@@ -159,8 +159,8 @@ def test_a_full_disk(cli: Cli, here: Path, cache: Path, monkeypatch: pytest.Monk
 
 
 FROM_CODE = ("optimize", "net.py:make", "--input", "x:float32[batch,4]", "--data", "data.npz", "--rounds", "5")
-# Maps each target to a command, the stages and phases in which the command is killed in turn, and the stages that are
-# complete before the last kill.
+# Maps each target to three values: a command, the stages and phases in which the command is killed in turn, and the
+# stages that are complete before the last kill.
 KILLS = {
     "openvino": (
         (*FROM_CODE, "--target", "openvino", "--precision", "int8", "-o", "out"),
@@ -173,8 +173,8 @@ KILLS = {
         ("onnx_from_torch", "simplify"),
     ),
 }
-# No command in ``KILLS`` runs these stages. For each of them, a test kills the last command of the stage in
-# ``COMMANDS`` while the stage runs.
+# No command in ``KILLS`` runs these stages. For each of these stages, a test kills the last command in ``COMMANDS``
+# while the stage runs.
 KILLED_ALONE = ("onnx_from_onnx", "fuse_kernels")
 KILLED_IN = [*KILLED_ALONE, *(stage for _, stages, _ in KILLS.values() for stage in stages)]
 _HERE = "it works in the command's own process, as cast does: nothing of it can live on, and it is over in no time"
@@ -193,8 +193,8 @@ NOT_KILLED_IN = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", KILLS)
 def test_killed_in_each_stage_and_resumed(cli: Cli, here: Path, target: str) -> None:
-    """Fails if SIGKILL in a stage leaves a process or a half-written result, removes published files, makes the next
-    run start from the beginning, or leaves garbage in the cache."""
+    """Fails if SIGKILL in a stage leaves a process, a half-written result or garbage in the cache. Also fails if
+    SIGKILL removes published files, or makes the next run start from the beginning."""
     onnx.save(small(weights=[numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]), here / "old.onnx")
     earlier = cli("optimize", "old.onnx", "--target", target, "--rounds", "5", "-o", "out", "--precision", "fp32", "-q")
     assert earlier.code == 0, earlier.stderr

@@ -1,4 +1,5 @@
-"""Files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, the stage cache.
+"""Proves that files of version 0.1.0 still work: manifests, folders of accel optimize, run folders, configs, and the
+cache of stages.
 
 Version 0.1.0 wrote the files of ``v0_1_0/`` in a folder ``/model`` by four commands: ``accel export net.py:make --input
 x:float32[batch,4]``, ``accel optimize net.onnx``, ``accel export net.onnx --to openvino`` and ``accel train
@@ -54,7 +55,7 @@ def test_the_chain_is_followed(old: Path) -> None:
 
 
 def test_the_report_of_optimize_names_the_choice(old: Path, cli: Any) -> None:
-    """Fails if accel opens another file than the one that 0.1.0's optimize.json records as chosen."""
+    """Fails if accel opens a file other than the chosen file in 0.1.0's optimize.json."""
     chosen = json.loads((old / "optimized" / "optimize.json").read_text())["chosen"]["file"]
     ran = cli("inspect", "optimized", "--json")
     assert ran.code == 0, ran.stderr
@@ -80,7 +81,7 @@ def test_an_entry_of_the_cache_is_found(old: Path) -> None:
 
 
 def test_a_stage_has_the_key_that_it_had(old: Path) -> None:
-    """Fails if a change of accel's code alone, with the same libraries, invalidates the cache of 0.1.0."""
+    """Fails if the cache of 0.1.0 becomes invalid although only accel's code changed, and not the libraries."""
     before = Artifact.open(old / "net.onnx").history
     again = accel.export("net.py:make", inputs={"x": ("float32", ("batch", 4))}, out=old / "again.onnx").history
     was, now = before[0], again[0]  # the first stage's output contains the folder's path, so later keys differ

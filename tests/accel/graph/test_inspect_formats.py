@@ -1,4 +1,4 @@
-"""accel inspect reports the inputs, outputs, weights, FLOPs and warnings of files of every format."""
+"""Proves that accel inspect reports the inputs, outputs, weights, FLOPs and warnings of files of every format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel.graph.openvino_ir import read_ir
 # The small net of make_models.py: the FLOPs of its convolution for one image, and its number of weights. A batch norm
 # has four weights per channel.
 CONV, WEIGHTS = 2 * (8 * 8 * 4) * (3 * 3 * 3), 112 + 16 + 25
-# The number of weights in the kernels, the only weights that TFLite keeps when it folds the batch norm.
+# The number of weights in the kernels. TFLite folds the batch norm and keeps only the weights of the kernels.
 KERNELS = 108 + 20
 
 
@@ -72,8 +72,8 @@ def test_an_onnx_file(cli: Any, digits: Artifact) -> None:
     ],
 )
 def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator: str) -> None:
-    """Fails if inspect, for any file format of one net, reports other weights, FLOPs or operators than the net has, or
-    a wrong share of int8."""
+    """Fails if inspect reports other weights, FLOPs or operators than the net has, or a wrong share of int8 weights.
+    The net is inspected in each file format."""
     body = looked_at(cli, tensorflow_models / name)
     all_said(body)
     graph = body["graph"]
@@ -95,8 +95,8 @@ def test_forms_of_one_net(cli: Any, tensorflow_models: Path, name: str, operator
     ("name", "ends"), [("frozen.pb", ["logits"]), ("checkpoint/model.meta", ["logits", "MatMul_2"])]
 )
 def test_a_graph_whose_ends_nobody_named(cli: Any, tensorflow_models: Path, name: str, ends: list[str]) -> None:
-    """For a graph without a signature, fails if inspect leaves out a node between the placeholder and the result,
-    counts the nodes that save and restore weights, or ignores --inputs and --outputs."""
+    """Fails if, in a graph without a signature, inspect leaves out a node between the placeholder and the result. Also
+    fails if inspect counts the nodes that save and restore weights, or ignores --inputs and --outputs."""
     body = looked_at(cli, tensorflow_models / name)
     assert [spec["name"] for spec in body["signature"]["inputs"]] == ["x"]
     assert [spec["name"] for spec in body["signature"]["outputs"]] == ends
@@ -117,7 +117,8 @@ def test_dropout_left_in(cli: Any, tensorflow_models: Path) -> None:
 
 
 def test_what_can_not_become_onnx(cli: Any, tensorflow_models: Path) -> None:
-    """If a model has an operator that ONNX lacks, fails if inspect shows nothing, counts FLOPs or draws the model."""
+    """Fails if, for a model with an operator that ONNX lacks, inspect shows nothing, counts FLOPs or draws the
+    model."""
     graph = looked_at(cli, tensorflow_models / "gelu_int8.tflite")["graph"]
     assert graph["operators"]["GELU"] == 1
     assert "flops" not in graph
@@ -147,8 +148,8 @@ def products(graph: dict[str, Any]) -> int:
 @pytest.mark.proof
 @pytest.mark.parametrize("to", ["openvino", "ncnn", "torch"])
 def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], tmp_path: Path, to: str) -> None:
-    """Fails if an export of the digits net reports other weights or FLOPs than its ONNX file at batch 3, can't be
-    inspected without its manifest, or is drawn without its inputs and outputs."""
+    """Fails if an export of the digits net reports other weights or FLOPs at batch 3 than the ONNX file. Also fails if
+    inspect needs the export's manifest, or draws the export without its inputs and outputs."""
     made = accel.export(digits.path, to=to, out=tmp_path / to)
     body = looked_at(cli, tmp_path / to, "--sizes", "batch=3", "--graph", tmp_path / "g.html")
     all_said(body)
@@ -183,7 +184,7 @@ def test_ways_out_of_one_net(cli: Any, digits: Artifact, plain: dict[str, Any], 
 @pytest.mark.parametrize("name", ["m.param", "m.xml"])
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 40, b"7767517\n1 1\nInput in0 x"])
 def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes) -> None:
-    """Fails if a file that is neither a net nor an IR gives anything but a one-line error."""
+    """Fails if a file that isn't a net or an IR gives anything but a one-line error."""
     (tmp_path / name).write_bytes(content)
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(BadSource) as caught:

@@ -1,4 +1,4 @@
-"""accel inspect counts a graph's FLOPs correctly, and its page draws the graph in a real browser."""
+"""Proves that accel inspect counts a graph's FLOPs correctly. A real browser shows that the page draws the graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.support.browser import browser, document, opened, screenshot
 
 
 def test_flops_are_those_that_torch_counts(my_model: Path, tmp_path: Path) -> None:
-    """Fails if FLOPs of products and convolutions differ from torch's own counter, at a batch of one or of five."""
+    """Fails if the FLOPs of products and convolutions differ from those of torch's own counter, at batch 1 or batch
+    5."""
     from torch.utils.flop_counter import FlopCounterMode
 
     accel.export(f"{my_model}:make", inputs=["x:float32[batch,3,32,32]"], out=tmp_path / "m.onnx")
@@ -131,8 +132,8 @@ def looked_at(page: Path, fragment: str = "", script: str = "") -> str:
 
 @browser
 def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page doesn't draw a node, the search finds nothing, the details stay empty, or the wheel or the
-    pointer doesn't move the graph."""
+    """Fails if the page leaves out a node, or if the search finds nothing. Also fails if the details stay empty, or if
+    the wheel or the pointer doesn't move the graph."""
     page = tmp_path / "graph.html"
     accel.inspect(digits, page=page)
     count = sum(node.op_type != "Constant" for node in onnx.load(str(digits.path)).graph.node) + 2
@@ -171,8 +172,8 @@ def test_the_page_in_a_browser(digits: Artifact, tmp_path: Path) -> None:
 
 @browser
 def test_a_click_opens_the_details(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the page of one model is empty, a node isn't at its own coordinates, a click on a node doesn't open
-    its details, or dragging the graph opens a node's details."""
+    """Fails if the page of one model is empty, or if a node isn't at its own coordinates. Also fails if a click on a
+    node doesn't open the node's details, or if dragging the graph opens details."""
     from PIL import Image
 
     accel.inspect(digits, page=tmp_path / "one.html")
@@ -229,7 +230,7 @@ def test_two_models_side_by_side(digits: Artifact, tmp_path: Path) -> None:
     assert re.search(r'id="changes">\d+ same, 1 changed, 0 added, 0 removed<', text)
     shot = screenshot(tmp_path, f"file://{tmp_path / 'two.html'}")
     assert shot.read_bytes()[:4] == b"\x89PNG"
-    assert shot.stat().st_size > 10_000  # a screenshot of an empty window has a tenth of these bytes
+    assert shot.stat().st_size > 10_000  # a screenshot of an empty window has a tenth of this size
 
 
 @browser

@@ -1,4 +1,5 @@
-"""Ctrl-C during accel optimize publishes the best candidate so far. A second Ctrl-C ends at once."""
+"""Proves that Ctrl-C during accel optimize publishes the best candidate so far. A second Ctrl-C ends the command at
+once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from accel.progress import watched_by
 
 
 def pressing(*moments: str, error: type[BaseException] = KeyboardInterrupt) -> Callable[[str, float | None], None]:
-    """Returns a watcher that raises ``error`` when a report contains the first moment, then the next moment."""
+    """Returns a watcher of progress messages that raises ``error`` once for each of the ``moments``, in their order. A
+    moment is a part of a message."""
     left = list(moments)
 
     def watch(message: str, _: float | None) -> None:
@@ -34,7 +36,7 @@ def optimized(out: Path, **options: Any) -> Any:
 
 
 def test_while_candidates_are_made(tmp_path: Path) -> None:
-    """Fails if Ctrl-C loses the candidate that is made, or publishes a candidate that nobody measured."""
+    """Fails if Ctrl-C loses a candidate that is already made, or publishes a candidate that wasn't measured."""
     with watched_by(pressing("int8 dynamic: judging")):
         result = optimized(tmp_path / "out", vary_session=False)
     rows = {row.name: row for row in result.candidates}
@@ -47,7 +49,7 @@ def test_while_candidates_are_made(tmp_path: Path) -> None:
 
 
 def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if Ctrl-C during the last measurement loses the figures of the first."""
+    """Fails if Ctrl-C during the last measurement loses the figures of the first measurement."""
     import accel.optimizer.search as search
 
     calls: list[int] = []
@@ -75,7 +77,8 @@ def test_while_session_options_are_measured(tmp_path: Path, monkeypatch: pytest.
     ids=["nothing is made", "twice", "SIGTERM"],
 )
 def test_it_ends(tmp_path: Path, watcher: Callable[[str, float | None], None], error: type[BaseException]) -> None:
-    """Fails if a run goes on although nothing can be kept, after a second Ctrl-C, or after SIGTERM."""
+    """Fails if a run continues in one of three cases: no candidate is made yet, Ctrl-C comes twice, or SIGTERM
+    comes."""
     with watched_by(watcher), pytest.raises(error):
         optimized(tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The memory of accel optimize doesn't grow with the number of samples."""
+"""Proves that the memory of accel optimize doesn't grow with the number of samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, SAMPLES = 1 << 15, 1000  # 128 KiB per sample
 
 
 def model(path: Path) -> Path:
-    """Makes a model of a MatMul over wide samples, which are reshaped so that the weights stay small."""
+    """Makes a model of a MatMul over wide samples. The samples are reshaped so that the weights stay small."""
     rng = np.random.default_rng(0)
     weights = (rng.standard_normal((64, 32)) / 8).astype(np.float32)
     nodes = [
@@ -39,8 +39,8 @@ def model(path: Path) -> Path:
 
 @pytest.mark.proof
 def test_the_data_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if all of the data is in memory at once in the command, in a gate, in the judge, or in the measurement.
-    Calibration, which runs in another process, has a separate test."""
+    """Fails if the command, a gate, the judge or the measurement holds all of the data in memory at once. Calibration,
+    which runs in another process, has a separate test."""
     source = model(tmp_path / "m.onnx")
     x = np.random.default_rng(1).standard_normal((SAMPLES, WIDTH), np.float32)
     size = x.nbytes

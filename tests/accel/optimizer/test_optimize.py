@@ -1,5 +1,5 @@
-"""accel optimize gates, judges and measures its candidates, and publishes the fastest one within the accuracy
-budget."""
+"""Proves that accel optimize gates, judges and measures its candidates, and publishes the fastest candidate within the
+accuracy budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def result(
 
 
 def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
-    """Fails if a candidate lacks its metric or its times and gives no reason, or if a runtime is missing."""
+    """Fails if a candidate without a metric or times gives no reason, or if no candidate uses one of the runtimes."""
     rows = {row.name: row for row in result.candidates}
     assert {"source", "ort-cpu int8 static", "ort-cpu int8 dynamic", "openvino fp32", "openvino int8"} <= set(rows)
     for row in rows.values():
@@ -58,7 +58,7 @@ def test_every_candidate_is_gated_judged_and_measured(result: Any) -> None:
 
 
 def test_the_choice_is_the_fastest_and_never_slower_than_the_source(result: Any) -> None:
-    """Fails if the choice is slower than the source, or isn't the fastest accepted candidate."""
+    """Fails if the chosen candidate is slower than the source, or isn't the fastest accepted candidate."""
     rows = {row.name: row for row in result.candidates}
     chosen = rows[result.chosen]
     if result.chosen != "source":
@@ -87,7 +87,8 @@ def test_what_is_published(result: Any) -> None:
 
 
 def test_the_page_of_a_real_run(result: Any) -> None:
-    """Fails if the page lacks a candidate, a stage of the choice, the hashes or the command, or loads anything."""
+    """Fails if the page lacks a candidate, a stage of the choice, the hashes or the command. Also fails if the page
+    loads a file."""
     page = (result.artifact.path.parent / "report.html").read_text(encoding="utf-8")
     for row in result.candidates:
         assert html.escape(row.name) in page
@@ -151,8 +152,8 @@ def test_an_engine_is_built_without_a_gpu(
 
 
 def test_a_form_that_cannot_be_made_is_a_row(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a precision that this model can't have ends the run, or if the candidate's row in the report doesn't
-    name the fix."""
+    """Fails if a precision that can't be made for this model ends the run. Also fails if the candidate's row in the
+    report doesn't name the fix."""
     result = accel.optimize(digits.path, out=tmp_path / "out", target="tensorrt-rtx", compute_capabilities=["8.6"])
     rows = {row.precision: row for row in result.candidates[1:]}
     assert rows["bf16"].status == "rejected"
@@ -205,7 +206,7 @@ def test_a_new_choice_replaces_the_old_one(digits: Artifact, tmp_path: Path) -> 
 
 
 def test_precision_of_another_target(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a precision that the target doesn't have is silently replaced."""
+    """Fails if accel silently replaces a precision that the target doesn't support."""
     with pytest.raises(UnsupportedHere, match="openvino has no fp16"):
         accel.optimize(digits.path, out=tmp_path / "out", target="openvino", precision="fp16")
 
@@ -240,7 +241,8 @@ def test_the_rule_of_choice() -> None:
 
 
 def test_unmeasured_targets_prefer_fp16() -> None:
-    """Fails if, without measurements, the choice isn't fp16 before int8 before fp32, or is a rejected candidate."""
+    """Without measurements, accel must choose fp16 before int8 and int8 before fp32. Fails if accel uses another order,
+    or chooses a rejected candidate."""
     rows = [replace(_row(p, 1.0, ""), precision=p) for p in ("fp32", "int8", "fp16")]
     assert likeliest(rows).precision == "fp16"
     rows[2].status = "rejected"
@@ -303,8 +305,8 @@ def test_a_source_that_is_another_on_the_users_data(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_decisions_that_differ_on_the_users_data(tmp_path: Path) -> None:
-    """Fails if integer outputs that differ on the user's data lead to an error, or give no warning. Such an output is,
-    for example, the index of one of two equal scores. The second run takes its results from the cache."""
+    """Fails if integer outputs that differ on the user's data lead to an error or to no warning. For example, an
+    integer output is the index of one of two equal scores. The second run takes its results from the cache."""
     for _ in range(2):
         (warning,) = _optimize_scores("decisions", 300, tmp_path).warnings
         assert re.search(

@@ -1,5 +1,5 @@
-"""The request of accel optimize holds the arguments, defaults and checks, and writes the command line that repeats
-the request."""
+"""Proves that the request of accel optimize holds the arguments, defaults and checks, and writes the command line that
+repeats the request."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def src(tmp_path: Path) -> Artifact:
 
 
 def test_defaults_are_those_of_the_function() -> None:
-    """Fails if the public function and the request have different arguments or defaults, so that the report's
-    command leaves out an option."""
+    """Fails if the public function and the request have different arguments or defaults, because the report's command
+    would leave out an option."""
     parameters = dict(inspect.signature(accel.optimize).parameters)
     assert parameters.pop("about").annotation == "Unpack[SourceOptions]"
-    assert parameters.pop("out").default is None  # the request names a folder of the cache
+    assert parameters.pop("out").default is None  # the folder that the request names is in the cache
     del parameters["model"]
     known = [one for one in fields(OptimizeRequest) if one.name not in ("source", "out")]
     assert set(parameters) == {one.name for one in known}
@@ -112,8 +112,8 @@ def test_both_forms_reach_the_recipes_and_the_command(src: Artifact, quantize: A
 
 
 def test_a_function_and_mixed_options_in_the_command() -> None:
-    """Fails if the command has an argument that only Python has, or spells an argument in a way that the command line
-    can't read."""
+    """Fails if the command line contains an argument that exists only in Python, or writes an argument in a form that
+    it can't read."""
     request = OptimizeRequest(
         source=Source("m.onnx", graph_inputs=("a", "b")),
         out=Path("out"), metric=sum, data=Path("d.npz"), lengths=(8, 16), sizes={"batch": 2},
@@ -126,7 +126,8 @@ def test_a_function_and_mixed_options_in_the_command() -> None:
 
 
 def test_the_table_of_precisions() -> None:
-    """Fails if a target names a precision that the table lacks, or if two precisions have the same rank."""
+    """Fails if a target names a precision that the table of precisions lacks, or if two precisions have the same
+    rank."""
     assert all(name in PRECISIONS for target in TARGETS.values() for name in target.precisions)
     for rank in ("rank", "rank_unmeasured"):
         assert sorted(getattr(row, rank) for row in PRECISIONS.values()) == list(range(len(PRECISIONS)))

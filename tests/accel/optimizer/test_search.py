@@ -1,4 +1,5 @@
-"""The search of accel optimize chooses session options and candidates by scripted times, within the time budget."""
+"""Proves that the search of accel optimize chooses session options and candidates by scripted times, within the time
+budget."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LOAD = Workload(objective="throughput", mix=({},), repeats=8, note="")
 
 
 class Clock:
-    """A clock. The test sets its time in seconds."""
+    """A clock that shows the seconds in ``now``, which the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,8 +40,8 @@ class Clock:
 
 
 class Timed:
-    """Replaces ``measured``. Gives each candidate its time from ``ms`` with a jitter of ``noise``, and records the
-    names and the effort of each call."""
+    """Replaces ``measured``. Gives each candidate its time from ``ms`` with a jitter of ``noise``. Records the
+    candidates' names and the effort of each call."""
 
     def __init__(self, ms: Mapping[str, float], *, noise: float = 0.0, clock: Clock | None = None) -> None:
         self.ms, self.noise, self.clock = ms, noise, clock
@@ -66,8 +67,8 @@ class Timed:
 
 
 class Judging:
-    """Replaces the judge. Options that contain a key of ``drops`` get the key's accuracy drop, and all others get
-    none."""
+    """Replaces the judge. Options that contain a key of ``drops`` get this key's accuracy drop, and all other
+    options get no drop."""
 
     def __init__(self, drops: Mapping[str, float] | None = None) -> None:
         self.drops = drops or {}
@@ -103,7 +104,8 @@ def searching(own_cache: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_options_have_to_be_measurably_faster(searching: Any) -> None:
-    """Fails if options that only look faster are chosen, or options that are measurably faster aren't chosen."""
+    """Fails if the search chooses options that only look faster, or doesn't choose options that are measurably
+    faster."""
     for ms, taken in ((5.9, "a"), (4.0, "a, 1 thread")):
         search = searching(Timed({"source": 10, "a": 6, "a, 1 thread": ms}, noise=0.05))
         rows = [row("a")]
@@ -118,7 +120,8 @@ def test_options_have_to_be_measurably_faster(searching: Any) -> None:
 
 def test_options_of_what_is_not_taken_stand_against_the_source(searching: Any) -> None:
     """Fails if the search keeps the source although a candidate with other session options is measurably faster. In
-    this test, the best candidate of the first measurement isn't measurably faster than the source in the second."""
+    this test, the best candidate of the first measurement isn't measurably faster than the source in the second
+    measurement."""
     timed = Timed({"source": 10, "a": 6, "b": 7, "b, 1 thread": 6.9, "a, 1 thread": 9.9}, noise=0.01)
     search = searching(timed)
     rows = [row("a"), row("b")]
@@ -144,8 +147,8 @@ def test_options_are_judged_like_candidates(searching: Any) -> None:
 
 
 def test_the_source_may_be_the_one_with_other_options(searching: Any) -> None:
-    """Fails if a source that no candidate beats isn't tried with other session options, or is replaced by slower
-    options."""
+    """Fails if the search doesn't try other session options for a source that no candidate beats, or chooses slower
+    options for this source."""
     ms = {"source": 10, "a": 11, "source, 1 thread": 7, "source, extended graph level": 10, "source, no spinning": 12}
     search = searching(Timed(ms))
     rows = [row("a")]
@@ -178,8 +181,8 @@ def test_streams_for_throughput(searching: Any) -> None:
 
 
 def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if successive halving loses the fastest candidate, gives dropped candidates no reason, or times all
-    candidates at length."""
+    """Fails if successive halving loses the fastest candidate, gives dropped candidates no reason, or times every
+    candidate for the full time."""
     monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.2)
     names = [f"c{i}" for i in range(8)]
     ms = {"source": 10.0} | {name: 9.0 - i for i, name in enumerate(names)}
@@ -200,8 +203,8 @@ def test_halving(searching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     searching: Any, monkeypatch: pytest.MonkeyPatch, gigabytes: int
 ) -> None:
-    """Fails if more models are loaded at once than fit into memory, if timing in several groups loses the fastest
-    model, or if too little memory ends the search."""
+    """Fails if more models are loaded at once than fit into memory, or if too little memory ends the search. Also fails
+    if timing in several groups loses the fastest model."""
     names = [f"c{i}" for i in range(5)]
     ms = {name: 9.0 - i % 4 for i, name in enumerate(names)}
     timed = Timed({"source": 10.0} | ms | {f"{name}, 1 thread": value / 2 for name, value in ms.items()})
@@ -233,8 +236,8 @@ def test_what_does_not_fit_into_memory_at_once_is_timed_in_parts(
     spent=st.floats(0, 300),
 )
 def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float], spent: float) -> None:
-    """Fails if, for any times and any remaining budget, the search chooses a candidate that wasn't measured or isn't
-    faster than the source, or leaves a candidate without a reason."""
+    """Hypothesis draws the times and the remaining budget. Fails if the search chooses a candidate that wasn't measured
+    or isn't faster than the source, or gives a candidate no reason."""
     ms = {"source": 10.0} | {f"c{i}": t for i, t in enumerate(times)}
     clock = Clock()
     timed = Timed(ms, clock=clock)
@@ -259,7 +262,8 @@ def test_nothing_unmeasured_or_slower_is_taken(seconds: float, times: list[float
 
 
 def test_no_time_for_options(searching: Any) -> None:
-    """Fails if session options are measured although no time is left, or aren't listed as not tried."""
+    """Fails if session options are measured although no time is left, or if the report doesn't list these options as
+    not tried."""
     clock = Clock()
     timed = Timed({"source": 10, "a": 6})
     search = searching(timed, seconds=14, clock=clock)
@@ -287,8 +291,8 @@ BUDGET, MARGIN = 10.0, 8.0  # optimize.md names the work that may run after the 
 def test_a_real_search_ends_with_its_budget(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Fails if making, loading and timing real candidates continues long after the budget, or if the report doesn't
-    list the untried candidates. Without a budget, this search takes a minute."""
+    """Fails if the search makes, loads and times real candidates long after the end of the budget. Also fails if the
+    report doesn't list the untried candidates. Without a budget, this search takes a minute."""
     begun = time.monotonic()
     result = optimize(digits, out=tmp_path / "out", data=digits_data[0], budget_seconds=BUDGET)
     assert time.monotonic() - begun <= BUDGET + MARGIN

@@ -1,4 +1,5 @@
-"""The options of ``--quantize`` and ``--cast`` are parsed, passed to the stages and recorded, or refused with a fix."""
+"""Proves that the options of ``--quantize`` and ``--cast`` are parsed, passed to the stages and recorded, or refused
+with a fix."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ QUANTIZE = [
 
 
 def test_every_option_is_read() -> None:
-    """Fails if an option is parsed as another option, if the items of a repeated list option aren't joined, or if an
-    underscore instead of a hyphen changes the meaning."""
+    """Fails if an option is parsed as another option, or if the items of a repeated list option aren't joined. Also
+    fails if an option with an underscore means something else than with a hyphen."""
     found = parse_quantize_options(QUANTIZE)
     assert found == {
         "calibration": "entropy", "samples": 40, "smooth": 0.5, "per_channel": False, "ops": ("MatMul", "Gemm"),
@@ -55,7 +56,7 @@ def test_every_option_is_read() -> None:
 
 
 def test_every_mode_says_which_options_it_reads() -> None:
-    """Fails if a mode of quantization has no row of options, or if a row names a field that no config has."""
+    """Fails if a quantization mode has no row in the table of options, or if a row names a field that no config has."""
     assert set(OPTIONS_BY_MODE) == {mode for form in FORMS.values() for mode in form.runs}
     known = {field.name for field in fields(QuantizeConfig)}
     assert all(known.issuperset(names) for names in OPTIONS_BY_MODE.values())
@@ -109,8 +110,8 @@ def made(src: Artifact, target: str, precision: str, data: Path, **options: Any)
 
 
 def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
-    """Fails if a stage doesn't get its options, a target gets a calibration that it doesn't support, or an option
-    that no candidate reads is silently ignored."""
+    """Fails if a stage doesn't get its options, or if a target gets a calibration method that it doesn't support. Also
+    fails if an option that no candidate reads is silently ignored."""
     found = made(src, "ort-cpu", "int8", data, quantize=parse_quantize_options(QUANTIZE))
     static = next(config for name, config, _ in found["ort-cpu int8 static"].stages if name == "quantize")
     assert (static.calibration, static.smooth, static.per_channel, static.keep) == (
@@ -129,9 +130,9 @@ def test_they_reach_the_stages(src: Artifact, data: Path) -> None:
 
 
 def test_the_command_records_them(cli: Any, src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the command doesn't accept the options, the manifest doesn't record them, a kept node isn't float, or
-    the report's command doesn't repeat them. Also fails if there is no warning for more samples than the data has, or
-    for SmoothQuant on a net that isn't a transformer."""
+    """Fails if the command refuses the options, or if the manifest or the report's command leaves out the options. Also
+    fails if a kept node isn't float. Also fails if no warning says that more samples are requested than the data has,
+    or that SmoothQuant is meant for transformers."""
     pytest.importorskip("tensorrt_rtx_bindings")
     words = ["--target", "tensorrt-rtx", "--precision", "int8", "--compute-capability", "8.6", "--data", data]
     mine = ["--quantize", "percentile=99.9", "--quantize", "samples=100000", "--quantize", "keep=second"]
@@ -170,9 +171,9 @@ def test_a_name_that_is_none(cli: Any, src: Artifact, data: Path, tmp_path: Path
     ],
 )
 def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, read: int) -> None:
-    """Fails if calibration doesn't read the requested number of samples (128 by default), or the largest allowed
-    number if that is smaller. Calibration may read half of the samples, but at least one. If a number is requested and
-    the judge has other data, calibration may read all samples."""
+    """Fails if calibration doesn't read the requested number of samples (128 by default). If this number is too large,
+    calibration must read the largest allowed number. Calibration may read half of the samples, but at least one. If a
+    number is requested and the judge has other data, calibration may read all samples."""
     assert samples_to_calibrate(count, asked, apart=apart) == read
 
 
@@ -180,8 +181,8 @@ def test_the_samples_that_calibrate(count: int, asked: int | None, apart: bool, 
 def test_without_data_every_calibrated_candidate_is_listed(
     src: Artifact, data: Path, precisions: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a candidate that needs calibration is neither made nor listed with the reason, if the reason doesn't
-    name the option, or if a candidate is listed as left out although there is data."""
+    """Fails if a candidate that needs calibration is missing and the report gives no reason that names the option. Also
+    fails if a candidate is listed as left out although there is data."""
     monkeypatch.setattr("accel.optimizer.recipes.openvino.cpu_has_bf16", lambda: True)
     targets = (Target.get("ort-cpu"), Target.get("openvino"))
     request = RecipeRequest(targets=targets, precisions=precisions, data=None, samples=8, threads=1)

@@ -1,4 +1,4 @@
-"""``accel plan`` works as documented, and writes a config that ``accel train`` runs."""
+"""Proves that ``accel plan`` works as documented, and writes a config that ``accel train`` runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SHAPE = "layers = 32\nhidden = 4096\nheads = 32\nvocab = 32000\nseq = 2048\n"
 
 
 def test_plan_of_a_parameter_count(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command line or the keys of its JSON change, or if 7.5 B parameters at ZeRO 3 don't
-    take 1.9 GB."""
+    """Fails if the documented command line or the keys of its JSON change. Also fails if 7.5 B parameters at ZeRO 3
+    don't take 1.9 GB."""
     line = "plan --params 7.5e9 --world 64 --zero 3 --precision fp16 --optimizer adam --json"
     assert run(group, line.split()) == 0
     body = json.loads(capsys.readouterr().out)
@@ -49,8 +49,9 @@ def test_plan_of_a_config_lists_and_writes(tmp_path: Path, capsys: pytest.Captur
 def test_the_documented_line_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the documented command line doesn't print a table with one line per layout, the fastest first, with the
-    chosen layout marked. Also fails if the figures differ from --json's, or if their assumptions are missing."""
+    """Fails if the documented command line doesn't print a table with one line for each layout, the fastest layout
+    first. The table must mark the chosen layout. Also fails if the figures differ from those of --json, or if the table
+    doesn't state its assumptions."""
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(f"global_batch = 512\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{SHAPE}")
     line = "plan config.toml --world 64 --hbm 80G"
@@ -120,8 +121,8 @@ def test_the_search_keeps_what_it_does_not_vary(tmp_path: Path, capsys: pytest.C
 
 
 def test_context_parallel_is_found_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the plan doesn't use context parallel for a sequence that no other layout can hold, if the written
-    config can't run, or if a plan of the written config gives other bytes."""
+    """Fails if the plan doesn't use context parallel for a sequence that no other layout can hold. Also fails if the
+    written config can't run, or if a plan of the written config gives other bytes."""
     config, out = tmp_path / "config.toml", tmp_path / "chosen.toml"
     shape = SHAPE.replace("seq = 2048", "seq = 131072").replace("vocab = 32000", "vocab = 32003")
     config.write_text(f"global_batch = 8\nmicro_batch = 1\n[precision]\nmode = 'bf16'\n[shape]\n{shape}")
@@ -159,7 +160,7 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(group, ["plan", str(config), "--world", "4", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["model_state_bytes_per_rank"] == 16 * (8 * 100 + 100 + 100 * 10 + 10)
-    assert body["activation_bytes_per_rank"] == 4 * 4 * (8 + 100)  # autograd keeps the inputs of both products
+    assert body["activation_bytes_per_rank"] == 4 * 4 * (8 + 100)  # autograd keeps the inputs of both matrix products
     assert body["flops_per_step"] == 3 * 32 * 2 * (8 * 100 + 100 * 10)
 
 
@@ -182,7 +183,7 @@ def test_plan_of_a_factory_measures_it(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a bad request gives a traceback, another exit code than 2, or a message without the fix."""
+    """Fails if a bad request gives a traceback, an exit code other than 2, or a message without the fix."""
     assert run(group, [*line.split(), "-q"]) == 2
     error = capsys.readouterr().err
     assert says in error
@@ -190,7 +191,8 @@ def test_bad_requests_end_in_one_sentence(line: str, says: str, capsys: pytest.C
 
 
 def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the KV cache doesn't have 2 L h s b elements, here 2 x 32 x 4096 x 2048 x 4 of 2 bytes each."""
+    """Fails if the KV cache doesn't have 2 L h s b elements of 2 bytes each. In this test, 2 L h s b is 2 x 32 x 4096 x
+    2048 x 4."""
     line = "plan --params 7e9 --layers 32 --hidden 4096 --heads 32 --seq 2048"
     assert run(group, [*line.split(), *["--inference", "--batch", "4", "--precision", "fp16", "--json"]]) == 0
     assert json.loads(capsys.readouterr().out)["kv_cache_bytes_per_rank"] == 2 * 32 * 4096 * 2048 * 4 * 2
@@ -199,8 +201,8 @@ def test_kv_cache(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
 def test_grouped_queries_have_fewer_parameters(capsys: pytest.CaptureFixture[str], kv_heads: int) -> None:
     """Fails if the plan gives grouped keys and values as many parameters as the queries. The planned count has to equal
-    Starcoder2's without the last norm, because the formula is for Starcoder2's layers. The planned count may differ by
-    at most half a percent from that of Llama, which has no biases."""
+    that of Starcoder2 without the last norm, because the formula is for Starcoder2's layers. The planned count may
+    differ by at most half a percent from that of Llama, which has no biases."""
     from transformers import LlamaConfig, LlamaModel, Starcoder2Config, Starcoder2Model
 
     shape = {"num_hidden_layers": 4, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}

@@ -1,4 +1,4 @@
-"""The formulas of ``accel plan`` agree with published figures and with a simulation on fake tensors."""
+"""Proves that the formulas of ``accel plan`` agree with published figures and with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _spec() -> ModelSpec:
     [(8, 0, 2), (8, 1, 1), (64, 1, 3), (8, 2, 1), (64, 2, 3), (64, 3, 1), (64, 3, 3)],
 )
 def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: int, accumulation: int) -> None:
-    """Fails if the bytes that FSDP2 keeps and sends differ from the closed form by more than the padding to the
-    world size, or if ``train.zero`` gathers or reduces more often than documented. The bytes are counted per tensor
+    """Fails if the bytes that FSDP2 keeps and sends differ from the closed form by more than the padding to the world
+    size. Also fails if ``train.zero`` gathers or reduces more often than documented. The bytes are counted per tensor
     and per collective."""
     layout = Layout(world=world, zero=zero, precision=precision, micro_batch=2, accumulation=accumulation)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
@@ -102,8 +102,8 @@ def test_states_and_traffic_equal_the_engine(precision: str, world: int, zero: i
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_equal_what_autograd_saves(precision: str) -> None:
-    """Fails if the formula for the elements that a layer saves differs by more than half a percent from what autograd
-    keeps."""
+    """Fails if the formula for the elements that a layer saves is off by more than half a percent. The right number is
+    the number of elements that autograd keeps."""
     layout = Layout(world=1, precision=precision, micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, layout)
     assert found.activations == pytest.approx(activations(_spec(), layout), rel=0.005)
@@ -111,8 +111,8 @@ def test_activations_equal_what_autograd_saves(precision: str) -> None:
 
 @pytest.mark.slow
 def test_states_and_traffic_at_1024_ranks() -> None:
-    """Fails if shards or traffic of 1,024 ranks differ from the closed form, for a model whose dims are all multiples
-    of 1,024."""
+    """Fails if the shards or the traffic of 1,024 ranks differ from the closed form. All dims of the model are
+    multiples of 1,024."""
     shape = GPTConfig(vocab=1024, layers=1, hidden=1024, heads=8, seq=1024)
     ids = torch.zeros(1, 1024, dtype=torch.long)
     spec = spec_of(GPT(shape))
@@ -120,7 +120,8 @@ def test_states_and_traffic_at_1024_ranks() -> None:
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), layout)
     parameters, gradients, optimizer = model_states(spec, layout)
     assert (found.gradients, found.optimizer) == (gradients, optimizer)
-    # Each rank holds all of the parameters outside the blocks. The plan counts these parameters as temporary.
+    # Each rank holds all of the parameters outside the blocks. The plan counts the parameters outside the blocks as
+    # temporary.
     assert found.parameters == parameters + 2 * spec.outside * 1023 / 1024
     assert temporary(spec, layout) > 2 * spec.outside
     assert found.sent == pytest.approx(data_parallel_bytes(spec, layout))
@@ -129,7 +130,7 @@ def test_states_and_traffic_at_1024_ranks() -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_seven_billion_on_64_ranks_simulated() -> None:
-    """Fails if the engine's shards of a 7.5 B model on 64 ranks differ from 1.9 GB by more than 2 % at ZeRO 3."""
+    """Fails if the engine's ZeRO 3 shards of a 7.5 B model on 64 ranks differ from 1.9 GB by more than 2 %."""
     shape = GPTConfig(vocab=50304, layers=36, hidden=4096, heads=32, seq=64)
     ids = torch.zeros(1, 64, dtype=torch.long)
     found = simulate(lambda: GPT(shape), lambda: (ids, ids), Layout(world=64, zero=3, precision="bf16"))
@@ -159,7 +160,8 @@ def test_traffic_of_one_micro_batch() -> None:
 
 
 def test_tensor_parallel_traffic_and_bubble() -> None:
-    """Fails if the plan miscounts Megatron's four all-reduces per layer, or the bubble (p - 1) / (m + p - 1)."""
+    """Fails if the plan miscounts Megatron's four all-reduces per layer, or doesn't compute the bubble as (p - 1) / (m
+    + p - 1)."""
     spec = ModelSpec(params=10**9, layers=4, hidden=64, heads=4, seq=16)
     layout = Layout(world=4, tp=4, micro_batch=2, accumulation=3)
     assert tensor_parallel_bytes(spec, layout) == 3 * 4 * 4 * 2 * (16 * 2 * 64 * 2) * 3 / 4
@@ -170,8 +172,8 @@ def test_tensor_parallel_traffic_and_bubble() -> None:
 
 
 def test_a_step_takes_what_is_computed_stretched_by_the_bubble() -> None:
-    """Fails if the estimated time of a step isn't the FLOPs of a rank over its sustained rate, plus the idle time of
-    the pipeline, plus the traffic that no computation hides."""
+    """Fails if the estimated time of a step isn't the sum of three parts: a rank's FLOPs divided by its sustained rate,
+    the pipeline's idle time, and the traffic that no computation hides."""
     spec = ModelSpec(params=0, layers=8, hidden=512, heads=8, vocab=1000, seq=128)
     fast = Machine(flops=1e12, node_bandwidth=1e30, bandwidth=1e30)
     plain = Layout(world=8, micro_batch=2, accumulation=12)
@@ -209,9 +211,9 @@ def test_pipeline_traffic_is_that_of_the_stages(pp: int, sends: dict[str, int]) 
 
 
 def test_context_parallel_is_data_parallel_to_zero() -> None:
-    """Fails if c ranks that share sequences hold other states than data-parallel ranks, or if each doesn't hold 1 / c
-    of a sequence's activations. Also fails if a rank's traffic per layer and pass isn't (c - 1) / c of 4 s b h / c.
-    This is the traffic of Ulysses (Jacobs et al. 2023, section 3.2)."""
+    """Fails if c ranks that share sequences hold other states than c data-parallel ranks, or if each rank doesn't hold
+    1 / c of a sequence's activations. Also fails if a rank's traffic per layer and pass isn't (c - 1) / c times 4 s b h
+    / c. The expected traffic is that of Ulysses (Jacobs et al. 2023, section 3.2)."""
     spec = ModelSpec(params=0, layers=4, hidden=64, heads=8, vocab=100, seq=1024)
     layout = Layout(world=8, cp=4, zero=3, micro_batch=2, accumulation=3)
     wide = Layout(world=8, zero=3, micro_batch=2, accumulation=3)
@@ -252,13 +254,13 @@ def test_flops_equal_the_published_form() -> None:
 
 
 def test_pipeline_stage_is_the_fullest() -> None:
-    """Fails if the planned parameters of the largest pipeline stage differ by over 10% from those of the largest
-    stage in training."""
+    """Fails if the planned parameters of the largest pipeline stage differ by over 10% from those of the largest stage
+    in training."""
     model, spec = GPT(SHAPE), _spec()
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     first = 2 * layer + model.embed.tokens.weight.numel()
-    # The spec has one table for embedding and head. The model has two, and the formula spreads the second over the
-    # layers.
+    # The spec has one table for both the embedding and the head. The model has two tables, and the formula spreads the
+    # second table over the layers.
     assert stage_params(spec, Layout(world=3, pp=3)) == pytest.approx(first, rel=0.1)
 
 
@@ -273,7 +275,7 @@ def test_search_lists_what_fits_fastest_first() -> None:
     everything = search(spec, Machine(hbm=1e15), world=64, global_batch=512)
     assert sum(plan.memory.total <= machine.usable for plan in everything) == len(found) < len(everything)
     with pytest.raises(BadConfig, match=r"the smallest takes .* use more ranks"):
-        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # needs 0.37 GB even with offloaded states
+        search(spec, Machine(hbm=2e8), world=8, global_batch=64)  # this layout needs 0.37 GB even with offloaded states
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The formulas for tensor parallel, its replicas and hpZ agree with a simulation on fake tensors."""
+"""Proves that the formulas for tensor parallel, its replicas and hpZ agree with a simulation on fake tensors."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_a_layer_cut_by_tensor_parallel(tp: int, sequence: bool, again: str) -> 
 )
 def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, accumulation: int) -> None:
     """Fails if data-parallel ranks of a tensor-parallel model keep or send more bytes than the closed form allows.
-    Padding is allowed. So are the norms, biases and positions that tensor parallel doesn't cut, which are 0.8 % of this
-    model at tp 2. Gradients that accumulate until the last micro-batch may include the whole embedding, which the plan
-    counts as temporary."""
+    Ranks may exceed the closed form by padding, and by the norms, biases and positions that tensor parallel doesn't cut
+    (0.8 % of this model at tp 2). Gradients that accumulate until the last micro-batch may include the whole embedding,
+    which the plan counts as temporary."""
     layout = Layout(world=tp * ranks, tp=tp, zero=zero, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     parameters, gradients, optimizer = model_states(_spec(6), layout)
@@ -84,15 +84,15 @@ def test_cut_models_are_sharded(tp: int, ranks: int, replicate: int, zero: int, 
 def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) -> None:
     """Fails if the bytes of the shards that hpZ keeps between forward and backward, or the bytes that hpZ gathers,
     differ from the closed form by more than padding. Each rank holds all of the parameters outside the blocks, and
-    gathers these parameters once."""
+    gathers them once."""
     layout = Layout(world=ranks, zero=3, hpz=hpz, replicate=replicate, micro_batch=2, accumulation=accumulation)
     found = _simulated(6, layout)
     spec = _spec(6)
     second = 2 * (spec.params - spec.outside) / hpz + 2 * spec.outside
     assert second <= found.parameters <= second * 1.002
-    # The plan also counts the first shards. They take 2 bytes per parameter, a sixth of the optimizer's 12. The plan
-    # counts all parameters as sharded. But ranks hold all of the parameters outside the blocks, so the test adds the
-    # difference.
+    # The plan also counts the first shards. The first shards take 2 bytes per parameter, a sixth of the optimizer's 12
+    # bytes. The plan counts all parameters as sharded, also the parameters outside the blocks. Ranks hold all of the
+    # parameters outside the blocks, so the test adds the difference.
     planned = model_states(spec, layout)[0] + 2 * spec.outside * (1 - 1 / hpz)
     assert planned <= (found.parameters + found.optimizer / 6) * 1.0001 <= planned * 1.002
     sent = data_parallel_bytes(spec, layout)
@@ -104,8 +104,8 @@ def test_second_shards(ranks: int, replicate: int, hpz: int, accumulation: int) 
 @pytest.mark.parametrize(("qwz", "qgz", "hpz"), [(True, False, 0), (False, True, 0), (True, True, 0), (True, True, 2)])
 def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int) -> None:
     """Fails if the bytes that qwZ gathers and qgZ exchanges differ from the closed form by more than padding and the
-    scales of short last blocks, or if they aren't in the precision that the config sets. The bytes are counted per
-    collective, with the codes and scales of every parameter."""
+    scales of short last blocks. Also fails if the bytes don't have the precision that the config sets. The bytes are
+    counted per collective, with the codes and scales of every parameter."""
     kind = {"world": 16, "zero": 3, "replicate": 2, "qwz": qwz, "qgz": qgz, "hpz": hpz, "accumulation": accumulation}
     layout = Layout(micro_batch=2, **kind)  # type: ignore[arg-type]
     found = _simulated(6, layout)
@@ -128,9 +128,9 @@ def test_what_is_sent_in_int8(qwz: bool, qgz: bool, hpz: int, accumulation: int)
     ],
 )
 def test_a_pipeline_holds_what_is_in_flight(pipeline: str, pp: int, batches: int, again: str) -> None:
-    """Fails if the planned activations of the fullest pipeline rank differ by more than half a percent from what
-    autograd saves for the micro-batches that torch's schedule keeps in flight. The fullest rank is the first, or the
-    last if the logits weigh more."""
+    """Fails if the planned activations of the fullest pipeline rank are off by more than half a percent. The expected
+    value is the bytes that autograd saves for the micro-batches that torch's schedule keeps in flight. The fullest rank
+    is the first, or the last if the logits weigh more."""
     ids = torch.zeros(2, 128, dtype=torch.long)
     kind = {"pp": pp, "pipeline": pipeline, "accumulation": batches}
     found = simulate_pipeline(lambda: GPT(_shape(8)), lambda: (ids, ids), again=again, **kind)  # type: ignore[arg-type]
@@ -176,9 +176,9 @@ def test_what_selective_recomputation_keeps_of_a_cut_layer(monkeypatch: pytest.M
 
 
 def test_what_autocast_keeps() -> None:
-    """Fails if the planned activations under autocast differ by more than half a percent from what autograd keeps.
-    Autograd keeps a float32 residual stream, and a copy of the layer's input for each of query, key and value. The
-    16-bit copies of weights don't count as activations, because the plan counts the copies as temporary."""
+    """Fails if the planned activations under autocast differ by more than half a percent from the tensors that autograd
+    keeps. Autograd keeps a float32 residual stream, and a copy of the layer's input for each of query, key and value.
+    The 16-bit copies of weights don't count as activations, because the plan counts the copies as temporary."""
     model = GPT(_shape(3))
     copied = sum(2 * part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
     ids = torch.zeros(2, 128, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""The planned memory of a rank agrees with the peak of a training step over all live tensors."""
+"""Proves that the planned memory of a rank agrees with the peak of a training step over all live tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHAPE = GPTConfig(vocab=500, layers=3, hidden=128, heads=4, seq=128)
 
 
 def _peaks(layout: Layout) -> tuple[int, int]:
-    """Returns two peaks in bytes over all live storages: the peak of two micro-batches alone, and the peak of two
-    micro-batches and the optimizer's step."""
+    """Returns two peaks in bytes over all live storages. The first peak is that of two micro-batches. The second peak
+    also covers the optimizer's step."""
     optimizer = OptimizerConfig(name="sgd" if layout.optimizer == "momentum" else layout.optimizer)
     with _fake_world(layout.world), FakeTensorMode(allow_non_fake_inputs=True):
         with _default_dtype(parameter_dtype(layout.precision)):

@@ -1,5 +1,5 @@
-"""The layouts that ``accel plan`` lists (replicas, second shards, recomputation, offload) are those that training
-runs."""
+"""Proves that training runs the layouts that ``accel plan`` lists: replicas, second shards, recomputation and
+offload."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_everything_that_is_listed_can_be_trained() -> None:
-    """Fails if the search leaves out a layout that training supports, or lists one that training refuses."""
+    """Fails if the search leaves out a layout that training supports, or lists a layout that training refuses."""
     found = search(SEVEN, Machine(hbm=80e9), world=64, global_batch=512)
     kinds = {name: {getattr(plan.layout, name) for plan in found} for name in ("recompute", "replicate", "hpz")}
     assert kinds["recompute"] == {"none", "selective", "full"}
@@ -50,8 +50,8 @@ def test_everything_that_is_listed_can_be_trained() -> None:
 
 
 def test_the_host_holds_what_is_offloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the plan counts offloaded states on the device, if the search doesn't offload when nothing else fits, if
-    the written config doesn't offload, or if the search offloads although memory suffices."""
+    """Fails if the plan counts offloaded states on the device, or if the written config doesn't offload. Also fails if
+    the search doesn't offload when nothing else fits, or offloads although memory suffices."""
     plain = Layout(world=4, zero=3)
     memory, usual = training_memory(SEVEN, replace(plain, offload=True)), training_memory(SEVEN, plain)
     assert memory.model_states == 0
@@ -122,8 +122,8 @@ def test_what_training_refuses_is_not_planned(kind: dict[str, object], says: str
 
 
 def test_what_full_recomputation_keeps_equals_what_autograd_saves() -> None:
-    """Fails if the planned activations under full recomputation are off by more than half a percent. The expected
-    value is what autograd keeps plus the activations of the one layer that is recomputed."""
+    """Fails if the planned activations under full recomputation are off by more than half a percent. The expected value
+    is the sum of the tensors that autograd keeps and the activations of the layer that is recomputed."""
     spec, layout = replace(spec_of(GPT(SHAPE)), seq=128), Layout(world=1, precision="fp32", micro_batch=2)
     found = simulate(lambda: GPT(SHAPE), _inputs, replace(layout, recompute="full"))
     planned = activations(spec, replace(layout, recompute="full"))
@@ -176,11 +176,11 @@ def test_replicas_equal_the_engine(zero: int, accumulation: int) -> None:
 
 
 def test_of_equally_fast_layouts_the_simplest_comes_first() -> None:
-    """Fails if, of layouts with the same estimated time, the first one recomputes, sends more than another, takes
-    smaller micro-batches than fit, or shards needlessly."""
+    """Of several layouts with the same estimated time, the plan must list the simplest layout first. Fails if the first
+    layout recomputes, sends more than another layout, takes smaller micro-batches than fit, or shards needlessly."""
     small = ModelSpec(params=0, layers=24, hidden=2048, heads=16, vocab=32000, seq=2048)
     first = search(small, Machine(hbm=80e9), world=8, global_batch=64)[0].layout
-    assert first == Layout(world=8, micro_batch=8)  # plain data parallel, with a rank's batch as one micro-batch
+    assert first == Layout(world=8, micro_batch=8)  # plain data parallel: a rank's batch is one micro-batch
     for hbm in (40e9, 80e9, 300e9):
         found = search(SEVEN, Machine(hbm=hbm, bandwidth=300e9), world=64, global_batch=512)
         best, *others = [one for one in found if one.time.step == found[0].time.step]

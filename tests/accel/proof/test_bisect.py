@@ -1,4 +1,4 @@
-"""accel bisect names planted faults in few runs, even if a stage in between renamed all tensors."""
+"""Proves that accel bisect names planted faults in few runs, even if a stage in between renamed all tensors."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def rename(model: onnx.ModelProto) -> None:
 def test_a_planted_fault_is_found_by_name(
     encoder: Artifact, samples: Path, tmp_path: Path, fault: Edit, expected: str, renamed: bool
 ) -> None:
-    """Fails if bisect names another node than the faulty node, or if the inputs of the named node differ. Also fails
-    if the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model
-    has other names for all inner tensors."""
+    """Fails if bisect names a node other than the faulty node, or if the inputs of the named node differ. Also fails if
+    the number of runs grows faster than the logarithm of the number of nodes. With ``renamed``, the faulty model has
+    other names for all inner tensors."""
 
     def edit(model: onnx.ModelProto) -> None:
         fault(model)
@@ -168,7 +168,8 @@ def test_only_what_crosses_a_cut_is_held(
 
 
 def test_one_lowest_bit(encoder: Artifact, samples: Path, tmp_path: Path) -> None:
-    """Fails if a limit of 0 misses a difference of one unit in the last place, or if the default limit reports it."""
+    """Fails if a limit of 0 misses a difference of one unit in the last place, or if the default limit reports this
+    difference."""
     candidate = edited(encoder, tmp_path / "bit.onnx", flip("q2.w", 0))
     assert bisect(encoder.path, candidate, data=samples).divergence is None
     found = bisect(encoder.path, candidate, data=samples, limit=0.0, scan=True)
@@ -186,7 +187,8 @@ def test_a_model_against_itself(encoder: Artifact, samples: Path) -> None:
 
 
 def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
-    """Fails if a difference that a Relu removes is named as the cause of a later difference, or isn't reported."""
+    """Fails if bisect doesn't report a difference that a Relu removes, or names this difference as the cause of a later
+    difference."""
 
     def build(path: Path, low: float, factor: float) -> Artifact:
         return artifact(
@@ -217,8 +219,8 @@ def test_what_heals_is_not_the_cause(tmp_path: Path) -> None:
 
 
 def test_through_simplify_and_quantize(encoder: Artifact, samples: Path, tmp_path: Path) -> None:
-    """Fails if bisect finds a difference in a correctly simplified or quantized model, or if, for a wrong scale in the
-    quantized model, bisect doesn't name the matrix product with this scale."""
+    """Fails if bisect finds a difference in a correctly simplified or quantized model. If a scale in the quantized
+    model is wrong, bisect must name the matrix product with the wrong scale."""
     made = run_stage("simplify", encoder, SimplifyConfig())
     assert bisect(encoder, made, data=samples).divergence is None
     quantized = run_stage("quantize", made, QuantizeConfig(form="tensorrt", data=samples, smooth=0.0))
@@ -256,8 +258,8 @@ def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tupl
     ran = cli("bisect", digits.path, bad, "--data", digits_data[0], "--json")
     assert ran.code == 1, ran.stderr
     body = json.loads(ran.stdout)
-    # The third convolution is child 7 of the net. The exporter folds batch norm (child 8) into child 7 and may record
-    # either path.
+    # The third convolution is child 7 of the net. The exporter folds the batch norm (child 8) into child 7, and may
+    # record the path of either child.
     assert body["divergence"]["node"]["module"] in ("7", "8")
     assert body["divergence"]["node"]["operator"] == "Conv"
     shown = cli("bisect", digits.path, bad, "--data", digits_data[0])
@@ -267,7 +269,7 @@ def test_the_torch_module_is_named(cli: Any, digits: Artifact, digits_data: tupl
 
 
 def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a different model gives a result or a traceback."""
+    """Fails if bisect compares two different models, or refuses them with a traceback."""
     with pytest.raises(UsageError, match="the inputs differ"):
         bisect(encoder, digits)
     model = onnx.load(str(digits.path))
@@ -284,8 +286,7 @@ def test_what_bisect_refuses(cli: Any, encoder: Artifact, digits: Artifact, tmp_
 
 
 def test_an_engine_stands_for_its_graph(cli: Any, encoder: Artifact, tmp_path: Path) -> None:
-    """Fails if bisect can't use the ONNX file that an IR was converted from, uses another file instead, or doesn't
-    name the file."""
+    """Fails if bisect doesn't use the ONNX file that an IR was converted from, or doesn't name this file."""
     pytest.importorskip("openvino")
     graph = tmp_path / "graph.onnx"
     cache = StageCache(tmp_path / "cache")

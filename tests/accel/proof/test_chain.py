@@ -1,4 +1,4 @@
-"""The chain of hashes leads from an artifact back to its weights and reveals every changed file."""
+"""Proves that the chain of hashes leads from an artifact back to its weights, and reveals every changed file."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_an_intact_chain_reaches_the_weights(made: tuple[Path, list[Path]]) -> N
 
 
 def test_a_copy_under_another_name_is_the_same_artifact(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    """Fails if accel refuses files that were copied by hand together with their sidecars, or accepts other files under
-    these names."""
+    """Fails if accel refuses files that were copied by hand together with their sidecars. Also fails if accel accepts
+    other files under the copied names."""
     out, _ = made
     for suffix in (".xml", ".bin", ".xml.manifest.json"):
         shutil.copyfile(out.with_suffix(suffix), tmp_path / f"renamed{suffix}")

@@ -1,5 +1,5 @@
-"""Concordance, the agreement of outputs sample by sample, finds errors that large samples hide in a norm over all
-samples."""
+"""Proves that concordance, the agreement of outputs sample by sample, finds errors that a norm over all samples
+hides."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ vectors = hnp.arrays(np.float64, st.tuples(st.integers(1, 6), st.integers(2, 5))
 
 @given(vectors, st.floats(0.1, 10))
 def test_of_vectors(value: np.ndarray, factor: float) -> None:
-    """Fails if equal outputs count as different, a wrong scale counts as agreement, or the result for vectors of
-    equal norm isn't 1 minus their cosine."""
+    """Fails if equal outputs count as different, or if a wrong scale counts as agreement. Also fails if the result for
+    vectors of equal norm isn't 1 minus their cosine."""
     assert discordance([value], [value]) == 0
     value = value[np.abs(value).max(axis=1) > 1e-3]
     if not len(value):
@@ -38,14 +38,14 @@ def test_of_vectors(value: np.ndarray, factor: float) -> None:
 
 
 def test_batches_of_other_lengths() -> None:
-    """Fails if samples of a short batch count for less, or if all batches need the same length."""
+    """Fails if the samples of a short batch have less weight, or if all batches need the same length."""
     short, long = np.ones((3, 2)), np.ones((1, 200))
     assert discordance([short, long], [short, -long]) == pytest.approx(2 / 4)
 
 
 def test_one_number_a_sample() -> None:
-    """Fails if only the sign of a scalar output counts, if a few large samples drown the many small ones, or if a
-    constant output counts as correct although the reference differs from sample to sample."""
+    """Fails if only the sign of a scalar output counts, or if a few large samples hide the many small samples. Also
+    fails if a constant output counts as correct although the reference differs from sample to sample."""
     prices = np.random.default_rng(0).lognormal(0, 3, (256, 1)).astype(np.float32)
     step = prices.max() / 127
     assert discordance([prices], [prices * 1.01]) < 1e-3
@@ -77,7 +77,8 @@ def test_lins_coefficient(value: np.ndarray, seed: int) -> None:
 
 
 def test_what_isnt_float() -> None:
-    """Fails if class numbers are compared as quantities, strings can't be compared, or bfloat16 counts as integer."""
+    """Fails if class numbers are compared as quantities, if strings can't be compared, or if bfloat16 is treated as an
+    integer dtype."""
     assert discordance([np.array([1, 2, 3, 900])], [np.array([1, 2, 4, 900])]) == 0.25
     assert discordance([np.array(["a", "b"])], [np.array(["a", "c"])]) == 0.5
     narrow = np.linspace(1, 9, 64, dtype=np.float32)[:, None]

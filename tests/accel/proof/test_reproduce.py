@@ -1,4 +1,5 @@
-"""accel reproduce runs the recorded chain again and gets the same bytes, or names the stage that differs."""
+"""Proves that accel reproduce runs the recorded chain again and gets the same bytes, or names the stage that
+differs."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ def engine(digits: Artifact, digits_data: tuple[Path, Path], tmp_path_factory: p
 def test_a_chain_of_five_stages_gives_the_same(
     cli: Any, engine: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if a stage isn't deterministic, or if its recorded options don't repeat it. Also fails if a result comes
-    from the cache, because this would prove nothing."""
+    """Fails if a stage isn't deterministic, or if the recorded options don't give the same result. Also fails if a
+    result comes from the cache, because a cached result would prove nothing."""
     ran = cli("reproduce", engine.path, "--data", digits_data[0], "-o", tmp_path / "again.engine", "--json")
     assert ran.code == 0, ran.stderr
     body = json.loads(ran.stdout)
     assert [row["stage"] for row in body["stages"]] == [
         "onnx_from_torch", "simplify", "quantize", "cast", "engine_from_onnx",
     ]  # fmt: skip
+
     # TensorRT-RTX doesn't build the same bytes for every int8 network, but picks the same kernels.
     assert {row["status"] for row in body["stages"][:4]} == {"identical"}, body["stages"]
     assert body["stages"][4]["status"] in ("identical", "equivalent"), body["stages"]
@@ -53,8 +55,8 @@ def test_a_chain_of_five_stages_gives_the_same(
 def test_a_chain_through_nncf_and_openvino_gives_the_same(
     digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Fails if a chain through NNCF and OpenVINO, the usual chain for CPUs, can't be run again from the manifest or
-    gives other bytes."""
+    """Fails if accel can't run a chain through NNCF and OpenVINO, the usual chain for CPUs, again from the manifest.
+    Also fails if accel gets other bytes."""
     quantized = run_stage("quantize", digits, QuantizeConfig(form="openvino", data=digits_data[0], samples=16))
     made = run_stage("openvino_from_onnx", quantized, OpenVinoFromOnnxConfig(), out=tmp_path / "m.xml")
     found = reproduce(made, data=(digits_data[0],))
@@ -83,7 +85,7 @@ def stub(folder: Path, factor: float) -> Path:
 
 def test_a_source_that_changed_is_refused(cli: Any, tmp_path: Path) -> None:
     """Fails if reproduce doesn't notice that the source changed, and compares the changed model with the recorded
-    one."""
+    model."""
     source = stub(tmp_path, 2.0)
     made = accel.export(f"{source}:make", out=tmp_path / "m.onnx")
     assert reproduce(made).identical
@@ -129,8 +131,7 @@ def test_what_has_no_chain(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path: Path) -> None:
-    """Fails if an engine that was changed after it was made passes because its stages still give the bytes in the
-    manifest."""
+    """Fails if a changed engine passes because its stages still give the bytes in the manifest."""
     stub(tmp_path, 2)
     exported = accel.export(f"{tmp_path}/net.py:make", out=tmp_path / "net.onnx")
     made = run_stage("engine_from_onnx", exported, EngineFromOnnxConfig(), out=tmp_path / "net.engine")
@@ -145,8 +146,8 @@ def test_an_engine_that_was_changed_is_not_called_reproduced(cli: Any, tmp_path:
 
 
 def test_a_source_that_was_named_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain runs again only in the folder of the original run, or if a file of the same name in the
-    current folder passes for the recorded one."""
+    """Fails if a chain runs again only in the folder of the original run. Also fails if a file of the same name in the
+    current folder passes for the recorded file."""
     (tmp_path / "elsewhere").mkdir()
     stub(tmp_path, 2)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""accel verify compares outputs by name and reports every difference beyond the limit."""
+"""Proves that accel verify compares outputs by name, and reports every difference beyond the limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ floats = hnp.arrays(
 
 @given(floats, st.floats(1e-3, 10))
 def test_a_difference_is_what_was_added(value: np.ndarray, delta: float) -> None:
-    """Fails if the reported largest difference isn't the planted one, or if equal outputs aren't reported as equal."""
+    """Fails if the reported largest difference isn't the planted difference, or if equal outputs aren't reported as
+    equal."""
     assert difference("y", value, value).max_abs == 0
     moved = value.astype(np.float64)
     moved.flat[0] += delta
@@ -79,9 +80,9 @@ def make():
 
 
 def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> None:
-    """Fails if --input or --weights doesn't reach a factory that is the reference or the candidate, or if a net with
-    other weights than the file passes. Also fails if the error doesn't advise the user to pass the weights that the
-    file was made with, or gives this advice when no manifest records weights or no model is a factory."""
+    """Fails if --input or --weights doesn't reach a factory, as the reference or as the candidate. Also fails if a net
+    with other weights than the file passes. The error must advise the user to pass the weights that the file was made
+    with. Fails if the error gives this advice when no manifest records weights, or when no model is a factory."""
     import torch
     from safetensors.torch import save_file
 
@@ -109,8 +110,8 @@ def test_a_factory_that_says_nothing_of_its_inputs(cli: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_the_other_side_says_what_a_source_takes(cli: Any, tmp_path: Path) -> None:
-    """Fails if verify or bench asks for the inputs of a factory although the other model's artifact declares these
-    inputs, or ignores the declared ranges. Beyond the ranges, on 12 positions or token 20, the net fails."""
+    """Fails if verify or bench asks for the inputs of a factory although the other model's artifact declares them, or
+    ignores the declared ranges. Outside the ranges, at 12 positions or with token 20, the net fails."""
     factory = f"{tmp_path / 'tokens.py'}:make"
     (tmp_path / "tokens.py").write_text(
         "import torch\n\n\nclass Tokens(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -158,8 +159,8 @@ def scaled(path: Path, factor: float) -> Artifact:
 
 def test_random_inputs_are_named_where_they_matter(cli: Any, tmp_path: Path) -> None:
     """Fails if verify doesn't advise the user to pass data when a quantized model differs on random inputs. Also fails
-    if verify gives this advice for a float model or for a comparison on data, or if the help or the table of the
-    command doesn't name the inputs."""
+    if verify gives this advice for a float model or for a comparison on data. The help and the table of the command
+    must name the inputs."""
     one, other = scaled(tmp_path / "one.onnx", 1.0), scaled(tmp_path / "other.onnx", 2.0)
     in_int8 = replace(other, properties={**other.properties, "precision": "int8"})
     data = build.save_data(tmp_path / "d.npz", x=np.ones((3, 2), np.float32))
@@ -199,7 +200,8 @@ def test_batches_hold_every_sample_once(tmp_path_factory: Any, count: int, size:
 
 
 def test_shaped_samples_are_real_values(tmp_path: Path) -> None:
-    """Fails if a gate that needs a shape other than the data's runs on numbers that aren't in the data."""
+    """Fails if a gate makes up numbers for a shape that the data doesn't have. The gate must use numbers of the
+    data."""
     path = tmp_path / "d.npz"
     np.savez(path, x=np.arange(12, dtype=np.float32).reshape(3, 4), ids=np.arange(3))
     feeds = Dataset.load(path, SIGNATURE).shaped({"batch": 5, "n": 6}, 1)
@@ -248,7 +250,7 @@ def words():
 
 
 def test_a_number_that_pytorch_has_no_row_for(tmp_path: Path, cli: Any) -> None:
-    """Fails if an index outside PyTorch's embedding table is an internal error, or if the error doesn't name the
+    """Fails if an index outside PyTorch's embedding table ends in an internal error, or if the error doesn't name the
     file and the index."""
     (tmp_path / "words.py").write_text(WORDS)
     made, data = tmp_path / "m.onnx", tmp_path / "b.npz"

@@ -1,4 +1,4 @@
-"""``RoundedSession`` rounds to 16 bits after every node, which shows overflows that ONNX Runtime hides."""
+"""Proves that ``RoundedSession`` rounds to 16 bits after every node, and so shows overflows that ONNX Runtime hides."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_rounded_session_rounds_after_every_node(tmp_path: Path, kind: int) -> N
 
 
 def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
-    """Fails if the rounded session rounds values that aren't 16-bit. A float32 graph has to give ONNX Runtime's
-    bits."""
+    """Fails if the rounded session rounds values that aren't 16-bit. The outputs of a float32 graph must have the same
+    bits as ONNX Runtime's."""
     src = square_root_of_square(tmp_path / "m.onnx")
     x = np.array([300.0, 1.2345], np.float32)
     plain = onnxruntime.InferenceSession(str(src.path), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
@@ -48,8 +48,8 @@ def test_rounded_session_leaves_float32_and_int8_alone(tmp_path: Path) -> None:
 
 
 def test_rounded_session_rounds_inside_branches(tmp_path: Path) -> None:
-    """Fails if the rounded session leaves subgraphs unchanged, so that the model doesn't load or x*x at 300 is
-    finite."""
+    """Fails if the rounded session leaves subgraphs unchanged. Without a change of the subgraphs, the model doesn't
+    load, or x*x at 300 is finite."""
     branch = helper.make_graph(
         [node("Mul", "x x", "t0"), node("Sqrt", "t0", "t")],
         "then",

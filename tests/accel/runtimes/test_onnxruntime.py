@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions check their inputs, apply their options, and report bad files in one line."""
+"""Proves that ONNX Runtime sessions check their inputs, apply their options, and report bad files in one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def artifact(path: Path) -> Artifact:
 
 
 def unread(path: Path) -> Artifact:
-    """Returns an artifact without opening it, so that the file may be damaged."""
+    """Returns an artifact without opening the file, because the file may be damaged."""
     return Artifact(path=path, kind="onnx", signature=Signature((TensorSpec("x", "float32", (2,)),)))
 
 
@@ -80,7 +80,7 @@ def test_outputs_come_by_name(linear: Artifact) -> None:
 
 
 def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> None:
-    """Fails if a wrong name, dtype or shape reaches the runtime, so that the error has the runtime's text."""
+    """Fails if a wrong name, dtype or shape reaches the runtime and the error shows the runtime's text."""
     with open_session(linear, "onnxruntime") as session:
         for feeds in (
             {"q": np.ones((1, 3), np.float32)},
@@ -93,7 +93,7 @@ def test_feeds_are_checked_before_the_runtime_sees_them(linear: Artifact) -> Non
 
 
 def test_values_the_model_cannot_take_are_one_sentence(tmp_path: Path) -> None:
-    """Fails if an index beyond the table raises the runtime's exception, which callers don't know."""
+    """Fails if an index beyond the table raises an exception of the runtime, which callers don't expect."""
     model = save(
         tmp_path / "gather.onnx",
         [helper.make_node("Gather", ["table", "ids"], ["y"])],
@@ -154,7 +154,8 @@ def threads() -> set[str]:
 
 
 def ended(some: set[str]) -> bool:
-    """Tells whether these threads end within 20 seconds. The kernel lists a thread for a moment after it was joined."""
+    """Tells whether the given threads end within 20 seconds. The kernel lists a thread for a moment after it was
+    joined."""
     deadline = time.monotonic() + 20
     while some & threads() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -174,7 +175,7 @@ def test_threads_are_those_asked_for(linear: Artifact) -> None:
 
 
 def test_graph_optimisation_can_be_turned_off(linear: Artifact) -> None:
-    """Fails if ``graph_level`` is ignored. bisect has to run a model exactly as its file says."""
+    """Fails if ``graph_level`` is ignored. `accel bisect` has to run a model exactly as the file says."""
     levels = onnxruntime.GraphOptimizationLevel
     for asked, level in (("all", levels.ORT_ENABLE_ALL), ("none", levels.ORT_DISABLE_ALL)):
         with OnnxRuntimeSession(linear, SessionOptions(graph_level=asked)) as session:
@@ -295,9 +296,9 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_run_costs_little_more_than_the_runtime_itself(linear: Artifact) -> None:
-    """Fails if a run of the session takes longer than the runtime's own run plus four times the time of the input
-    checks. These checks take most of the time that the session adds. The test compares the shortest of many alternating
-    runs, because other load can only lengthen a run."""
+    """Fails if a run of the session takes longer than the runtime's own run plus four times the duration of the input
+    checks. The input checks take most of the time that the session adds. The test compares the shortest of many
+    alternating runs, because other work on the machine can only lengthen a run."""
     feeds = {"x": np.ones((1, 3), np.float32)}
     with OnnxRuntimeSession(linear, SessionOptions(threads=1)) as session:
         names, raw = session.outputs, session.session

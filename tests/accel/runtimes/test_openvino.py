@@ -1,4 +1,4 @@
-"""The OpenVINO session agrees with ONNX Runtime on the ONNX file that the IR was converted from."""
+"""Proves that the OpenVINO session agrees with ONNX Runtime on the ONNX file that the IR was converted from."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_outputs_by_name_at_several_sizes(mlp: Artifact) -> None:
 
 
 def test_fp32_is_computed_in_fp32(mlp: Artifact) -> None:
-    """Fails if OpenVINO chooses the precision, which would be bfloat16 on a CPU with bfloat16."""
+    """Fails if OpenVINO chooses the precision itself. On a CPU with bfloat16, OpenVINO would choose bfloat16."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         feeds = session.example_inputs(batch=4)
         assert error(session.run(feeds)["b"], reference(mlp, feeds)["b"]) < 1e-6
@@ -136,7 +136,7 @@ def test_outputs_survive_the_next_run(mlp: Artifact) -> None:
 
 
 def test_inputs_are_left_alone_and_need_not_stay(mlp: Artifact) -> None:
-    """Fails if a run writes to its feeds, or refuses strided or read-only arrays."""
+    """Fails if a run writes to its input arrays, or refuses strided or read-only arrays."""
     with OpenVinoSession(mlp, SessionOptions(threads=1)) as session:
         feeds = session.example_inputs(batch=3)
         wanted = session.run(feeds)
@@ -176,7 +176,8 @@ def test_every_dtype_goes_through(make: Make) -> None:
 
 
 def test_scalars_and_empty_arrays(make: Make) -> None:
-    """Fails if an input without dims gets a dim, or if an array without elements, which has no address, fails."""
+    """Fails if an input without dims gets a dim, or if the session refuses an array without elements, which has no
+    address."""
     node = helper.make_node("Add", ["x", "s"], ["y"])
     artifact = make([node], [("x", FLOAT, ["n", 2]), ("s", FLOAT, [])], [("y", FLOAT, ["n", 2])])
     with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
@@ -221,9 +222,9 @@ def test_an_index_beyond_the_table(make: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, make: Make) -> None:
-    """Fails if a shape that only an inner node refuses ends in OpenVINO's own error, returns the outputs of the
-    earlier run, or stops the session from running again. Without accel's checks, infer() with one thread returns the
-    earlier outputs, and a bfloat16 session never runs again."""
+    """Fails if OpenVINO's own error reaches the user when only an inner node refuses a shape. Also fails if the run
+    returns the outputs of the earlier run, or if the session can't run again. Without accel's checks, infer() with one
+    thread returns the earlier outputs, and a bfloat16 session never runs again."""
     if precision == "bf16" and not has_bf16():
         pytest.skip("this CPU has no bfloat16")
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
@@ -239,8 +240,8 @@ def test_what_openvino_cant_run_is_an_error_once(threads: int, precision: str, m
 
 
 def test_one_of_many_that_openvino_cant_run(make: Make) -> None:
-    """Fails if one bad request among concurrent ones goes unnoticed, if the error names another request's shape, or if
-    the other requests hang or the session never runs again."""
+    """Fails if one bad request among concurrent requests goes unnoticed, or if its error names another request's shape.
+    Also fails if the other requests hang, or if the session never runs again."""
     node = helper.make_node("MatMul", ["x", "y"], ["z"])
     artifact = make([node], [("x", FLOAT, ["a", "b"]), ("y", FLOAT, ["c", "d"])], [("z", FLOAT, ["a", "d"])])
 
@@ -295,8 +296,8 @@ def test_a_signature_of_another_model(mlp: Artifact, make: Make) -> None:
 
 
 def test_overhead_of_a_run(make: Make) -> None:
-    """Fails if a run takes much longer than OpenVINO's own call, for example because it searches names or copies arrays
-    twice."""
+    """Fails if a run takes much longer than OpenVINO's own call, for example because the session searches names or
+    copies arrays twice."""
     node = helper.make_node("Add", ["x", "y"], ["z"])
     artifact = make([node], [("x", FLOAT, ["batch", 64]), ("y", FLOAT, ["batch", 64])], [("z", FLOAT, ["batch", 64])])
     with OpenVinoSession(artifact, SessionOptions(threads=1)) as session:
@@ -305,7 +306,7 @@ def test_overhead_of_a_run(make: Make) -> None:
         slot = session._free.get()
         session._free.put(slot)
 
-        def own_call() -> None:  # waits as a session with one thread does
+        def own_call() -> None:  # waits in the same way as a session with one thread
             slot.request.start_async()
             slot.request.wait()
 

@@ -1,4 +1,4 @@
-"""The TensorRT session works over a fake CUDA and a fake engine in plain memory, without a GPU."""
+"""Proves that the TensorRT session works with a fake CUDA and a fake engine in plain memory, without a GPU."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def feeds(batch: int, width: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_run_returns_what_the_engine_computed(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if inputs or outputs use the wrong memory, keep the size of an earlier run, or share memory with the
-    next run. The outputs include one whose size is known only after the run."""
+    """Fails if inputs or outputs use the wrong memory, keep the size of an earlier run, or share memory with the next
+    run. The outputs include one whose size is known only after the run."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         kept = []
         for seed, (batch, width) in enumerate([(2, 3), (4, 8), (1, 2)]):
@@ -100,8 +100,8 @@ def fixed(artifact: Artifact) -> Artifact:
 
 
 def test_a_cuda_graph_is_captured_at_the_second_run_of_a_shape(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a run launches a CUDA graph of other shapes or buffers, the first run of a shape is captured, a CUDA
-    graph outlives the session, or the outputs belong to another run."""
+    """Fails if a run launches a CUDA graph that was captured for another shape or for other buffers. Also fails if the
+    first run of a shape is captured, if a CUDA graph outlives the session, or if the outputs belong to another run."""
     shapes = [(2, 3), (2, 3), (2, 3), (4, 8), (4, 8), (2, 3)]
     with TensorRTSession(fixed(artifact), SessionOptions(cuda_graph=True)) as session:
         counts = []
@@ -171,8 +171,7 @@ def test_sizes_off_every_profile_are_refused(
     artifact: Artifact,
     cuda: FakeCuda,
 ) -> None:
-    """Fails if a size outside every profile reaches the engine, or if the message doesn't name the sizes that the
-    engine was built for."""
+    """Fails if a size outside every profile reaches the engine, or if the message doesn't name the engine's sizes."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         with pytest.raises(BadFeeds, match=rf"x {batch}x{width} is off .*\(x 1x2 to 4x8 or x 8x2 to 16x8\); pad or"):
             session.run(feeds(batch, width))
@@ -186,8 +185,8 @@ def test_the_signature_is_as_wide_as_the_profiles(artifact: Artifact, cuda: Fake
 
 
 def test_a_failed_run_says_why_and_the_session_goes_on(artifact: Artifact, cuda: FakeCuda) -> None:
-    """Fails if a run that the engine reports as failed returns outputs, if the error lacks the reason, or if the
-    session doesn't run afterwards."""
+    """Fails if a run returns outputs although the engine reports a failure, or if the error lacks the reason. Also
+    fails if the session doesn't run afterwards."""
     with TensorRTSession(artifact, SessionOptions()) as session:
         context = FakeToolkit.Runtime.engines[-1].contexts[-1]
         context.fails = True
@@ -260,7 +259,7 @@ def test_the_sidecar_is_compared_with_the_machine(artifact: Artifact) -> None:
 
 
 def test_rebuilding_keeps_the_capabilities(artifact: Artifact) -> None:
-    """Fails if the rebuild command names other GPUs than the replaced engine was built for."""
+    """Fails if the rebuild command names GPUs other than those of the replaced engine."""
     assert "--compute-capability 8.6 --compute-capability 8.9" in rebuild(artifact)
 
 
@@ -363,7 +362,7 @@ def test_the_real_toolkit_has_what_the_session_calls() -> None:
 
 
 def test_a_compatible_engine_fits_later_versions_and_newer_gpus(artifact: Artifact) -> None:
-    """Fails if an engine that was built to be compatible is refused, or runs on an older version or GPU than it
+    """Fails if an engine that was built for compatibility is refused, or runs on a version or a GPU older than it
     supports."""
     both = {"version_compatible": True, "hardware": "ampere-plus"}
     compatible = replace(artifact, properties={**artifact.properties, **both})

@@ -1,4 +1,4 @@
-"""Real engines on a real GPU give ONNX Runtime's outputs (pytest -m gpu)."""
+"""Proves that real engines on a real GPU give ONNX Runtime's outputs (pytest -m gpu)."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_an_engine_for_8_0_on_a_hopper_gpu(minilm: Artifact, tmp_path: Path) -> 
 
 
 def test_phases_and_a_cuda_graph(build: Build, minilm: Artifact) -> None:
-    """Fails if a replayed CUDA graph gives other outputs than a plain run at any shape, or if CUDA events give no time
-    for a phase of the run."""
+    """Fails if a replayed CUDA graph gives other outputs than a plain run. Also fails if CUDA events give no time for a
+    phase of the run."""
     made = build(minilm.path)
     with open_session(made) as plain, open_session(made, options={"cuda_graph": True}) as graph:
         for sizes in made.signature.cases():

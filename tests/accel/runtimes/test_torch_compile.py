@@ -1,4 +1,4 @@
-"""torch.compile sessions give eager's outputs, and never run silently in eager."""
+"""Proves that torch.compile sessions give eager's outputs, and never run silently in eager mode."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_it_computes_what_eager_computes_and_compiles_at_the_first_run(source: A
 
 
 def test_graph_breaks_are_counted_and_told(source: Any) -> None:
-    """Fails if graph breaks, after which code runs uncompiled, aren't counted and reported."""
+    """Fails if graph breaks aren't counted and reported. After a graph break, code runs uncompiled."""
     said: list[str] = []
     with open_session(source("breaks"), "torch-compile") as session:
         with watched_by(lambda message, _fraction: said.append(message)):
@@ -86,7 +86,7 @@ def test_graph_breaks_are_counted_and_told(source: Any) -> None:
 
 
 def test_without_a_compiler_it_is_named(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a missing C++ compiler ends in torch's traceback, or is found only at the first run."""
+    """Fails if a missing C++ compiler ends in torch's traceback, or is noticed only at the first run."""
     model = source("mlp")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -95,8 +95,8 @@ def test_without_a_compiler_it_is_named(source: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
-    """Fails if a failed compilation falls back to eager, which would be timed as torch.compile. torch falls back by
-    itself if the user has set suppress_errors."""
+    """Fails if a failed compilation falls back to eager, because bench would then report eager's time as
+    torch.compile's. If the user has set suppress_errors, torch itself falls back."""
     import torch._dynamo
     import torch._inductor
 
@@ -116,14 +116,15 @@ def test_a_compiler_that_fails_is_an_error(source: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_that_torch_does_not_compile_is_an_error(source: Any) -> None:
-    """Fails if eager is timed as torch.compile because torch skips the whole forward."""
+    """Fails if bench reports eager's time as torch.compile's because torch skips the whole forward."""
     with open_session(source("skipped"), "torch-compile") as session, pytest.raises(UnsupportedHere, match="nothing"):
         session.run(session.example_inputs())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_torchscript_is_refused(tmp_path: Path) -> None:
-    """Fails if TorchScript, which torch.compile doesn't compile, is timed as torch.compile."""
+    """Fails if bench reports TorchScript's time as torch.compile's, because torch.compile doesn't compile
+    TorchScript."""
     path = tmp_path / "scripted.pt"
     module = torch.nn.Linear(4, 3)
     torch.jit.save(torch.jit.trace(module, torch.zeros(1, 4)), str(path))

@@ -1,5 +1,5 @@
-"""``accel.Source`` holds a model and everything that the user declares about the model. Every public function
-accepts a ``Source``."""
+"""``accel.Source`` holds a model and everything that the user declares about the model. Proves that every public
+function accepts a ``Source``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NET = "import torch\n\ndef make():\n    torch.manual_seed(0)\n    return torch.n
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_takes_the_same(name: str) -> None:
-    """Fails if a public function takes other options of a source than ``Source`` has, or takes any other keyword."""
+    """Fails if a public function accepts other keywords about a source than the fields of ``Source``."""
     from accel.api.bisect import bisect
     from accel.api.preflight import preflight
 
@@ -37,7 +37,8 @@ def test_every_function_takes_the_same(name: str) -> None:
 
 
 def test_a_source_is_taken_wherever_a_path_is(tmp_path: Path) -> None:
-    """Fails if a Source can't be exported, loaded and compared, or if keywords of the call override its fields."""
+    """Fails if a Source can't be exported, loaded or compared, or if keywords of the call override the fields of the
+    Source."""
     (tmp_path / "net.py").write_text(NET)
     net = accel.Source(f"{tmp_path / 'net.py'}:make", inputs=["x:float32[batch,3]"])
     made = accel.export(net, out=tmp_path / "net.onnx", inputs=["other:float32[batch,9]"])
@@ -57,8 +58,9 @@ def test_of(digits: Artifact) -> None:
 
 
 def test_shared_options_go_where_they_belong(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if, in a call with an ONNX file and its source, the file gets options that only the source needs. Also
-    fails if an option that applies to neither is silently ignored."""
+    """In a call with an ONNX file and its source, some options apply only to the source. Fails if the ONNX file gets
+    options that apply only to the source. Also fails if an option that applies to neither the file nor the source is
+    silently ignored."""
     (tmp_path / "net.py").write_text(NET)
     spec = f"{tmp_path / 'net.py'}:make"
     file, net = shared((digits.path, spec), {"inputs": ["x:float32[batch,3]"], "signature": ""})

@@ -1,4 +1,4 @@
-"""accel opens each kind of source, or names the mistake in one line."""
+"""Proves that accel opens each kind of source, or names the mistake in one line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_a_factory_in_a_module_declares_itself() -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "pt", "sharded", "nested", "ddp"])
 def test_weights_for_a_factory(factory: str, tmp_path: Path, form: str) -> None:
-    """Fails if a common file layout of a state dict isn't loaded, or isn't recorded as the start of the chain."""
+    """Fails if accel can't load a common file layout of a state dict, or doesn't record the file as the start of the
+    chain."""
     state = {k: v.clone() for k, v in net().state_dict().items()}
     path = tmp_path / "w.pt"
     if form == "safetensors":
@@ -133,7 +134,7 @@ def test_weights_that_are_wrong(factory: str, tmp_path: Path) -> None:
 
 
 def test_an_exported_program(tmp_path: Path) -> None:
-    """Fails if a .pt2 loses its dynamic batch or the range that it declares, or computes something else."""
+    """Fails if a .pt2 file loses its dynamic batch or its declared range, or gives other outputs."""
     batch = torch.export.Dim("batch", min=1, max=16)
     program = torch.export.export(net(), (torch.ones(2, 6),), dynamic_shapes=({0: batch},))
     path = tmp_path / "net.pt2"
@@ -212,7 +213,7 @@ def test_sources_that_are_not_there(tmp_path: Path, source: str, words: str) -> 
 
 
 def test_inputs_that_do_not_fit(my_model: Path) -> None:
-    """Fails if a wrong shape or an unknown dim is found only deep in an exporter."""
+    """Fails if accel notices a wrong shape or an unknown dim only inside an exporter."""
     with pytest.raises(BadSource, match=r"fails in PyTorch on x \[1, 4, 32, 32\]"):
         Source(f"{my_model}:make", inputs=["x:float32[batch,4,32,32]"]).open()
     with pytest.raises(BadInputSpec, match="no input has a dim called 'sequence'; the dims are batch"):
@@ -220,8 +221,8 @@ def test_inputs_that_do_not_fit(my_model: Path) -> None:
 
 
 def test_outputs_by_name() -> None:
-    """Fails if a nested output gets a wrong name, if an output that is None gets a name, or if inputs are matched by
-    their order instead of their names."""
+    """Fails if a nested output gets a wrong name, or if an output that is None gets a name. Also fails if inputs are
+    matched by their order instead of their names."""
     t = torch.ones(1)
     assert list(flatten({"a": t, "b": [t, t], "c": None})) == ["a", "b_0", "b_1"]
     assert list(flatten((t, {"k": t}))) == ["output_0", "output_1_k"]
@@ -254,8 +255,8 @@ def _gather(vocabulary: int = 11) -> onnx.ModelProto:
 
 
 def test_what_an_onnx_file_declares(tmp_path: Path) -> None:
-    """Fails if the opset, IR, unnamed dims or index bounds of an embedding are misread. Random token ids beyond the
-    table would crash every gate."""
+    """Fails if accel misreads the opset, the IR version, unnamed dims or the index bounds of an embedding. Random token
+    ids beyond the table would crash every gate."""
     path = _onnx(tmp_path, _gather())
     signature, properties = describe(path)
     assert (properties["opset"], properties["ir"], properties["precision"]) == (17, 8, "fp32")
@@ -289,8 +290,8 @@ def test_bit_flips_never_reach_this_process(tmp_path: Path) -> None:
 
 
 def test_two_factories_of_one_file(tmp_path: Path) -> None:
-    """Fails if two models with the same class and weights but different settings count as one, so that the cache
-    returns the result of the first model for the second."""
+    """Makes two models of the same class and weights but with different settings. Fails if two models with different
+    settings count as one model. The cache would return the first model's result for the second."""
     path = tmp_path / "two_factories.py"
     path.write_text(
         "import torch\n\n\nclass Times(torch.nn.Module):\n    def __init__(self, by):\n        super().__init__()\n"
@@ -305,8 +306,8 @@ def test_two_factories_of_one_file(tmp_path: Path) -> None:
 
 
 def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: str) -> None:
-    """Fails if no note on stderr and in the manifest says that --input renames the model's only input, or if there
-    is a note although --input uses forward's own name."""
+    """Fails if no note on stderr and in the manifest says that --input renames the model's only input. Also fails if
+    the note appears although --input uses forward's own name."""
     for name, said in (("pixels", {"pixels": "input"}), ("input", None)):
         out = tmp_path / f"{name}.onnx"
         ran = cli("export", factory, "--input", f"{name}:float32[batch,6]", "-o", out, "-q")
@@ -317,8 +318,8 @@ def test_a_single_input_under_another_name(tmp_path: Path, cli: Any, factory: st
 
 
 def test_an_input_that_forward_does_not_have(tmp_path: Path, cli: Any) -> None:
-    """Fails if an input whose name forward doesn't have is silently fed to another parameter. In this
-    model, the fault would swap the inputs a and b."""
+    """Fails if accel silently feeds an input to another parameter because forward has no parameter with the input's
+    name. In this model, the fault would swap the inputs a and b."""
     path = tmp_path / "two.py"
     path.write_text(
         "import torch\n\n\nclass Two(torch.nn.Module):\n    def forward(self, a, b):\n        return a - 2 * b\n\n\n"
@@ -360,7 +361,7 @@ def make():
 
 @pytest.mark.parametrize("bounds", [(600, 1600, 3200), (1590, 1600, 3200)])
 def test_an_output_that_follows_its_input_in_steps(tmp_path: Path, bounds: tuple[int, int, int]) -> None:
-    """Fails if accel declares an output dim as fixed because lengths close to the usual length give the same output
+    """Fails if accel declares an output dim as fixed because lengths near the usual length give the same output
     size."""
     (tmp_path / "strided.py").write_text(STRIDED)
     found = accel.export(

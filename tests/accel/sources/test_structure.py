@@ -1,4 +1,4 @@
-"""The structure of arguments and results: what ``describe`` takes apart, ``fill`` puts together again."""
+"""Proves that ``fill`` rebuilds the arguments and results that ``describe`` took apart."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def same(one: Any, other: Any) -> bool:
 
 @given(NESTED)
 def test_a_structure_is_put_together_again(value: Any) -> None:
-    """Fails if a template loses the type, the order or a constant of a structure, or isn't JSON."""
+    """Fails if a template loses the type, the order or a constant of a structure, or can't be written as JSON."""
     template, tensors = describe(value)
     count = json.dumps(template).count('"tensor"')
     assert count >= len(tensors)
-    if count == len(tensors):  # every tensor has a name of its own
+    if count == len(tensors):  # no two tensors share a name
         assert same(fill(json.loads(json.dumps(template)), tensors), value)
 
 
@@ -69,13 +69,13 @@ def test_a_structure_is_put_together_again(value: Any) -> None:
     ids=["named tuple", "dataclass", "mapping"],
 )
 def test_classes(value: Any) -> None:
-    """Fails if a dataclass, a named tuple or a mapping comes back as another class."""
+    """Fails if ``fill`` makes a dataclass, a named tuple or a mapping of another class."""
     template, tensors = describe(value)
     assert type(fill(template, tensors)) is type(value)
 
 
 def test_a_class_of_a_stranger_is_not_imported() -> None:
-    """Fails if a manifest can make a process import or call something."""
+    """Fails if a manifest can make a process import a module or call a function."""
     for path in ("antigravity:geohash", "os:system", "subprocess:Popen", "builtins:print"):
         made = fill({"class": path, "fields": [["command", {"value": "true"}]]}, {})
         assert isinstance(made, SimpleNamespace), path
@@ -91,7 +91,7 @@ def test_a_class_of_a_stranger_is_not_imported() -> None:
     ],
 )
 def test_arguments_that_differ(given_value: dict[str, Any], message: str) -> None:
-    """Fails if a call with another structure or another constant is taken silently."""
+    """Fails if accel silently accepts a call with another structure or another constant."""
     templates = {"x": describe(np.ones(1), "x")[0], "mode": describe("fast")[0]}
     with pytest.raises(BadFeeds, match=message):
         tensors_in(templates, given_value)

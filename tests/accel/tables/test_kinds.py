@@ -1,4 +1,4 @@
-"""A new format for accel export needs only a converter and a row in each table."""
+"""Proves that a new format for accel export needs only a converter and a row in each table."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_its_reader_holds_the_contract(source: Path, tmp_path: Path, monkeypatch
 
 
 def test_routes() -> None:
-    """Fails if the route to a kind isn't the one with the fewest stages, or if a kind without a route isn't refused."""
+    """Fails if accel doesn't take the route with the fewest stages to a kind, or doesn't refuse a kind without a
+    route."""
     assert [stage.name for stage in route("onnx", "tflite")] == ["saved_model_from_onnx", "tflite_from_saved_model"]
     assert [stage.name for stage in route("onnx", "torch")] == ["torch_from_onnx"]
     assert route("onnx", "onnx") == ()

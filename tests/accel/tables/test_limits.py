@@ -1,4 +1,5 @@
-"""The gates' limits are rows of one table, with one value and one reason for each stage and precision."""
+"""Proves that the limits of the gates are rows of one table, with one value and one reason for each stage and
+precision."""
 
 from __future__ import annotations
 

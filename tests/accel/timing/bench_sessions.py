@@ -79,7 +79,7 @@ class Clock:
 
 class Simulated(Scripted):
     """Computes ``y = 2 x``. Each run takes about ``ms`` on the session's own clock. The noise and the rare spikes of
-    this clock depend only on ``seed``. After ``slow_after`` runs, a run takes ``slow_by`` times as long."""
+    this clock depend only on ``seed``. After ``slow_after`` runs, each run takes ``slow_by`` times as long."""
 
     def __init__(self, candidate: Candidate, clock: Clock) -> None:
         super().__init__(candidate)
@@ -98,8 +98,8 @@ class Simulated(Scripted):
 
 
 def simulated(candidate: Candidate) -> Simulated:
-    """Opens a session that is timed by a simulated clock, so that the figures are the same on every machine, idle or
-    busy."""
+    """Opens a session that is timed by a simulated clock, because this clock gives the same figures on every machine,
+    idle or busy."""
     clock = Clock()
     blocks.time.perf_counter_ns = clock
     return Simulated(candidate, clock)
@@ -131,8 +131,8 @@ class Delayed:
 
 
 def delayed(candidate: Candidate) -> Delayed:
-    """Opens the candidate's session on one thread, slower by the fraction ``options["share"]``, and timed by this
-    thread's CPU time."""
+    """Opens the candidate's session on one thread and times it by this thread's CPU time. The session is slower by the
+    fraction ``options["share"]``."""
     from accel.runtimes.base import open_session
 
     blocks.time.perf_counter_ns = time.thread_time_ns
@@ -146,8 +146,8 @@ def _spin_forever() -> None:
 
 
 def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
-    """Logs the state of the parent's other children, which the benchmark should have paused. Leaves out ``others``,
-    which don't belong to the benchmark."""
+    """Logs the state of the parent's other children, which the benchmark must have paused. The children in ``others``
+    don't belong to the benchmark and aren't logged."""
     me, parent = os.getpid(), os.getppid()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == me:
@@ -163,8 +163,8 @@ def _log_running_siblings(log: Path, others: Sequence[int]) -> None:
 
 
 class Meeting(BaseSession):
-    """A session whose runs end only while all sessions of this process are in a run. Logs the number of threads of
-    each session."""
+    """A session whose runs end only while every session of this process is in a run. Logs the number of threads of each
+    session."""
 
     barrier: threading.Barrier | None = None
     open_sessions = 0

@@ -1,5 +1,5 @@
-"""The benchmark shuffles its runs, pauses idle processes, compares outputs before timing, and reports misbehaving
-candidates."""
+"""Proves that the benchmark shuffles its runs, pauses idle processes, compares outputs before timing, and reports
+misbehaving candidates."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_json_and_table_hold_the_report() -> None:
 
 
 def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> None:
-    """Fails if another process runs while a process is timed or loaded, because the other's thread pool would slow
-    the timed process down."""
+    """Fails if another process runs while a process is timed or loaded. The other process's thread pool would slow the
+    timed process down."""
     log = tmp_path / "siblings"
     script = {"siblings_log": str(log), "not_siblings": list(children()), "ms": 2, "spins": True}
     quick([scripted(f"c{i}", **script) for i in range(3)])
@@ -122,7 +122,7 @@ def test_all_processes_but_the_one_being_timed_are_stopped(tmp_path: Path) -> No
 
 
 def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
-    """Fails if every round has the same order, or if the order isn't reproducible. In a fixed order, the candidate
+    """Fails if every round has the same order, or if the order can't be reproduced. In a fixed order, the candidate
     after the hottest candidate would always be slower."""
     names = ["a", "b", "c"]
     reports = [quick([scripted(n, ms=0.05) for n in names], rounds=6, seed=seed) for seed in (1, 1, 2)]
@@ -145,7 +145,7 @@ def test_the_order_is_shuffled_by_the_seed_and_recorded() -> None:
 )
 def test_what_cant_be_compared_or_run_has_a_row_that_says_why(script: dict[str, Any], reason: str) -> None:
     """Fails if the benchmark times a candidate that fails or isn't comparable, or doesn't time the other candidates.
-    The failure comes in the first round or in a later round."""
+    The candidate fails in the first round or in a later round."""
     report = quick([scripted("base", ms=1), scripted("bad", **script), scripted("good", ms=1)])
     assert reason in report.row("bad").error
     assert report.row("bad").verdict is None
@@ -206,7 +206,7 @@ def test_wrong_arguments_say_what_to_change(
 
 
 def test_the_baseline_may_be_any_candidate() -> None:
-    """Fails if ``baseline`` is ignored, or changes the order of the report's rows."""
+    """Fails if ``baseline`` is ignored, or if it changes the order of the report's rows."""
     slow, base = (scripted(name, opener="simulated", ms=ms) for name, ms in (("slow", 0.4), ("base", 0.1)))
     report = quick([slow, base], baseline="base")
     assert [row.verdict for row in report.rows] == ["slower", "baseline"]
@@ -226,8 +226,8 @@ def test_rounds_go_on_while_an_interval_is_wide_and_there_is_budget(monkeypatch:
     """Fails if a wide interval doesn't get further rounds within the budget, or if rounds continue beyond the
     budget."""
     assert len(quick([scripted("a", ms=0.05)], target_width=9.0, budget_seconds=60).order) == 5
-    # An interval narrower than a quarter of the effect counts as narrow, whatever the target width. The test fixes the
-    # answer of ``is_narrow``, so that the number of rounds doesn't depend on the clock.
+    # An interval that is narrower than a quarter of the effect counts as narrow for every target width. The test fixes
+    # the answer of ``is_narrow``, so that the number of rounds doesn't depend on the clock.
     monkeypatch.setattr("accel.timing.paired.is_narrow", lambda *_: False)
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=60).order) == 20
     assert len(quick([scripted("a", ms=0.05)], target_width=0.0, budget_seconds=0).order) == 5
@@ -258,8 +258,9 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
 
 
 def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
-    """Fails if processes, order or warm-up favor one side by more than 25% on a real runtime. Runs are timed by the
-    thread's CPU time. The bound is loose because the machine may be busy. Simulated benchmarks test the statistics."""
+    """Fails if the processes, the order or the warm-up favor one side by more than 25% on a real runtime. Runs are
+    timed by the thread's CPU time. The bound is loose because the machine may be busy. Simulated benchmarks test the
+    statistics."""
     feeds = mlp.signature.example_inputs(batch=32)
     candidates = [
         Candidate(name, mlp, runtime="onnxruntime", options={"share": 0.0}, opener="bench_sessions:delayed")
@@ -273,8 +274,8 @@ def test_a_real_model_against_itself_makes_no_claim(mlp: Artifact) -> None:
 
 
 def test_a_ten_percent_delay_is_found_and_none_is_not() -> None:
-    """Fails if blocks, pairing or the noise floor hide a delay of a tenth, or show a delay that doesn't exist. The
-    sessions' clock is simulated, so the figures are the same on every machine."""
+    """Fails if blocks, pairing or the noise floor hide a delay of a tenth of the time, or show a delay that doesn't
+    exist. The sessions' clock is simulated, so the figures are the same on every machine."""
     times = {"as it is": 2.0, "the same": 2.0, "delayed": 2.2, "doubled": 4.0}
     candidates = [scripted(name, opener="simulated", ms=ms, seed=seed) for seed, (name, ms) in enumerate(times.items())]
     report = quick(candidates, rounds=9, block_seconds=0.2)
@@ -337,9 +338,9 @@ def test_a_block_takes_about_the_time_asked_for() -> None:
 
 
 def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
-    """Fails if a block keeps its first estimate of the number of runs after the runs get slower. In this test, 200 runs
-    are planned for a block of 0.2 s, but a run takes 0.1 s of the simulated time. Also fails if a figure counts the
-    planned runs instead of the runs made."""
+    """Fails if a block keeps its first estimate of the number of runs after the runs get slower. In this test, a block
+    of 0.2 s is planned with 200 runs, but a run takes 0.1 s of the simulated time. Also fails if a figure counts the
+    planned runs instead of the actual runs."""
     slow = scripted("slow", opener="simulated", ms=1.0, slow_after=100, slow_by=100)
     report = quick([scripted("base", opener="simulated", ms=1.0), slow], block_seconds=0.2)
     row, rounds = report.row("slow"), report.samples["slow"]
@@ -356,16 +357,16 @@ def test_a_block_of_what_became_slower_ends_with_its_time() -> None:
 
 
 def test_a_block_is_cut_between_passes() -> None:
-    """Fails if a block ends within a pass or before the first pass ends, or exceeds its time or its number of
-    passes. After an unfinished pass, some inputs would count more than others."""
+    """Fails if a block ends within a pass or before the end of the first pass. Also fails if a block exceeds its time
+    or its number of passes. After an unfinished pass, some inputs would count more than others."""
     feeds: Any = ["a", "b", "c"]
     for passes, ends, made in ((100, 25, 4), (2, 10**9, 2), (100, 0, 1), (1, 0, 1)):
-        clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the one before
+        clock = iter(range(0, 1000, 10)).__next__  # each reading is 10 ns after the previous reading
         assert list(passes_until(feeds, passes, ends, clock)) == feeds * made
 
 
 def test_streams_share_the_runs_of_a_block() -> None:
-    """Fails if two threads advance the generator of a block at the same time, which raises an error, or if a run is
+    """Fails if two threads advance a block's generator at the same time, which raises an error. Also fails if a run is
     made twice or not at all."""
 
     def clock() -> int:

@@ -1,4 +1,4 @@
-"""accel bench sweeps over shapes and streams, measures energy, and reports in JSON, Markdown and HTML."""
+"""Proves that accel bench sweeps over shapes and streams, measures energy, and reports in JSON, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if a shape is left out or measured at other sizes, if a report file lacks a shape, or if the report says
-    that a model other than an engine ran as a CUDA graph."""
+    """Fails if a shape is left out or measured at other sizes, or if a report file lacks a shape. Also fails if the
+    report says that a model that isn't an engine ran as a CUDA graph."""
     outs = [tmp_path / f"r{ending}" for ending in page.ENDINGS]
     words = [w for out in outs for w in ("-o", out)]
     ran = cli("bench", model, "--batch", "1,3", "--length", "8, 16", "--cuda-graph", *QUICK, "--json", *words)
@@ -68,7 +68,7 @@ def test_a_sweep_measures_every_shape(cli: Callable[..., Any], model: Path, tmp_
 
 
 def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp_path: Path) -> None:
-    """Fails if the runs don't use the user's values, or if lengths that the data doesn't have are refused."""
+    """Fails if the runs don't use the user's values, or if bench refuses lengths that the data doesn't have."""
     np.savez(tmp_path / "d.npz", x=np.full((4, 8), 7, np.float32))
     words = ["--data", tmp_path / "d.npz", "--batch", "2", "--length", "4,16"]
     ran = cli("bench", model, *words, *QUICK, "--json")
@@ -80,8 +80,9 @@ def test_data_is_brought_to_each_shape(cli: Callable[..., Any], model: Path, tmp
 
 
 def test_a_size_beyond_what_was_declared(cli: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a size beyond the declared range is found only by a crash during timing, if the error doesn't name
-    the range and the option that widens it, or if accel's default batch of 1 to 8 counts as a declared range."""
+    """Fails if bench notices a size beyond the declared range only by a crash during timing. Also fails if the error
+    doesn't name the range and the option that widens the range, or if accel's default batch of 1 to 8 counts as a
+    declared range."""
     made = Source(model).open()
     signature = made.signature.with_dims({"length": DimRange(8, 16, 32)})
     manifest = Manifest(kind="onnx", signature=signature, files=made.hashes(), properties=made.properties)
@@ -106,7 +107,7 @@ def test_a_range_that_a_source_has_from_an_artifact(
     cli: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares an artifact with a source at a size outside a range. If the range comes from the artifact, fails if the
-    error names the source, or if its advice doesn't widen the artifact's range. If the range is declared for the
+    error names the source, or if the advice doesn't widen the artifact's range. If the range is declared for the
     source, fails if the error names the artifact."""
 
     def declare(most: int) -> None:
@@ -156,8 +157,8 @@ def test_what_makes_no_sense(
 
 
 def test_streams_run_at_once_and_share_the_threads(tmp_path: Path) -> None:
-    """For sessions that take one run at a time, fails if streams take turns, or if each stream gets all the threads.
-    Each run of this test waits until all streams are in a run."""
+    """For sessions that take one run at a time, fails if the streams take turns, or if each stream gets all the
+    threads. Each run of this test waits until all streams are in a run."""
     log = tmp_path / "threads"
     signature = Signature((TensorSpec("x", "float32", ("batch",)),), (TensorSpec("y", "float32", ("batch",)),))
     artifact = Artifact(path=Path("m.fake"), kind="fake", signature=signature)
@@ -192,15 +193,15 @@ def test_a_row_says_what_it_ran_with() -> None:
 
 
 def test_throughput_is_of_the_time_that_passed() -> None:
-    """Fails if the throughput of several streams is computed from the latencies of their runs instead of the elapsed
+    """Fails if the throughput of several streams is computed from the latency of each run instead of the elapsed
     time."""
     block = Block(times=np.full(10, 4_000_000), seconds=0.02)
     assert block.ms_a_run == pytest.approx(2.0)
 
 
 def test_energy_is_the_packages_and_wraps(tmp_path: Path) -> None:
-    """Fails if the energy of a subdomain of a CPU package is counted twice, the counter's wrap gives a negative number,
-    or an unreadable counter stops the benchmark."""
+    """Fails if the energy of a subdomain of a CPU package is counted twice, or if the counter's overflow gives a
+    negative number. Also fails if an unreadable counter stops the benchmark."""
     assert EnergyCounter.find(tmp_path) is None
     for name, value in (("intel-rapl:0", 900), ("intel-rapl:1", 5), ("intel-rapl:0:0", 70), ("intel-rapl", 0)):
         (tmp_path / name).mkdir()
@@ -232,9 +233,9 @@ def body(**row: Any) -> dict[str, Any]:
 
 
 def test_the_terminal_has_the_same_columns() -> None:
-    """Fails if a wide terminal leaves out a column of the page, shows another value, or reads a name as markup. Also
-    fails if a narrow terminal breaks a number, breaks a name more often than it must, or doesn't say what it left
-    out."""
+    """Fails if a wide terminal leaves out a column of the page, shows a value that differs from the page, or reads a
+    name as markup. Also fails if a narrow terminal breaks a number, breaks a name more often than necessary, or doesn't
+    list the columns that it left out."""
     row = {"median_ms": 26.123, "p90_ms": 30.0, "p99_ms": 123.4, "speedup": 4.0, "ci95": (3.0, 5.0), "cosine": 0.99999}
     phases = {"host_to_device": 0.5, "compute": 2.0, "device_to_host": 0.25}
     rows = (
@@ -287,8 +288,8 @@ def test_columns_without_values_are_left_out() -> None:
 
 
 def test_a_ratio_below_the_noise_is_not_shown() -> None:
-    """Fails if the table or the plot shows the speedup or the interval of a row with the verdict "too noisy", or if the
-    JSON form loses them."""
+    """Fails if the table or the plot shows the speedup or the interval of a row with the verdict "too noisy". Also
+    fails if the JSON form loses the speedup or the interval."""
     point = body(name="other", median_ms=1.0, speedup=189.8, ci95=(10.2, 3655.8), verdict="too noisy")
     titles, _, other = page.cells(point)
     shown = dict(zip(titles, other, strict=True))
@@ -302,8 +303,8 @@ def test_a_ratio_below_the_noise_is_not_shown() -> None:
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a shape or a candidate isn't drawn, a bar leaves the plot or has the color of another verdict, or the
-    page isn't dark although the reader's system is dark."""
+    """Fails if a shape or a candidate isn't drawn, or if a bar leaves the plot or has the color of a wrong verdict.
+    Also fails if the page isn't dark although the reader's system is dark."""
     from PIL import Image
 
     row = {"median_ms": 1.0, "p99_ms": 1.5, "speedup": 2.0, "ci95": [1.5, 2.5], "verdict": "faster"}

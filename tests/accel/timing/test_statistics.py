@@ -1,4 +1,5 @@
-"""Verdicts are right on simulated machines with drift, heavy tails and lucky processes, where the truth is known."""
+"""Proves that the verdicts are right on simulated machines with drift, heavy tails and lucky processes, where the truth
+is known."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def test_on_a_machine_without_luck_or_floor_the_interval_alone_is_wrong_at_most_
 
 
 def test_an_injected_ten_percent_delay_is_found() -> None:
-    """Fails if rounds aren't compared as pairs, if the floor hides a difference that users care about, or if the sign
-    is wrong."""
+    """Fails if rounds aren't compared as pairs, or if the noise floor hides a difference that users care about. Also
+    fails if the sign is wrong."""
     verdicts = Counter(verdict_of(Machine(seed, ROUNDS), 0.10)[0] for seed in range(RUNS))
     assert verdicts["slower"] >= 0.95 * RUNS, verdicts
     assert verdicts["faster"] == 0
@@ -117,7 +118,7 @@ def test_one_unlucky_process_of_the_baseline_makes_nothing_faster() -> None:
 
 
 def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
-    """Fails if the interval alone, or the noise floor alone, suffices for "faster" or "slower"."""
+    """Fails if either the interval or the noise floor alone decides that a candidate is "faster" or "slower"."""
     assert judge(Ratio(value=1.20, low=1.10, high=1.30), 0.05) == "faster"
     assert judge(Ratio(value=1.20, low=0.99, high=1.30), 0.05) == "no measurable difference"
     assert judge(Ratio(value=1.04, low=1.03, high=1.05), 0.05) == "no measurable difference"
@@ -127,8 +128,8 @@ def test_a_verdict_needs_both_the_interval_and_the_floor() -> None:
 
 
 def test_above_a_noise_floor_of_100_percent_it_is_too_noisy() -> None:
-    """With a noise floor above 100%, fails if the verdict on an effect below the floor isn't "too noisy", or if an
-    effect above the floor isn't called "faster" or "slower"."""
+    """The noise floor is above 100%. Fails if the verdict on an effect below the floor isn't "too noisy", or if the
+    verdict on an effect above the floor isn't "faster" or "slower"."""
     assert judge(Ratio(value=189.8, low=10.2, high=3655.8), 401.923) == "too noisy"
     assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.01) == "too noisy"
     assert judge(Ratio(value=1.0, low=0.9, high=1.1), 1.0) == "no measurable difference"
@@ -165,15 +166,15 @@ def test_student_quantiles_are_those_of_the_tables(freedom: int, expected: float
 
 
 def test_few_rounds_take_a_wider_percentile() -> None:
-    """Fails if the tail probability isn't corrected for few rounds, or doesn't approach the plain 2.5% for many
+    """Fails if the tail probability isn't corrected for few rounds, or isn't close to the plain 2.5% for many
     rounds."""
     assert tail_probability(5) < tail_probability(9) < tail_probability(30) < 0.025
     assert tail_probability(10_000) == pytest.approx(0.025, rel=0.01)
 
 
 def test_only_the_width_of_an_interval_decides_whether_to_go_on() -> None:
-    """Fails if a benchmark never stops for a large, clear effect, or stops as soon as its interval excludes 1. Stopping
-    then would give false verdicts."""
+    """Fails if a benchmark never stops for a large, clear effect, or stops as soon as its interval excludes 1. A
+    benchmark that stops at this moment would give false verdicts."""
     assert not is_narrow(Ratio(value=1.06, low=1.01, high=1.12), 0.05)
     assert is_narrow(Ratio(value=1.0, low=0.99, high=1.01), 0.05)
     assert is_narrow(Ratio(value=4.0, low=3.6, high=4.4), 0.05)

@@ -19,8 +19,8 @@ def _server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked(_server: Server) -> Iterator[None]:
-    """Forks the processes of a module's tests. Each process computes with one thread, because two workers share two
-    cores."""
+    """Forks the processes of a module's tests. Each process computes with one thread, because two workers of pytest
+    share two cores."""
     threads = torch.get_num_threads()
     with _server.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -1,8 +1,8 @@
 """Runs ``python -m MODULE`` by forking each process from a server that has already imported torch, which saves seconds.
 
 ``Server.installed`` makes ``subprocess.Popen`` fork for the modules of ``FORKED``. A forked process is a true child of
-the caller, with its own session, environment, working folder and command line in ``/proc``, so ``waitpid`` and signals
-work.
+the caller, so ``waitpid`` and signals work. The forked process has its own session, environment, working folder and
+command line in ``/proc``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 FORKED = ("torch.distributed.run", "accel.train.run.rank", "accel", "tests.accel.train.parallel.suite")
 # The modules of FORKED that start processes themselves.
 _STARTING = ("torch.distributed.run", "accel")
-# The modules imported before the first fork. No import may start a thread, because a fork copies only the thread that
-# forks.
+# The modules imported before the first fork. Imports of these modules must not start a thread, because a fork copies
+# only the thread that forks.
 _IMPORTED = (
     "accel.cli",
     "accel.train.loop",
@@ -59,8 +59,8 @@ def serve(requests: socket.socket) -> None:
             os._exit(0)
         reader, writer = os.pipe()
         if (middle := os.fork()) == 0:
-            # This intermediate process exits at once. The parent of the forked process is then the caller, because the
-            # caller is a subreaper.
+            # This intermediate process exits at once. The caller then becomes the parent of the forked process, because
+            # the caller is a subreaper.
             if (process := os.fork()) == 0:
                 requests.close()
                 os.close(reader)
@@ -130,8 +130,8 @@ def _show(line: Sequence[str]) -> None:
 
 
 def _forked_server() -> socket.socket:
-    """Forks a server that serves only this process, and returns a socket to the server. Call it before this process
-    starts a second thread."""
+    """Forks a server that serves only this process, and returns a socket to the server. Call this function before this
+    process starts a second thread."""
     own, requests = socket.socketpair()
     if os.fork() == 0:
         own.close()
@@ -180,8 +180,8 @@ def _install(server: Callable[[], socket.socket]) -> None:
 
 
 def _module_of(args: Any) -> tuple[str, list[str]]:
-    """Returns the module and its arguments if ``args`` are a ``python -m`` command, or ("", []) for any other
-    command."""
+    """Returns the module and its arguments if ``args`` are a ``python -m`` command. For any other command, returns ("",
+    [])."""
     words = [str(word) for word in args] if isinstance(args, list | tuple) else []
     if words[:1] == [sys.executable]:
         rest = words[2:] if words[1:2] == ["-u"] else words[1:]

@@ -1,4 +1,5 @@
-"""In a single process, the loss scale grows, halves and resumes, and a precision named as in apex comes with a note."""
+"""Proves that the loss scale of a single process grows, halves and resumes, and that a precision named as in apex comes
+with a note."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ def test_a_name_of_apex_comes_with_its_limits(tmp_path: Path, name: str, says: s
 
 @pytest.mark.parametrize("mode", ["O0", "autocast-fp16", "fp32"])
 def test_nothing_is_said_of_what_has_no_limits(tmp_path: Path, mode: str) -> None:
-    """Fails if a run logs a note about a precision that has no limits."""
+    """Fails if a run logs a note although its precision has no limits."""
     trainer_of(tmp_path, steps=1, precision={"mode": mode}, optimizer={"name": "sgd", "lr": 0.1}).run()
     assert not [row for row in rows_of(tmp_path) if "note" in row and "MFU" not in row["note"]]
 
 
 def test_the_loss_scale_grows_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Fails if the scale doesn't double after ``growth_interval`` good steps, if an overflow doesn't halve it and
-    restart the count, or if a resumed run forgets the scale or the count."""
+    """Fails if the scale doesn't double after ``growth_interval`` good steps. Also fails if an overflow doesn't halve
+    the scale and restart the count, or if a resumed run forgets the scale or the count."""
     trainer = trainer_of(tmp_path, steps=12, **GROWING)
     batches = trainer.batches()
     assert [trainer.one_step(batches)["loss_scale"] for _ in range(7)] == [1024, 1024, 2048, 2048, 2048, 4096, 4096]

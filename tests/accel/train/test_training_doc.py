@@ -1,4 +1,5 @@
-"""The commands of docs/how-to/training.md work, and the error for an object of the wrong kind names the right kind."""
+"""Proves that the commands of docs/how-to/training.md work, and that the error for an object of the wrong kind names
+the right kind."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def test_the_page_names_what_is_refused() -> None:
 
 
 def test_the_page_has_every_key_and_style() -> None:
-    """Fails if the page lacks a key of the config, a default, a choice or a style, or names a key or choice that
-    doesn't exist."""
+    """Fails if the page lacks a key of the config, a default, a choice or a style. Also fails if the page names a key
+    or a choice that doesn't exist."""
     flat: dict[str, object] = {}
     for name, value in dataclasses.asdict(TrainConfig()).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}

@@ -31,7 +31,8 @@ from tests.support.onnx_builder import (
 
 
 def test_overflow_in_the_data_stays_float32(tmp_path: Path) -> None:
-    """Fails if the overflow search ignores the data file, casts an overflowing node, or keeps Relu in float32."""
+    """Fails if the overflow search ignores the data file, if an overflowing node is cast, or if Relu stays in
+    float32."""
     src = square_root_of_square(tmp_path / "m.onnx")
     data = save_data(tmp_path / "d.npz", x=np.array([300.0, 1.0], np.float32))
     made = cast(src, CastConfig(data=data), tmp_path / "o.onnx")
@@ -65,8 +66,8 @@ def attention_mask(path: Path, low: float) -> Artifact:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min), -1e4])
 def test_masks_stay_masks(tmp_path: Path, low: float, precision: str) -> None:
-    """Fails if a mask constant becomes small or zero, if its product with 0 is NaN, or if the softmax stays in
-    float32."""
+    """Fails if a mask constant becomes small or zero, or if its product with 0 is NaN. Also fails if the softmax stays
+    in float32."""
     made = cast(attention_mask(tmp_path / "m.onnx", low), CastConfig(precision=precision), tmp_path / "o.onnx")
     scores = np.array([[5, -20, 0, 3, 9, 9, 9, 9]], np.float32)
     p = run(made, scores=scores, mask=np.array([[1, 1, 1, 1, 0, 0, 0, 0]]))["p"]
@@ -112,7 +113,7 @@ def test_where_with_infinity_and_constant_of_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-12])
 def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
-    """Fails if eps is rounded to 0 or to another number, or if a node between variance and quotient is cast."""
+    """Fails if eps is rounded to 0 or to another number, or if a node between the variance and the quotient is cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -139,8 +140,8 @@ def test_epsilons_stay_effective(tmp_path: Path, eps: float) -> None:
 
 
 def test_normalisation_over_large_activations(tmp_path: Path) -> None:
-    """Fails if a LayerNormalization, as one node or decomposed, squares 1000 in fp16, or if the layers around it aren't
-    cast."""
+    """Fails if a LayerNormalization squares 1000 in fp16, as one node or decomposed. Also fails if the layers around
+    the LayerNormalization aren't cast."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((2, 16)) * 1000).astype(np.float32)
     inputs, outputs = {"x": (FLOAT, ["batch", 16])}, {"y": (FLOAT, ["batch", 16])}
@@ -177,8 +178,8 @@ def test_normalisation_over_large_activations(tmp_path: Path) -> None:
 
 
 def test_positions_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if angles of thousands of radians are rounded to 11 bits. This rounding overflows nothing, but turns the
-    sines into noise. Also fails if nodes after the sine stay float32."""
+    """Fails if angles of thousands of radians are rounded to 11 bits. The rounding to 11 bits causes no overflow, but
+    makes the sines random. Also fails if nodes after the sine stay float32."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -201,7 +202,7 @@ def test_positions_are_not_rounded(tmp_path: Path) -> None:
 
 
 def test_sizes_are_not_rounded(tmp_path: Path) -> None:
-    """Fails if the size 2049 is cast to fp16, which rounds 2049 to 2048 and breaks the Expand node."""
+    """Fails if the size 2049 is cast to fp16. The cast would round 2049 to 2048 and break the Expand node."""
     src = artifact(
         tmp_path / "m.onnx",
         [

@@ -32,8 +32,8 @@ from tests.support.onnx_builder import (
 
 
 def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
-    """Fails if a subgraph reads an outer tensor or constant with the wrong dtype, or if a name that shadows an outer
-    name is renamed."""
+    """Fails if a subgraph reads a tensor or a constant of the outer graph with the wrong dtype. Also fails if a
+    subgraph's name that hides an outer name is renamed."""
     then = helper.make_graph(
         [node("Mul", "h k", "t0"), node("Add", "t0 h", "t")],
         "then",
@@ -64,8 +64,8 @@ def test_branches_read_their_outer_tensors_in_float32(tmp_path: Path) -> None:
 
 
 def test_io_is_kept_or_cast(tmp_path: Path) -> None:
-    """Fails if keep_io changes a float dtype, if keep_io=False keeps a float32 input or output, or if an integer dtype
-    changes."""
+    """Fails if keep_io changes a float dtype, or if keep_io=False keeps a float32 input or output. Also fails if an
+    integer dtype changes."""
     src = artifact(
         tmp_path / "m.onnx",
         [node("Gather", "table ids", "r"), node("Add", "r x", "y"), node("ArgMax", "y", "best", axis=-1)],
@@ -84,7 +84,8 @@ def test_io_is_kept_or_cast(tmp_path: Path) -> None:
 
 
 def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
-    """Fails if each reader of an input, or each float32 node in a chain, gets its own Cast."""
+    """Fails if each reader of an input gets its own Cast. Also fails if each float32 node in a chain gets its own
+    Cast."""
     src = artifact(
         tmp_path / "m.onnx",
         [
@@ -104,7 +105,8 @@ def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
 
 
 def test_operators_without_a_form_stay_and_say_from_which_opset(tmp_path: Path) -> None:
-    """Fails if a node gets a dtype that its schema at this opset forbids, or if the error names no opset to use."""
+    """Fails if a node gets a dtype that the operator's schema at this opset forbids, or if the error names no opset to
+    use."""
     inputs, outputs = {"x": (FLOAT, ["batch", 4, 8, 8])}, {"y": (FLOAT, ["batch", 4, 6, 6])}
     rng = np.random.default_rng(0)
     weights = {"w": rng.standard_normal((4, 4, 3, 3)).astype(np.float32)}
@@ -147,7 +149,7 @@ def test_local_functions_are_cast(tmp_path: Path) -> None:
 
 
 def test_what_was_asked_for_wrongly_is_named(tmp_path: Path) -> None:
-    """Fails if a pattern that matches no node, or an unknown precision, is silently ignored."""
+    """Fails if accel silently ignores an unknown precision, or a pattern that matches no node."""
     src = square_root_of_square(tmp_path / "m.onnx")
     with pytest.raises(UnknownName, match="no node and no operator is called 'Conv_\\*'"):
         cast(src, CastConfig(keep_fp32=("Conv_*",)), tmp_path / "o.onnx")

@@ -1,4 +1,5 @@
-"""Writes small TensorFlow models of every supported format into the given folder, in a separate process."""
+"""Writes small TensorFlow models of every supported format into the given folder. The tests run this script in a
+separate process."""
 
 from __future__ import annotations
 
@@ -176,7 +177,7 @@ def tflite_models() -> None:
 
 
 class Foldable(tf.Module):
-    """A product whose weight is computed from constants by nine operators. ONNX lacks two of the nine operators."""
+    """A matrix product whose weight nine operators compute from constants. ONNX lacks two of the nine operators."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32, name="x")])
     def run(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -196,7 +197,7 @@ def foldable_models() -> None:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         tf.matmul(x, Foldable.weight(), name="y")
         Path("foldable.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    # TFLite's converter folds these operators itself, but doesn't fold the widening of 16-bit weights.
+    # TFLite's converter folds these operators itself, but not the operator that widens 16-bit weights.
     converter = tf.lite.TFLiteConverter.from_saved_model("sequential")
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
     converter.target_spec.supported_types = [tf.float16]

@@ -1,4 +1,4 @@
-"""Proves that the TensorFlow conversion folds constants, survives native crashes and keeps input and output names."""
+"""Proves that the TensorFlow conversion folds constants, survives native crashes, and keeps input and output names."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_a_native_crash_names_its_operator(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["foldable", "foldable.pb"])
 def test_constants_are_folded(tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if the ONNX graph still computes constants at run time. Of the ten operators, only one product may remain.
-    ONNX lacks two of the folded operators. The test turns onnxsim off because onnxsim would fold some operators
+    """Fails if the ONNX graph still computes constants at run time. Of the ten operators, only one matrix product may
+    remain. ONNX lacks two of the folded operators. The test turns onnxsim off because onnxsim would fold some operators
     itself."""
     named: dict[str, Any] = {"graph_inputs": ["x"], "graph_outputs": ["y"]} if name.endswith(".pb") else {}
     there = accel.inspect(tensorflow_models / name, **named).graph["operators"]
@@ -150,8 +150,8 @@ def make():
 
 
 def test_the_gelu_of_keras(tmp_path: Path) -> None:
-    """Fails if a net with Keras' own gelu can't be exported, or if the ONNX outputs aren't those of this gelu. ONNX
-    lacks the operator with which TensorFlow computes this gelu."""
+    """Fails if a net with Keras' own gelu can't be exported, or if the ONNX outputs differ from those of this gelu.
+    ONNX lacks the operator with which TensorFlow computes this gelu."""
     code = written(tmp_path, GELU)
     made = accel.export(f"{code}:make", out=tmp_path / "m.onnx")
     x = np.float32([[-6, -1, -0.1, 0], [0.1, 1, 3, 8]])
@@ -172,8 +172,9 @@ def function(x):
 
 @pytest.mark.proof
 def test_nearest_neighbours(tmp_path: Path) -> None:
-    """Fails if nearest-neighbor resizing is exported in a mode that opset 13 removed, or if ONNX Runtime picks other
-    pixels than TensorFlow. ONNX Runtime only warns of the removed mode, but other runtimes refuse the mode."""
+    """Fails if the exported mode of nearest-neighbor resizing is a mode that opset 13 removed. Also fails if ONNX
+    Runtime picks other pixels than TensorFlow. ONNX Runtime only warns of the removed mode, but other runtimes refuse
+    the mode."""
     code = written(tmp_path, NEAREST)
     made = accel.export(f"{code}:function", out=tmp_path / "m.onnx")
     nodes = [node for node in onnx.load(str(made.path)).graph.node if node.op_type == "Resize"]
@@ -183,7 +184,7 @@ def test_nearest_neighbours(tmp_path: Path) -> None:
     with accel.load(made) as session:
         found = session.run({"x": x})
     for size in (3, 7, 12, 18):
-        # TensorFlow documents that resizing picks the source pixel in which the center of the new pixel lies.
+        # TensorFlow documents how resizing picks a source pixel: the pixel that contains the center of the new pixel.
         rows, columns = (((2 * np.arange(size) + 1) * n // (2 * size)) for n in (6, 9))
         np.testing.assert_array_equal(found[str(size)], x[:, rows][:, :, columns])
 

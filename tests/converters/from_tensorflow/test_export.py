@@ -30,7 +30,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.proof
 def test_the_commands_as_written(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if `accel export` refuses a source format, prints TensorFlow's log, or fixes the batch dim."""
+    """Fails if `accel export` refuses a source format, prints TensorFlow's log, or makes the batch dim fixed."""
     for words in (
         ["sequential"],
         ["sequential.keras"],
@@ -81,8 +81,8 @@ def test_numbers_that_tensorflow_wrote_down(tensorflow_models: Path, tmp_path: P
 
 
 def test_names_and_dims_of_a_functional_model(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if two outputs of one shape are swapped, or if a name, the dynamic length or the embedding's index range is
-    lost. Also fails if an error about bad data names options."""
+    """Fails if two outputs of the same shape are swapped. Also fails if a name, the dynamic length or the embedding's
+    index range is lost. Also fails if an error about bad data names options."""
     made = accel.export(tensorflow_models / "functional.keras", out=tmp_path / "f.onnx")
     (ids,) = made.signature.inputs
     assert (ids.name, ids.shape, ids.values) == ("ids", ("batch", "length"), (0, 49))
@@ -116,8 +116,8 @@ def test_a_dim_that_two_inputs_share(tensorflow_models: Path, tmp_path: Path) ->
 
 
 def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --input doesn't rename or fix a dynamic dim, or accepts a dtype or a name that the model doesn't
-    have."""
+    """Fails if --input can't rename or fix a dynamic dim. Also fails if --input accepts a dtype or a name that the
+    model doesn't have."""
     source = tensorflow_models / "functional.keras"
     made = accel.export(source, inputs=["ids:int32[n,7]{0..9}"], out=tmp_path / "f.onnx")
     assert str(made.signature.inputs[0]) == "ids:int32[n,7]{0..9}"
@@ -129,7 +129,7 @@ def test_the_user_names_dims_and_fixes_them(tensorflow_models: Path, tmp_path: P
 
 def test_a_factory_of_a_keras_model(tensorflow_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if export rejects a function that returns a Keras model or a tf.function. Also fails if an earlier export
-    in the folder changes the result, or if export reuses an ONNX file after the source changed."""
+    in the folder changes the result, or if export reuses an ONNX file of an old source."""
     accel.export(tensorflow_models / "functional.keras", out=tmp_path / "earlier.onnx")
     monkeypatch.chdir(tmp_path)
     code = Path("my_keras.py")
@@ -279,8 +279,8 @@ def test_files_that_are_something_else(tmp_path: Path, name: str, content: bytes
 
 
 def test_int8_tflite(tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if a fully quantized TFLite file isn't converted or loses its int8 inputs, or if the gate tries only two
-    input values."""
+    """Fails if a fully quantized TFLite file isn't converted, or if its inputs don't stay int8. Also fails if the gate
+    tries only two input values."""
     made = accel.export(tensorflow_models / "int8.tflite", out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int8"
     assert made.properties["precision"] == "int8"

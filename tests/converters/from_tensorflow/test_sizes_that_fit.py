@@ -67,8 +67,8 @@ def written(folder: Path) -> Path:
     ],
 )
 def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int]) -> None:
-    """Fails if export without --dim refuses a net that rejects 2, 16 or 17 pixels, doesn't report the compared sizes,
-    or compares at sizes with an empty output."""
+    """The net in this test rejects 2, 16 or 17 pixels. Fails if export without --dim refuses the net, doesn't report
+    the compared sizes, or compares at sizes with an empty output."""
     out = tmp_path / "m.onnx"
     ran = cli("export", f"{written(tmp_path)}:{name}", "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -85,9 +85,8 @@ def test_sizes_are_found(cli: Any, tmp_path: Path, name: str, height: list[int])
 
 @pytest.mark.proof
 def test_sizes_that_the_user_says(tmp_path: Path) -> None:
-    """Fails if export runs a net at sizes outside --dim, or if the error for a net that rejects the default sizes
-    doesn't name the size and the option. Also fails if oneDNN runs sizes for which oneDNN returns uninitialized
-    memory."""
+    """Fails if export runs a net at sizes outside --dim. If the net rejects the default sizes, the error must name the
+    size and the option. Also fails if accel runs sizes for which oneDNN returns uninitialized memory."""
     source = f"{written(tmp_path)}:too_large_for_all"
     why = r"Negative dimension size caused by subtracting 40 from 16 for \S*/convolution"
     with pytest.raises(
@@ -101,7 +100,7 @@ def test_sizes_that_the_user_says(tmp_path: Path) -> None:
 
 
 def test_sizes_in_steps(tmp_path: Path) -> None:
-    """Fails if --dim can't restrict sizes to even numbers, for a net that halves images, or if export then runs odd
+    """Fails if --dim can't restrict the sizes of a net that halves images to even numbers, or if export then runs odd
     sizes. Also fails if the error for a range without a step doesn't name the fix."""
     source = f"{written(tmp_path)}:halves_and_puts_together"
     sizes = {"batch": (1, 1, 2), "height": (32, 48, 64), "width": (32, 32, 64)}
@@ -124,8 +123,8 @@ def function(pixels):
 
 
 def test_sizes_that_keras_wants_fixed(tmp_path: Path) -> None:
-    """Fails if the error for a model that Keras can run but not trace says that the model can't be read. Also fails if
-    the error is cut within a sentence, or if the suggested fix gives no ONNX file."""
+    """Fails if the error for a model that Keras can run but can't trace says that accel can't read the model. Also
+    fails if the error is cut within a sentence, or if the suggested fix gives no ONNX file."""
     models = written(tmp_path)
     with pytest.raises(BadSource, match=r"can't make a graph of .* while its sizes are open") as caught:
         accel.export(f"{models}:bilinear", out=tmp_path / "no.onnx")

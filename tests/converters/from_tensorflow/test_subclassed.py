@@ -1,5 +1,5 @@
-"""Keras models that don't know their inputs, and factories whose files don't show TensorFlow, work with declared
-inputs."""
+"""Proves that Keras models that don't know their inputs work with declared inputs. Also proves that factories work
+whose files don't show that they use TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# ``importlib`` hides the framework from a look at the file's imports.
+# ``importlib`` hides the framework from code that reads the file's imports.
 NETS = """
 import importlib
 
@@ -34,7 +34,7 @@ def net(called):
 def called(): return net(True)
 def not_called(): return net(False)
 """
-# Runs in a process of its own, because calling the factory imports TensorFlow.
+# Runs in a separate process, because calling the factory imports TensorFlow.
 SCRIPT = """
 import sys
 import numpy as np
@@ -62,8 +62,8 @@ for inputs, words in ((None, "doesn't know its inputs; pass inputs="), (["x:floa
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_subclassed_models(tmp_path: Path) -> None:
-    """Fails if a subclassed model can't be exported with its inputs declared, whether it was called or not, or if the
-    error for missing or wrong inputs doesn't name the option."""
+    """Fails if a subclassed model with declared inputs can't be exported, whether the model was called before or not.
+    Also fails if the error for missing or wrong inputs doesn't name the option."""
     (tmp_path / "nets.py").write_text(NETS)
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -39,8 +39,8 @@ def make():
 
 @pytest.mark.parametrize("name", ["dropout.pb", "dropout_tf1.pb"])
 def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Path, name: str) -> None:
-    """Fails if a graph with dropout is exported unchanged, if the error doesn't name the op, or if the stripped graph
-    differs from the same net without dropout."""
+    """Fails if a graph with dropout is exported unchanged, or if the error doesn't name the op. Also fails if the
+    stripped graph differs from the same net without dropout."""
     words = ["export", tensorflow_models / name, "--inputs", "x:0", "--outputs", "logits:0", "-o", tmp_path / "m.onnx"]
     ran = cli(*words, "-q")
     assert ran.code == 2
@@ -57,8 +57,9 @@ def test_dropout_left_in_a_graph(cli: Any, tensorflow_models: Path, tmp_path: Pa
 
 @pytest.mark.proof
 def test_dropout_left_in_a_model_that_is_no_bare_graph(cli: Any, tensorflow_models: Path, tmp_path: Path) -> None:
-    """Fails if the error doesn't suggest --strip-training-ops, or if this option has no effect on a SavedModel or on a
-    model that a Python function returns. Also fails if the stripped net differs from the net at inference."""
+    """Fails if the error doesn't suggest --strip-training-ops. Also fails if this option has no effect on a SavedModel,
+    or on a model that a Python function returns. Also fails if the outputs of the stripped net differ from the net's
+    outputs at inference."""
     code = tmp_path / "net.py"
     code.write_text(FACTORY)
     x = np.float32([[1, 2, 3], [-4, 5, 6]])
@@ -87,8 +88,8 @@ def test_inspect_of_a_saved_model_with_dropout(tensorflow_models: Path) -> None:
 @pytest.mark.parametrize(("name", "output"), [("sampler", "drawn"), ("noise.tflite", "place")])
 def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, name: str, output: str) -> None:
     """Fails if export accepts a model whose randomness shows only in an integer output and in no op's name. Also fails
-    if the error for a TFLite file names an option without effect on TFLite. (Only repeated runs reveal randomness in
-    TFLite.)"""
+    if the error for a TFLite file names an option that has no effect on TFLite. (In TFLite, only repeated runs reveal
+    randomness.)"""
     with pytest.raises(BadSource, match=f"the output '{output}' of .* differs from run to run") as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx")
     assert ("strip_training_ops=True" in str(caught.value)) == (name == "sampler")
@@ -106,7 +107,7 @@ def test_whole_numbers_that_are_random(tensorflow_models: Path, tmp_path: Path, 
 def test_what_is_left_is_refused_once(
     tensorflow_models: Path, tmp_path: Path, name: str, kind: type[Exception], words: str, options: dict[str, Any]
 ) -> None:
-    """Fails if export accepts a model that updates its batch statistics at every call, or if the error suggests
+    """Fails if export accepts a model that updates its batch statistics at every call. Also fails if the error suggests
     strip_training_ops to a user who already passed this option."""
     with pytest.raises(kind, match=words) as caught:
         accel.export(tensorflow_models / name, out=tmp_path / "m.onnx", **options)

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 
 class AttentionWeightedAverage(layers.Layer):
-    """Computes a weighted mean over time. A learned vector gives the weight of each step."""
+    """Computes a weighted mean over time. The weight of each step comes from a learned vector."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], 1), name="attention_W")

@@ -45,7 +45,8 @@ def in_place():
 
 
 def test_small_numbers_are_numbers(tmp_path: Path) -> None:
-    """Fails if a small constant that prevents a division by zero becomes zero, or if a factor near one becomes one."""
+    """Fails if a small constant that prevents a division by zero becomes zero, or if a factor near one becomes exactly
+    one."""
     (tmp_path / "small.py").write_text(SMALL_NUMBERS)
     inputs = {"x": ("float32", ("batch", 8)), "mask": ("int64", ("batch", 8))}
     made = accel.export(f"{tmp_path / 'small.py'}:pooled", inputs=inputs, out=tmp_path / "m.onnx")
@@ -90,7 +91,7 @@ def test_scores_that_are_large(factory: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
-    """Fails if a model that writes to its input changes the gate's samples, so that the gate rejects a correct
+    """Fails if a model that writes to its input changes the gate's samples, because the gate would reject a correct
     export."""
     (tmp_path / "small.py").write_text(SMALL_NUMBERS)
     source = f"{tmp_path / 'small.py'}:in_place"
@@ -146,7 +147,7 @@ def test_outputs_that_no_file_can_give(factory: str, said: str, tmp_path: Path, 
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if an exporter prints, or if the error suggests a fixed size or doesn't name the operator that ONNX
+    """Fails if an exporter prints. Also fails if the error suggests a fixed size or doesn't name the operator that ONNX
     lacks."""
     hypot = "def hypot():\n    return Net(lambda x: torch.hypot(x, x.flip(1)))\n"
     (tmp_path / "net.py").write_text(OVERFLOWS + hypot)
@@ -159,7 +160,7 @@ def test_an_operator_that_onnx_has_not(tmp_path: Path, cli: Any, capfd: Any) -> 
 
 
 def test_a_branch_by_values(tmp_path: Path, cli: Any) -> None:
-    """Fails if export drops a branch that no example reaches, or if the error doesn't name the source line."""
+    """Fails if export drops a branch that no example input reaches, or if the error doesn't name the source line."""
     source = tmp_path / "rare.py"
     source.write_text(
         "import torch\n"
@@ -209,9 +210,9 @@ def every():
 
 @pytest.mark.parametrize("factory", ["last", "every"])
 def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, capfd: Any) -> None:
-    """Fails if an RNN on a packed sequence can't be exported, whether the model returns the RNN's last state or its
-    outputs. Also fails if padding changes the outputs, if an output added for the exporter remains, or if the exporter
-    prints messages."""
+    """Fails if an RNN on a packed sequence can't be exported. The model returns the RNN's last state or its outputs.
+    Also fails if padding changes the outputs, if the file keeps an output that was added only for the exporter, or if
+    the exporter prints messages."""
     (tmp_path / "packed.py").write_text(PACKED)
     spec = f"{tmp_path / 'packed.py'}:{factory}"
     out = tmp_path / "m.onnx"
@@ -228,8 +229,8 @@ def test_an_rnn_on_a_packed_sequence(factory: str, tmp_path: Path, cli: Any, cap
 def test_a_packed_sequence_that_no_exporter_does(
     tmp_path: Path, cli: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error for a model whose packed sequence can't be exported doesn't name the packing and the fix in
-    one sentence."""
+    """Fails if the error for a model whose packed sequence can't be exported isn't one sentence that names the packing
+    and the fix."""
     (tmp_path / "packed.py").write_text(PACKED)
 
     def broken(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Operators that torch's exporter leaves out, or translates to something else, are exported right."""
+"""Proves that operators that torch's exporter leaves out or translates wrongly are exported correctly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator(name: str, tmp_path: Path) -> None:
-    """Fails if the operator is refused, or computes something else at another batch than that of the example."""
+    """Fails if export refuses the operator, or if the file gives wrong outputs at another batch than the example's."""
     made = accel.export(OPERATORS[name], example=(torch.randn(2, 6),), out=tmp_path / "m.onnx", simplify=False)
     x = torch.randn(5, 6)
     with accel.load(made) as session:
@@ -57,7 +57,8 @@ class Translator(torch.nn.Module):
 
 
 def test_a_transformer_of_torch_with_a_causal_mask(tmp_path: Path) -> None:
-    """Fails if the search for a causal mask, which depends on values, stops the export of torch's own transformer."""
+    """Fails if the export of torch's own transformer stops because torch searches the mask for a causal mask. The
+    search reads the mask's values, which aren't known during an export."""
     net = Translator().eval()
     dynamic = {"source": {0: "batch"}, "target": {0: "batch", 1: "length"}}
     example = (torch.randn(2, 4, 8), torch.randn(2, 3, 8))

@@ -1,4 +1,5 @@
-"""Output shapes that a file states wrongly are measured and corrected; shapes that are wrong are still refused."""
+"""Proves that accel measures and corrects output shapes that a file states wrongly, and still refuses shapes that are
+wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ KNOWN = Signature(
 
 
 def written(path: Path, y: list[int | str], flat: list[int | str], *, fixed: bool = False) -> Path:
-    """Writes a model that states the shapes ``y`` and ``flat``. With ``fixed``, y really is 79 wide."""
+    """Writes a model that states the shapes of its outputs ``y`` and ``flat``. If ``fixed`` is true, y really is 79
+    wide."""
     nodes = [
         helper.make_node("MaxPool", ["x"], ["pooled"], kernel_shape=[2], strides=[2]),
         helper.make_node("Relu", ["pooled"], ["relu"]),
@@ -67,7 +69,7 @@ def checked(path: Path) -> Artifact:
     ids=["a fixed size for a dynamic dim", "a fixed batch", "a formula for a fixed dim"],
 )
 def test_a_wrong_statement(tmp_path: Path, y: list[int | str], flat: list[int | str]) -> None:
-    """Fails if a right file is refused for what it states, or the statement stays in the file."""
+    """Fails if accel refuses a correct file because of the shapes that it states, or keeps these shapes in the file."""
     path = written(tmp_path / "m.onnx", y, flat)
     assert [spec.shape for spec in checked(path).signature.outputs] == [("batch", 1, "y_2"), ("batch", 4)]
     assert not onnx.load(path).graph.value_info
@@ -76,7 +78,7 @@ def test_a_wrong_statement(tmp_path: Path, y: list[int | str], flat: list[int | 
 
 
 def test_a_shape_that_is_wrong(tmp_path: Path) -> None:
-    """Fails if a file whose output really has a fixed size passes because its statement could be rewritten."""
+    """Fails if a file whose output really has a fixed size passes because accel could rewrite the stated shape."""
     path = written(tmp_path / "m.onnx", ["batch", 1, 4], ["batch", 4], fixed=True)
     before = path.read_bytes()
     with pytest.raises(SignatureDrift, match="turned the dim 'y_2' of the output 'y' into 4"):
@@ -85,7 +87,7 @@ def test_a_shape_that_is_wrong(tmp_path: Path) -> None:
 
 
 def test_a_file_that_can_not_be_run(tmp_path: Path) -> None:
-    """Fails if a statement is trusted that nobody could measure."""
+    """Fails if accel trusts a stated shape that can't be measured."""
     path = written(tmp_path / "m.onnx", ["batch", 1, 79], ["batch", 4])
     model = onnx.load(path)
     model.graph.node[1].op_type = "NoSuchOperator"

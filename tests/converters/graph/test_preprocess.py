@@ -33,8 +33,8 @@ def first_nodes(path: Path, number: int) -> list[str]:
 
 
 def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
-    """Fails if the division by 255, the mean and the deviation take more than one Mul and one Add, or if the Mul and
-    Add come before the Cast. Also fails if the graph has a second Transpose."""
+    """Fails if the division by 255, the mean and the deviation take more than one Mul and one Add. Also fails if the
+    Mul and the Add come before the Cast. Also fails if the graph has a second Transpose."""
     config = PreprocessConfig(mean=(0.25,), std=(0.5,), layout="NHWC", dtype="uint8")
     made = accel.export(digits.path, preprocess=config, out=tmp_path / "p.onnx")
     assert first_nodes(made.path, 5) == ["Cast", "Transpose", "Mul", "Add", "Conv"]
@@ -55,9 +55,9 @@ def test_one_affine(digits: Artifact, tmp_path: Path) -> None:
 def test_a_model_with_channels_last(
     channels_last: Artifact, tmp_path: Path, layout: str, resize: tuple[int, int] | None, before: list[str]
 ) -> None:
-    """Fails if a mean per channel is applied along the wrong axis of a channels-last net, or if image bytes give other
-    scores than the preprocessed image. Also fails if a channels-first image is transposed to channels last and back
-    before the first convolution."""
+    """Fails if a mean per channel is applied along the wrong axis of a channels-last net. Also fails if image bytes
+    give other scores than the preprocessed image. Also fails if a channels-first image is transposed to channels last
+    and back before the first convolution."""
     config = PreprocessConfig(mean=MEAN, std=STD, layout=layout, dtype="uint8", resize=resize)
     made = accel.export(channels_last.path, preprocess=config, out=tmp_path / "p.onnx")
     assert first_nodes(made.path, len(before)) == before
@@ -75,8 +75,8 @@ def test_a_model_with_channels_last(
 
 @pytest.mark.parametrize("other", ["nothing", "a branch", "an output", "another turn"])
 def test_turns_that_are_needed(tmp_path: Path, other: str) -> None:
-    """Fails if the transpose to channels last stays although only the transpose back reads its output, or is removed
-    although something else needs it."""
+    """Fails if the transpose to channels last stays although only the transpose back reads its output. Also fails if
+    this transpose is removed although another node needs it."""
     nodes = [
         helper.make_node("Transpose", ["x"], ["first"], perm=[0, 3, 1, 2]),
         helper.make_node("GlobalAveragePool", ["first"], ["pooled"]),
@@ -140,8 +140,8 @@ def test_a_model_in_half_precision(tmp_path: Path, dtype: str) -> None:
 
 
 def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --dim can't set the image sizes before resizing, if the gate doesn't compare at these sizes, or if the
-    image sizes get the range of the batch dim."""
+    """Fails if --dim can't set the image sizes before resizing, or if the gate doesn't compare at these sizes. Also
+    fails if the image sizes get the range of the batch dim."""
     out = tmp_path / "p.onnx"
     dims = ["--dim", "height=16:32:48", "--dim", "width=12:24:40", "--dim", "batch=1:2:4"]
     ran = cli("export", digits.path, "--resize", "8x8", "--dtype", "uint8", *dims, "-o", out, "--json", "-q")
@@ -153,7 +153,8 @@ def test_sizes_that_come_in(cli: Any, digits: Artifact, tmp_path: Path) -> None:
 
 
 def test_sizes_of_what_is_not_resized(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if --dim silently ignores image sizes when --resize is missing, or accepts an unknown dim with --resize."""
+    """Fails if --dim silently ignores image sizes when --resize is missing. Also fails if --dim accepts an unknown dim
+    when --resize is given."""
     words = ["export", digits.path, "--dtype", "uint8", "-o", tmp_path / "p.onnx", "-q"]
     ran = cli(*words, "--dim", "height=16:32:48")
     assert (ran.code, "no input has a dim called 'height'" in ran.stderr) == (2, True)

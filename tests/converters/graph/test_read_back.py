@@ -116,7 +116,8 @@ def test_a_program_that_ties_two_dims(tmp_path: Path) -> None:
     ],
 )
 def test_an_ncnn_net(source: Path, tmp_path: Path, start: str, end: str, words: str) -> None:
-    """Fails if accel accepts an ncnn net with a missing input or output, an additional output, or another size."""
+    """Fails if accel accepts an ncnn net with a missing input or output, an additional output, or an output of another
+    size."""
     known = Signature((TensorSpec("x", "float32", ("batch", 4)),), (TensorSpec("y", "float32", ("batch", 4)),))
     src = Artifact(path=source, kind="onnx", signature=known)
     param = tmp_path / "model.ncnn.param"

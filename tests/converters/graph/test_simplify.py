@@ -67,8 +67,8 @@ def outputs(made: Artifact, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def test_smaller_and_the_same(tmp_path: Path) -> None:
-    """Fails if onnxsim simplifies nothing, or if the opset, the IR version, a name, a dtype or the dynamic batch
-    changes."""
+    """Fails if onnxsim simplifies nothing. Also fails if the opset, the IR version, a name, a dtype or the dynamic
+    batch changes."""
     src = conv_net(tmp_path / "m.onnx")
     made = run_stage(
         "simplify", src, SimplifyConfig(), gates=[OutputGate(limit=1e-5)], cache=StageCache(tmp_path / "c")
@@ -98,8 +98,8 @@ def crash(path: Path, out: Path, skip: list[str]) -> None:
 
 @pytest.mark.parametrize("fault", ["crash", "refusal", "drift", "invalid", "slow"])
 def test_any_failure_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Fails if a native crash kills the calling process, if a hanging process isn't killed, or if an invalid model or a
-    model with other dims is accepted."""
+    """Fails if a native crash kills the calling process, or if a hung process isn't killed. Also fails if accel accepts
+    an invalid model or a model with other dims."""
     src = conv_net(tmp_path / "m.onnx")
     before = outputs(src, src.signature.example_inputs(batch=2))
 
@@ -158,8 +158,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_large_models_keep_their_weights_in_a_file_named_by_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the weights of a model above the size limit are lost, if different weights share a file name, or if the
-    artifact doesn't record the files."""
+    """Fails if the weights of a model above the size limit are lost, or if different weights share a file name. Also
+    fails if the artifact doesn't record the files of the weights."""
     src = conv_net(tmp_path / "m.onnx")
     reads = onnx.load(str(src.path))
     made: list[Artifact] = []

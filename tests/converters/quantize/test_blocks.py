@@ -44,14 +44,14 @@ def blocks(value: np.ndarray, axis: int, size: int, top: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("mode", "top"), [("int4-weights", 7), ("int8-weights", 127)])
 def test_the_numbers_are_those_of_the_blocks(mode: str, top: int, tmp_path: Path) -> None:
-    """Fails if blocks run along the wrong axis, if a product whose depth isn't a multiple of the block size changes, or
-    if a quantized weight has a wrong value."""
+    """Fails if blocks run along the wrong axis, or if a quantized weight has a wrong value. Also fails if a product
+    whose depth isn't a multiple of the block size changes."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(form="tensorrt", mode=mode, block_size=64, smallest=1), tmp_path / "q.onnx")
     w = {t.name: numpy_helper.to_array(t) for t in onnx.load(str(src.path)).graph.initializer}
     x = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
     wanted = x @ blocks(w["w1"], 0, 64, top) @ w["w2"] @ blocks(w["w3"], 1, 64, top).T
-    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would round the activations as well
+    with open_session(made, "onnx-rounded") as session:  # ONNX Runtime would round the activations, too
         found = session.run({"x": x})["y"]
     np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
     kinds = {t.name: t.data_type for t in onnx.load(str(made.path)).graph.initializer}

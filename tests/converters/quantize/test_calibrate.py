@@ -1,4 +1,5 @@
-"""Proves that batchwise calibration equals calibration on all values at once, takes constant memory and can resume."""
+"""Proves that calibration batch by batch equals calibration on all values at once, takes constant memory and can
+resume."""
 
 from __future__ import annotations
 
@@ -100,8 +101,8 @@ def test_pieces_give_exactly_what_the_whole_gives(seed: int, pieces: int) -> Non
 
 
 def test_ranges_are_those_of_the_values_themselves() -> None:
-    """Fails if a calibration method's range differs by more than one bin from the method's definition on the raw
-    values."""
+    """The definition of a calibration method gives a range for the raw values. Fails if the method's range differs from
+    this range by more than one bin."""
     values = np.concatenate([np.random.default_rng(1).standard_normal(200_000), [40.0, -55.0]]).astype(np.float32)
     found = at_once(values)
     bin_width = float(found.edges[1] - found.edges[0])
@@ -183,8 +184,8 @@ def test_a_fixed_batch_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["text", "truncated", "pickled", "missing", "nan", "flipped", "too many", "number"])
 def test_data_that_cannot_be_streamed(what: str, tmp_path: Path) -> None:
-    """Fails if a bad file ends in a traceback of numpy or zipfile, if a pickle is loaded, or if a checksum isn't
-    compared. Also fails if the reader trusts a header that declares more samples than the file contains."""
+    """Fails if a bad file ends in a traceback of numpy or zipfile. Also fails if a pickle is loaded, or if a checksum
+    isn't compared. Also fails if the reader trusts a header that declares more samples than the file contains."""
     src = conv_net(tmp_path / "m.onnx")
     path = tmp_path / "d.npz"
     images = np.zeros((4, 3, 9, 9), np.float32)
@@ -320,7 +321,7 @@ def killed_in_the_fifth_batch(task: Task) -> Any:
 
 
 def test_a_stage_whose_calibration_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the stage gives calibration no folder for its saved state, or if this state is lost before the next run.
+    """Fails if the stage gives calibration no folder for its saved state, or if the state is lost before the next run.
     Also fails if the ranges differ from those of an uninterrupted run."""
     src = conv_net(tmp_path / "m.onnx", 16)
     np.savez(tmp_path / "d.npz", x=np.random.default_rng(6).standard_normal((32, 3, 16, 16)).astype(np.float32))

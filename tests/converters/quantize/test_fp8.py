@@ -75,9 +75,9 @@ def config(data: Path, **more: Any) -> QuantizeConfig:
 
 
 def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
-    """Fails if a weight's scale isn't per channel, if an activation's scale isn't the calibrated scale, or if a weight
-    isn't rounded to E4M3. Also fails if a bias or an output is rounded, or if a tensor that two products read is
-    rounded twice."""
+    """Fails if a weight doesn't have one scale per channel, or if an activation's scale isn't the calibrated scale.
+    Also fails if a weight isn't rounded to E4M3. Also fails if a bias or an output is rounded, or if a tensor that two
+    products read is rounded twice."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, config(data), tmp_path / "q.onnx")
     assert made.properties["precision"] == "fp8"
@@ -110,7 +110,8 @@ def test_the_numbers_are_those_of_the_type(data: Path, tmp_path: Path) -> None:
 
 
 def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
-    """Fails if fp8 rounds with int8's equal steps, which lose all channels but the largest in this test."""
+    """Fails if fp8 rounds with equal steps, as int8 does. In this test, equal steps lose all channels but the
+    largest."""
     src = net(tmp_path / "m.onnx", outlier=1000.0)
     errors = {}
     for mode in ("static", "fp8"):
@@ -119,12 +120,12 @@ def test_outliers_cost_the_others_nothing(data: Path, tmp_path: Path) -> None:
         )
         errors[mode] = max(r.value or 0.0 for r in OutputGate(limit=10.0, data=data).check(src, made))
     assert errors["fp8"] < 0.1 < errors["static"]
-    assert errors["fp8"] > 1e-3  # a smaller error would mean that nothing was rounded
+    assert errors["fp8"] > 1e-3  # with a smaller error, nothing would have been rounded
 
 
 def test_what_stays_and_what_is_refused(data: Path, tmp_path: Path) -> None:
-    """Fails if a node in ``keep`` is rounded, if per_channel=False doesn't give one scale per tensor, or if an
-    unsupported request isn't refused."""
+    """Fails if a node in ``keep`` is rounded, or if per_channel=False doesn't give one scale per tensor. Also fails if
+    an unsupported request isn't refused."""
     src = net(tmp_path / "m.onnx")
     made = quantize(src, config(data, keep=("third",), per_channel=False), tmp_path / "q.onnx")
     graph = onnx.load(str(made.path)).graph
@@ -150,8 +151,8 @@ def request(data: Path | None, *capabilities: str, precisions: tuple[str, ...] |
 
 
 def test_it_is_tried_where_every_gpu_has_it(data: Path, tmp_path: Path) -> None:
-    """Fails if fp8 is tried without calibration data or for a GPU without fp8, or isn't tried if all GPUs have fp8.
-    Also fails if an older opset isn't raised to the opset that fp8 needs."""
+    """Fails if accel tries fp8 without calibration data or for a GPU without fp8, or doesn't try fp8 although all GPUs
+    have fp8. Also fails if an older opset isn't raised to the opset that fp8 needs."""
     src = net(tmp_path / "m.onnx", opset=17)
     for capabilities, tried in ((("8.9",), True), (("8.9", "12.0"), True), (("8.6", "8.9"), False), ((), False)):
         found, _ = recipes(src, request(data, *capabilities))
@@ -165,8 +166,8 @@ def test_it_is_tried_where_every_gpu_has_it(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_cast_around_it(data: Path, tmp_path: Path) -> None:
-    """Fails if the cast to fp16 after quantization removes the 8-bit weights, leaves a product in float32, or changes
-    the outputs."""
+    """Fails if the cast to fp16 after quantization removes the 8-bit weights or leaves a product in float32. Also fails
+    if the cast changes the outputs."""
     cache = StageCache(tmp_path / "cache")
     src = net(tmp_path / "m.onnx")
     quantized = run_stage("quantize", src, config(data), cache=cache)

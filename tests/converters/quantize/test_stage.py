@@ -1,4 +1,4 @@
-"""Proves that each target's int8 model has the right QDQ pairs, keeps the other tensors float and stays accurate."""
+"""Proves that each target's int8 model has the right QDQ pairs, keeps the other tensors float, and stays accurate."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def conv_net(path: Path, opset: int = 17) -> Artifact:
 
 
 def attention_net(path: Path) -> Artifact:
-    """Makes an attention layer with a residual. A few channels of the layer's input are thirty times as large as the
-    others."""
+    """Makes an attention layer with a residual. A few channels of the layer's input are thirty times as large as its
+    other channels."""
     rng = np.random.default_rng(0)
     scale = np.ones(CHANNELS, np.float32)
     scale[:2] = 30
@@ -137,8 +137,8 @@ def zero_points(made: Artifact) -> list[np.ndarray]:
 
 
 def test_ort_cpu_form(tmp_path: Path) -> None:
-    """Fails if activations aren't uint8, if weights aren't int8 with a scale per channel, or if the residual is
-    computed in float. Also fails if the opset, the IR version, a name or the dynamic batch changes."""
+    """Fails if activations aren't uint8, or if weights aren't int8 with a scale per channel. Also fails if the residual
+    is computed in float. Also fails if the opset, the IR version, a name or the dynamic batch changes."""
     src = conv_net(tmp_path / "m.onnx")
     config = QuantizeConfig(form="ort-cpu", data=calibration(src, tmp_path / "d.npz"))
     made = run_stage("quantize", src, config, cache=StageCache(tmp_path / "cache"))
@@ -155,7 +155,8 @@ def test_ort_cpu_form(tmp_path: Path) -> None:
 
 
 def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
-    """Fails if, despite per_channel, one scale per tensor rounds the depthwise convolution's small channels to zero."""
+    """Fails if per_channel still gives one scale per tensor. One scale per tensor would round the depthwise
+    convolution's small channels to zero."""
     src = conv_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     fine = quantize(src, QuantizeConfig(data=data, reduce_range=False), tmp_path / "a.onnx")
@@ -169,7 +170,7 @@ def test_a_scale_a_channel_matters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_seven_bits_where_sums_saturate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Fails if weights keep 8 bits on a CPU without VNNI, or lose a bit on another CPU. Also fails if the manifest
-    doesn't record reduce_range, or if the cache returns one CPU's model for the other CPU."""
+    doesn't record reduce_range, or if a CPU with VNNI gets the cached model of a CPU without VNNI."""
     src = (conv_net if mode == "static" else attention_net)(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz") if mode == "static" else None
     for saturates, most in ((True, 64), (False, 127)):
@@ -207,8 +208,8 @@ def test_which_cpus_saturate(
 
 
 def test_dynamic_form(tmp_path: Path) -> None:
-    """Fails if a residual or a product of two activations is quantized, if dynamic quantization requires data, or if
-    the server can't see that the rows of a batch share a scale."""
+    """Fails if a residual or a product of two activations is quantized, or if dynamic quantization requires data. Also
+    fails if the server can't see that the rows of a batch share a scale."""
     src = attention_net(tmp_path / "m.onnx")
     made = quantize(src, QuantizeConfig(mode="dynamic"), tmp_path / "o.onnx")
     assert made.properties[ROWS_SHARE_SCALES]
@@ -234,7 +235,7 @@ def test_attention_stays_whole(tmp_path: Path, form: str, smooth: float) -> None
 
 
 def test_outliers_are_smoothed(tmp_path: Path) -> None:
-    """Fails if smoothing is left out, changes the float32 outputs, or scales the wrong axis."""
+    """Fails if smoothing is left out, changes the outputs in float32, or scales along the wrong axis."""
     src = attention_net(tmp_path / "m.onnx")
     data = calibration(src, tmp_path / "d.npz")
     smooth = quantize(src, QuantizeConfig(form="tensorrt", data=data), tmp_path / "a.onnx")
@@ -245,8 +246,8 @@ def test_outliers_are_smoothed(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
-    """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses, or if the engine
-    uses no int8 kernels. The test quantizes the model first and then casts the model to fp16."""
+    """Fails if the model keeps a zero point, an int32 bias or a scale dtype that TensorRT-RTX refuses. Also fails if
+    the engine uses no int8 kernels. The test quantizes the model first and then casts the model to fp16."""
     pytest.importorskip("tensorrt_rtx_bindings")
     from accel.converters.to_tensorrt.engine_from_onnx import EngineFromOnnxConfig, engine_from_onnx
 
@@ -268,7 +269,8 @@ def test_tensorrt_form_builds_on_an_fp16_base(tmp_path: Path) -> None:
 
 
 def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
-    """Fails if a cast to fp16 leaves scales in float32. The engine would then compute everything in float32."""
+    """Fails if a cast to fp16 leaves scales in float32. With float32 scales, the engine would compute everything in
+    float32."""
     src = conv_net(tmp_path / "m.onnx", opset=17)
     made = quantize(src, QuantizeConfig(form="tensorrt"), tmp_path / "q.onnx")
     with pytest.raises(UnsupportedHere, match=r"DequantizeLinear takes float16 from opset 19.*opset=19"):
@@ -276,7 +278,8 @@ def test_old_opsets_say_that_scales_are_float32(tmp_path: Path) -> None:
 
 
 def test_openvino_form(tmp_path: Path) -> None:
-    """Fails if NNCF's graph breaks the signature, or if NNCF prints, warns or sends telemetry in this process."""
+    """Fails if NNCF's graph has another signature than the source. Also fails if NNCF prints, warns or sends telemetry
+    in this process."""
     pytest.importorskip("nncf")
     for make, limit in ((conv_net, 0.05), (attention_net, 0.15)):
         src = make(tmp_path / f"{make.__name__}.onnx")
@@ -336,7 +339,7 @@ def test_the_least_squared_error(tmp_path: Path) -> None:
 
 
 def test_without_data_it_says_so(tmp_path: Path) -> None:
-    """Fails if a model calibrated on random inputs has no warning."""
+    """Fails if a model calibrated on random inputs gets no warning."""
     made = quantize(attention_net(tmp_path / "m.onnx"), QuantizeConfig(), tmp_path / "o.onnx")
     assert "random inputs" in made.notes["warning"]
 
@@ -375,8 +378,8 @@ def test_what_cannot_be_quantized_says_what_to_do(tmp_path: Path) -> None:
 
 
 def environment_of(pid: int) -> list[str]:
-    """Returns the environment of a newly started process. Waits first, because the kernel shows no environment at the
-    start."""
+    """Returns the environment of a newly started process. Waits first, because at the start the kernel shows no
+    environment."""
     deadline = time.monotonic() + 20
     while "TMPDIR=" not in (found := Path(f"/proc/{pid}/environ").read_text()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -385,8 +388,8 @@ def environment_of(pid: int) -> list[str]:
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a library's temporary files remain after a run, an interrupt or a crash. The libraries write files to
-    the working directory and to the folder of their input. Killed libraries leave files in the system's temporary
-    folder."""
+    two places: the working directory and the folder of their input. Killed libraries leave files in the system's
+    temporary folder."""
     src = conv_net(tmp_path / "m.onnx")
     monkeypatch.chdir(tmp_path)
     quantize(src, QuantizeConfig(), tmp_path / "o.onnx")
@@ -407,7 +410,8 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.proof
 def test_real_model(minilm: Artifact, minilm_data: Path, tmp_path: Path) -> None:
-    """Fails if a real net's error is far above the 0.06 to 0.08 that was measured for the quantization settings."""
+    """Fails if a real net's error is far above 0.06 to 0.08, the errors that were measured for the quantization
+    settings."""
     made = quantize(minilm, QuantizeConfig(form="ort-cpu", data=minilm_data, samples=16), tmp_path / "o.onnx")
     feeds = minilm.signature.example_inputs(seed=3, batch=2, sequence=48)
     with open_session(minilm, "onnxruntime") as reference, open_session(made, "onnxruntime") as candidate:

@@ -1,4 +1,4 @@
-"""Proves that weight-only quantization to 8 or 4 bits shrinks large weights and runs in both CPU runtimes."""
+"""Proves that weight-only quantization to 8 or 4 bits makes large weights smaller and runs in both CPU runtimes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def linear_net(path: Path, opset: int) -> Artifact:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Fails if a large product keeps float32 weights, if the small product's weights are quantized, or if the outputs
-    are inaccurate."""
+    """Fails if a large product keeps float32 weights, or if the small product's weights are quantized. Also fails if
+    the outputs are inaccurate."""
     src = linear_net(tmp_path / "m.onnx", opset)
     gates = [OutputGate(limit=LIMITS[mode])]
     made = run_stage("quantize", src, QuantizeConfig(mode=mode), gates=gates, cache=StageCache(tmp_path / "cache"))
@@ -78,8 +78,8 @@ def test_ort_form(opset: int, mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("opset", [17, 21])
 def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
-    """Fails if NNCF's model can't be converted to IR, if the IR holds the weights in more bits, or if the small layer
-    is quantized."""
+    """Fails if NNCF's model can't be converted to IR, or if the IR holds the weights in more bits. Also fails if the
+    small layer is quantized."""
     pytest.importorskip("nncf")
     src = linear_net(tmp_path / "m.onnx", opset)
     cache = StageCache(tmp_path / "cache")
@@ -94,8 +94,8 @@ def test_openvino_form(opset: int, mode: str, tmp_path: Path) -> None:
 
 
 def test_what_is_kept_stays(tmp_path: Path) -> None:
-    """Fails if ``keep`` or ``smallest`` is ignored, if a model without quantized weights counts as quantized, or if an
-    unsupported request isn't refused."""
+    """Fails if ``keep`` or ``smallest`` is ignored, or if a model without quantized weights counts as quantized. Also
+    fails if an unsupported request isn't refused."""
     src = linear_net(tmp_path / "m.onnx", 17)
     for form in ("ort-cpu", "openvino"):
         made = quantize(src, QuantizeConfig(form=form, mode="int4-weights", keep=("first",)), tmp_path / "k.onnx")
@@ -113,8 +113,8 @@ def test_what_is_kept_stays(tmp_path: Path) -> None:
 
 
 def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if weight-only candidates are tried for a small model, aren't tried for a large model, or can't be forced
-    by --precision int4."""
+    """Fails if accel tries weight-only candidates for a small model, or doesn't try them for a large model. Also fails
+    if --precision int4 can't force weight-only candidates."""
     src = linear_net(tmp_path / "m.onnx", 17)
 
     def names(*precisions: str) -> list[str]:
@@ -130,7 +130,7 @@ def test_candidates_only_of_models_that_are_mostly_products(tmp_path: Path, monk
 
 @pytest.mark.proof
 def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
-    """Fails if the command rejects --precision int4, or if the resulting model isn't judged."""
+    """Fails if the command refuses --precision int4, or if the resulting model isn't judged."""
     src = linear_net(tmp_path / "m.onnx", 17)
     done = cli(  # type: ignore[operator]
         "optimize", src.path, "-o", tmp_path / "out", "--target", "ort-cpu", "--precision", "int4",
@@ -147,8 +147,8 @@ def test_int4_from_the_command_line(tmp_path: Path, cli: object) -> None:
 
 @pytest.mark.proof
 def test_verify_and_bisect_know_int4(tmp_path: Path, cli: object) -> None:
-    """Fails if `verify` or `bisect` has no error limit for int4 models, reports the rounding of weights as a
-    difference, or accepts a model with other weights."""
+    """Fails if `verify` or `bisect` has no error limit for int4 models, or reports the rounding of weights as a
+    difference. Also fails if one of them accepts a model with other weights."""
     import json
 
     pytest.importorskip("nncf")

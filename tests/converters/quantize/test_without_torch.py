@@ -1,4 +1,5 @@
-"""Proves that the processes of simplification and quantization skip the import of torch, which takes seconds."""
+"""Proves that the processes of simplification and quantization don't import torch, because this import takes
+seconds."""
 
 from __future__ import annotations
 

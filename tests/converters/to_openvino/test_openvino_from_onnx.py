@@ -115,8 +115,8 @@ def test_names_are_read_from_the_file_itself(ir: Artifact, tmp_path: Path) -> No
 
 
 def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> None:
-    """Fails if an IR without accel's record can't be read, or if two tensors of such an IR get the same name for
-    different dims."""
+    """Fails if an IR without accel's record can't be read, or if two tensors of the IR get the same name for different
+    dims."""
     path = tmp_path / "foreign.xml"
     ov.save_model(ov.Core().read_model(str(source.path)), str(path), compress_to_fp16=False)
     signature, _ = describe(path)
@@ -125,7 +125,7 @@ def test_an_ir_from_elsewhere_gets_names(source: Artifact, tmp_path: Path) -> No
 
 
 def test_the_record_does_not_overrule_the_model(source: Artifact, tmp_path: Path) -> None:
-    """Fails if describe repeats the stage's record although the model itself has a fixed batch or lost a name."""
+    """Fails if describe repeats the stage's record although the model itself has a fixed batch or lacks a name."""
     model = ov.Core().read_model(str(source.path))
     model.reshape({"image": [2, 3, -1, -1]})
     record = (
@@ -173,7 +173,7 @@ def test_sixteen_bits_stay(dtype: int, precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["weights", "activations"])
 def test_quantized_is_seen(what: str, tmp_path: Path) -> None:
-    """Fails if the precision of a QDQ model is derived from its scales or from its remaining float tensors."""
+    """Fails if accel derives the precision of a QDQ model from its scales or from the tensors that stayed float."""
     qdq = ["scale", "zero"]
     if what == "weights":
         nodes = [
@@ -210,8 +210,8 @@ def test_an_unknown_operator(source: Artifact, tmp_path: Path) -> None:
 
 
 def test_a_loop_that_openvino_refuses(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the error for a loop that OpenVINO refuses suggests another opset, which can't help, or is cut within a
-    word. Also fails if the error doesn't name the operator and a target that can run the loop."""
+    """Fails if the error for a loop that OpenVINO refuses is cut within a word, or suggests another opset, which can't
+    help. Also fails if the error doesn't name the operator and a target that can run the loop."""
     step = helper.make_node("Add", ["carried", "carried"], ["next"])
     go, still = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "still"))
     body = helper.make_graph(

@@ -35,8 +35,8 @@ def top1(session: BaseSession, data: Path) -> float:
 
 @pytest.mark.parametrize("to", ["saved_model", "tflite", "ncnn", "openvino", "torch"])
 def test_digits(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, to: str) -> None:
-    """Fails if the command fails, or if its output folder can't be loaded alone, loses names or the dynamic batch, or
-    recognizes other digits."""
+    """Fails if the command fails, or if its output folder can't be loaded alone. Also fails if the output loses names
+    or the dynamic batch, or recognizes other digits."""
     out = tmp_path / "out_dir"
     ran = cli("export", digits.path, "--to", to, "-o", out, "--json", "-q")
     assert ran.code == 0, ran.stderr
@@ -62,8 +62,8 @@ def fer(shipped: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "to", [pytest.param("saved_model", marks=pytest.mark.slow), "tflite", "ncnn", "openvino", "torch"]
 )
 def test_a_net_that_people_use(cli: Any, fer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """Fails if the documented command fails on a channels-last net from TensorFlow, or if the converted net recognizes
-    another emotion in a picture."""
+    """Fails if the documented command fails on a channels-last net from TensorFlow. Also fails if the converted net
+    recognizes another emotion in a picture."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(fer, "model.onnx")
     ran = cli("export", "model.onnx", "--to", to, "-o", "out_dir/")
@@ -110,8 +110,8 @@ WAYS = {
 @pytest.mark.proof
 @pytest.mark.parametrize("to", WAYS)
 def test_a_wrong_net_is_caught(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    """Fails if the gate passes a net whose weights the conversion changed by a hundredth, or if the changed net is
-    published."""
+    """A conversion changes the weights of a net by a hundredth. Fails if the gate passes the changed net, or if accel
+    publishes it."""
     stage = get_stage(WAYS[to])
     module, _, name = stage.function.partition(":")
     real, known = getattr(import_module(module), name), accel.stage.versions
@@ -197,8 +197,8 @@ def test_what_is_no_way_out(digits: Artifact, tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
-    """Fails if onnx2tf gets the image layout option for an input that is no image. The option only
-    accepts inputs of 3 to 5 dims."""
+    """Fails if onnx2tf gets the option for the image layout for an input that isn't an image. The option only accepts
+    inputs of 3 to 5 dims."""
     weight, axes = np.full((2, 3, 3, 3), 0.1, np.float32), np.array([2, 3])
     nodes = [
         onnx.helper.make_node("Conv", ["image", "w"], ["c"]),
@@ -213,8 +213,9 @@ def test_inputs_of_which_one_is_an_image(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_an_operator_that_onnx2tf_has_not(tmp_path: Path) -> None:
-    """Fails if the error doesn't name the node at which onnx2tf stopped. onnx2tf can't convert a bidirectional LSTM
-    with a default initial state, and onnx2tf's own message only says that None can't be indexed."""
+    """Fails if the error doesn't name the node at which onnx2tf stopped. In this test, onnx2tf can't convert a
+    bidirectional LSTM with a default initial state. The message of onnx2tf itself only says that None can't be
+    indexed."""
     weights = {name: np.zeros((2, 8, 2), np.float32) for name in "wr"}
     lstm = onnx.helper.make_node("LSTM", ["x", "w", "r"], ["y"], name="both", hidden_size=2, direction="bidirectional")
     path = onnx_file(tmp_path / "lstm.onnx", [lstm], {"x": [5, "batch", 2]}, [5, 2, "batch", 2], weights)
@@ -237,8 +238,8 @@ def onnx_file(
 def test_onnx2tf_is_not_there(
     digits: Artifact, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the error doesn't name the missing onnx2tf and the command that installs onnx2tf. onnx2tf can't be an
-    extra of accel, because onnx2tf pins other packages."""
+    """Fails if the error doesn't name the missing onnx2tf and the command that installs onnx2tf. Accel has no extra
+    with onnx2tf, because onnx2tf pins other packages."""
     import importlib.util
 
     real = importlib.util.find_spec

@@ -38,7 +38,7 @@ def test_signature_is_the_source_contract(source: Artifact, engine: Artifact) ->
 
 def test_what_was_built_is_recorded(engine: Artifact) -> None:
     """Fails if the manifest lacks the toolkit, the toolkit's version, the GPUs or the profiles. Without a GPU, accel
-    can't read these from the engine."""
+    can't read the facts of the manifest from the engine."""
     import tensorrt_rtx_bindings as trt
 
     assert engine.properties["toolkit"] == "tensorrt-rtx"
@@ -62,8 +62,8 @@ def test_kernel_table_covers_the_graph(engine: Artifact) -> None:
 
 
 def test_rebuild_is_byte_identical(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the engine depends on anything but the input and the options. The hashes in manifests would then change
-    at each build."""
+    """Fails if the engine depends on anything besides the input and the options. The hashes in manifests would then
+    change at each build."""
     config = EngineFromOnnxConfig(compute_capabilities=("8.6",))
     made = [engine_from_onnx(source, config, tmp_path / f"{name}.engine") for name in ("one", "two")]
     assert made[0].path.read_bytes() == made[1].path.read_bytes()
@@ -83,8 +83,8 @@ def test_precision_is_the_graphs(tmp_path: Path) -> None:
 
 
 def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> None:
-    """Fails if --profile is ignored, if the second profile is dropped, or if the signature doesn't merge the ranges of
-    both profiles."""
+    """Fails if --profile is ignored, or if the second profile is dropped. Also fails if the signature doesn't merge the
+    ranges of both profiles."""
     texts = ("ids=1x2,2x4,3x8", "mask=1x2,2x4,3x8", "ids=4x8,8x8,8x32", "mask=4x8,8x8,8x32")
     config = EngineFromOnnxConfig(profiles=texts, compute_capabilities=("8.6",))
     made = engine_from_onnx(source, config, tmp_path / "m.engine")
@@ -93,7 +93,7 @@ def test_given_profiles_become_the_ranges(source: Artifact, tmp_path: Path) -> N
 
 
 def build_and_look(**words: Any) -> dict[str, Any]:
-    """Builds an engine in the child process. Returns the build's result, and as ``seen`` the config that TensorRT
+    """Builds an engine in the child process. Returns the build's result. Its ``seen`` is the config that TensorRT
     reports at the start of the build."""
     from accel.converters.to_tensorrt import build as tensorrt_build
 
@@ -152,8 +152,8 @@ def test_contradictory_profile_stops_before_the_build(source: Artifact, tmp_path
 
 
 def test_progress_is_real(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the child process doesn't report progress, or if the progress decreases or jumps from zero to the
-    end."""
+    """Fails if the child process doesn't report progress. Also fails if the progress decreases, or jumps from zero to
+    the end."""
     seen: list[float] = []
     with watched_by(lambda _, fraction: seen.append(fraction) if fraction is not None else None):
         engine_from_onnx(source, EngineFromOnnxConfig(), tmp_path / "m.engine")
@@ -167,7 +167,7 @@ def chain(path: Path, count: int) -> Path:
 
 
 def test_a_long_chain_of_nodes_builds(tmp_path: Path) -> None:
-    """Fails if the build runs on the process's initial stack. 3500 nodes in a row overflow the usual stack of 8 MB.
+    """Fails if the build runs on the process's initial stack. A chain of 3500 nodes overflows the usual stack of 8 MB.
     This test uses 700 nodes and 1 MB, because a long chain takes long to build."""
     path = chain(tmp_path / "chain.onnx", 700)
     script = textwrap.dedent(
@@ -187,8 +187,8 @@ def test_a_long_chain_of_nodes_builds(tmp_path: Path) -> None:
 def test_a_crash_of_the_builder_is_a_failed_build(
     source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a crash of the builder kills the calling process, leaves a half-written file, or replaces an earlier
-    engine."""
+    """Fails if a crash of the builder kills the calling process. Also fails if a crash leaves a half-written file, or
+    replaces an earlier engine."""
 
     def dies_while_writing(_target: str, *, out: Path, **_arguments: object) -> object:
         out.write_bytes(b"half an engine")

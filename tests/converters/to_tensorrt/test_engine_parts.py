@@ -1,4 +1,5 @@
-"""Proves, without building an engine, that the build's options, GPU probe, kernel listing and progress are correct."""
+"""Proves, without building an engine, that four things are correct: the build's options, the GPU probe, the kernel
+listing and the progress."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def test_unknown_toolkit() -> None:
 
 
 def test_capabilities_are_probed_on_the_toolkit() -> None:
-    """Fails if the compute capabilities come from a table in accel instead of the toolkit. Also fails if a toolkit that
-    builds only for its own GPU accepts a compute capability."""
+    """Fails if the compute capabilities come from a table in accel instead of the toolkit. Also fails if accel accepts
+    a compute capability for a toolkit that builds only for its own GPU."""
     members = {"NONE": 0, "CURRENT": 1, "SM120": 120, "SM75": 75, "SM86": 86}
     rtx = SimpleNamespace(ComputeCapability=SimpleNamespace(__members__=members))
     assert offered_capabilities(rtx) == {"7.5": 75, "8.6": 86, "12.0": 120}
@@ -111,8 +112,8 @@ def test_progress_of_nested_phases() -> None:
 
 
 def test_engine_options_come_back_in_the_rebuild_command() -> None:
-    """Fails if an option is parsed as another option or with the wrong unit, or if the rebuild command has other
-    options."""
+    """Fails if an option is parsed as another option or with the wrong unit. Also fails if the rebuild command has
+    other options."""
     texts = ["builder-level=0", "workspace=2GiB", "version-compatible=yes", "hardware=ampere-plus"]
     found = parse_engine_options(texts)
     assert found == {
@@ -145,8 +146,8 @@ def test_engine_options_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("options", [{"version_compatible": True}, {"hardware": "ampere-plus"}])
 def test_what_tensorrt_rtx_has_not(options: dict[str, Any]) -> None:
-    """Fails if, for TensorRT-RTX, accel accepts version_compatible, which breaks the build, or a hardware compatibility
-    level, which TensorRT-RTX ignores."""
+    """Fails if accel accepts version_compatible or a hardware compatibility level for TensorRT-RTX. version_compatible
+    breaks the build, and TensorRT-RTX ignores a hardware compatibility level."""
     with pytest.raises(UnsupportedHere, match="compute_capabilities= for each"):
         EngineFromOnnxConfig(toolkit="tensorrt-rtx", **options)
 

@@ -60,7 +60,7 @@ def test_files_that_are_no_model(
 
 
 def test_a_model_that_contradicts_itself(source: Artifact, tmp_path: Path) -> None:
-    """Fails if the build skips the ONNX checker. Without this check, TensorRT builds a model whose outputs contradict
+    """Fails if the build skips the ONNX checker. Without this check, TensorRT builds a model whose outputs don't have
     the declared shape."""
     node = helper.make_node("Relu", ["x"], ["y"], name="relu")
     path = save(tmp_path / "model.onnx", [node], [value("x", [4, 8])], [value("y", [4, 9])])
@@ -135,8 +135,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_graphs_name_the_node_and_the_fix(what: str, tmp_path: Path) -> None:
-    """Fails if the error for a graph that TensorRT refuses doesn't name the node, the cause and the fix, or if the
-    graph is silently built."""
+    """Fails if accel silently builds a graph that TensorRT refuses. Also fails if the error doesn't name the node, the
+    cause and the fix."""
     make, message = REFUSED[what]
     src = replace(opened(relu(tmp_path / "relu.onnx", [4, 8])), path=make(tmp_path / "model.onnx"))
     with pytest.raises(EngineNotBuilt, match=message) as caught:
@@ -178,7 +178,7 @@ def test_a_dtype_that_tensorrt_changes_is_drift(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_sizes_are_refused(tmp_path: Path) -> None:
-    """Fails if TensorRT builds a model with a shape input that has no value range."""
+    """Fails if TensorRT builds a model with a shape input that has no range of values."""
     node = helper.make_node("Reshape", ["x", "size"], ["y"], name="reshape")
     ends = [value("x", [4, 8]), value("size", [2], TensorProto.INT64)], [value("y", ["a", "b"])]
     src = opened(save(tmp_path / "sizes.onnx", [node], *ends))

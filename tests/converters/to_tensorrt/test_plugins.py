@@ -1,9 +1,9 @@
 """Proves that ``engine_from_onnx`` and the session use accel's operators as plugins, with a stand-in for TensorRT.
 
 The stand-in imitates each known set of rules of TensorRT's parser. The tests fail if an existing plugin isn't used, or
-if a function body is replaced by a plugin that doesn't exist. The tests also fail if the manifest contradicts the
-engine, or if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins,
-or if plugins are loaded from a path in a manifest.
+if a plugin that doesn't exist replaces a function body. The tests also fail if the manifest contradicts the engine, or
+if an operator without a plugin isn't named. The tests also fail if an engine is loaded before its plugins, or if
+plugins are loaded from a path in a manifest.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def test_a_plugin_library_comes_first(
 def test_rows_that_the_library_has_no_kernel_for_are_not_its(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the library gets a product with K = 15, although the library's tensor-core kernels load 16 bytes at a
-    time."""
+    """Fails if the library gets a product with K = 15. The library's tensor-core kernels load 16 bytes at a time, so
+    they can't compute this product."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "w")
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:, :15].copy(), "w"))
@@ -148,8 +148,9 @@ def test_what_has_no_plugin_is_named_and_built_from_its_body(
 def test_a_damaged_library_is_an_error_wherever_it_is_loaded(
     named: bool, fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if the build, the check of an engine or the session accepts a damaged plugin library, or if the three
-    errors differ. The test finds the library once by the environment variable and once in the cache."""
+    """Fails if a damaged plugin library is accepted by the build, the check of an engine or the session. Also fails if
+    the three errors differ. The test makes accel find the library once by the environment variable and once in the
+    cache."""
     monkeypatch.setenv("ACCEL_TENSORRT_LIBRARY", str(library(tmp_path, LAYER)))
     _, made = built(fused, tmp_path)
     monkeypatch.setattr(trt, "Runtime", lambda _: SimpleNamespace(deserialize_cuda_engine=lambda _: object()))
@@ -191,8 +192,8 @@ def test_the_model_is_read_once_in_each_process(
 def test_a_convolution_is_the_librarys_where_triton_has_none(
     fused: Artifact, trt: FakeTensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if, without Triton, the library doesn't get a convolution whose channels are a multiple of eight, or if the
-    node has no attributes for the sizes. With Triton, the convolution has to remain a quick plugin."""
+    """Fails if, without Triton, the library doesn't get a convolution whose channels are a multiple of eight. Also
+    fails if the node has no attributes for the sizes. With Triton, the convolution has to remain a quick plugin."""
     model = onnx.load(fused.path)
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "k")
     weight.CopyFrom(numpy_helper.from_array(np.zeros((8, 8, 3, 3), np.float16), "k"))
@@ -319,8 +320,8 @@ def test_tensorrt_runs_the_plugins(fused: Artifact, tmp_path: Path) -> None:
 
 
 def test_the_library_is_that_for_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if accel doesn't choose the newest cached library that was built from these sources and has tensor-core
-    GEMMs for this GPU."""
+    """Fails if accel doesn't choose the newest cached library that fits. The library must be built from these sources
+    and have tensor-core GEMMs for this GPU."""
     monkeypatch.delenv("ACCEL_TENSORRT_LIBRARY", raising=False)
     assert find_tensorrt_plugins((9, 0), tmp_path) is None
     plugins = digest_of(PLUGINS)

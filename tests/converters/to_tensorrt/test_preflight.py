@@ -54,8 +54,8 @@ def foreign(path: Path, zero: int = 128) -> Artifact:
 
 
 def test_every_refused_node_is_listed(cli: Any, tmp_path: Path) -> None:
-    """Fails if preflight doesn't list all four nodes, or if a node has no cause, no fix, or no mark that says whether
-    the rewrite is safe."""
+    """Fails if preflight doesn't list all four nodes. Also fails if a node has no cause, no fix, or no mark that says
+    whether the rewrite is safe."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "--json")
     assert ran.code == 1, ran.stderr
@@ -122,8 +122,8 @@ def test_optimize_mends_it_too(tmp_path: Path) -> None:
 def test_a_fix_that_changes_the_model_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    """Fails if the rewritten model is written to a file although it fails the gate. The rewrite in this test makes the
-    scales ten times too large."""
+    """Fails if accel writes the rewritten model to a file although the model fails the gate. The rewrite in this test
+    makes the scales ten times too large."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -134,8 +134,8 @@ def test_a_fix_that_changes_the_model_is_not_published(
 
 
 def test_the_way_on_where_int8_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Fails if the error for a requantized graph that exceeds the gate's limit doesn't name the rewritten nodes and
-    another quantization method."""
+    """Fails if the error for a requantized graph above the gate's limit doesn't name the rewritten nodes and another
+    quantization method."""
     from accel.converters.to_tensorrt import fit as fit_tensorrt
 
     right = fit_tensorrt._Scale.symmetric
@@ -204,8 +204,8 @@ def test_types_that_tensorrt_does_not_have(tmp_path: Path) -> None:
 
 
 def test_a_chain_that_the_parser_has_no_stack_for(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a chain too long for the parser's stack reaches and kills the parser. Also fails if the error doesn't
-    name the chain's last node with cause and fix, or if a graph with as many parallel nodes is refused."""
+    """Fails if a chain that is too long for the parser's stack reaches the parser and kills it. Also fails if the error
+    doesn't name the chain's last node with cause and fix. A graph with as many parallel nodes must not be refused."""
     monkeypatch.setattr("accel.converters.to_tensorrt.preflight.LONGEST_CHAIN", 4)
 
     def chained(sources: list[str]) -> Path:
@@ -238,8 +238,8 @@ def test_operators_are_asked_of_the_parser(tmp_path: Path) -> None:
 
 
 def test_usage(cli: Any, digits: Artifact, tmp_path: Path) -> None:
-    """Fails if a wrong request ends in a traceback, if preflight refuses a valid model, or if preflight accepts a GPU
-    that the build refuses."""
+    """Fails if a wrong request ends in a traceback, or if preflight refuses a valid model. Also fails if preflight
+    accepts a GPU that the build refuses."""
     assert cli("preflight", digits.path).code == 0
     assert "name the file with -o" in cli("preflight", digits.path, "--fix").stderr
     assert "has to end in .onnx" in cli("preflight", digits.path, "--fix", "-o", tmp_path / "x.engine").stderr
@@ -365,8 +365,8 @@ def test_what_was_rewritten_is_said_in_words(cli: Any, tmp_path: Path) -> None:
 
 
 def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
-    """Fails if -o without --fix exits as if a file was written, or if the error for a factory names options that
-    preflight lacks."""
+    """Fails if the exit code of -o without --fix says that a file was written. Also fails if the error for a factory
+    names options that preflight lacks."""
     src = foreign(tmp_path / "m.onnx")
     ran = cli("preflight", src.path, "-o", tmp_path / "x.onnx")
     assert (ran.code, ran.stdout) == (2, "")
@@ -378,9 +378,9 @@ def test_what_preflight_can_not_take(cli: Any, tmp_path: Path) -> None:
 
 
 def test_float8_of_another_toolkit(tmp_path: Path) -> None:
-    """Fails if preflight reports a valid float8 file as invalid because ONNX Runtime fuses the file's QDQ into an int8
-    product. Also fails if the outputs aren't those of float8, if the file doesn't become an engine, or if optimize
-    returns the unchanged file for a GPU without float8."""
+    """Fails if preflight reports a valid float8 file as invalid. ONNX Runtime fuses the QDQ nodes of this file into an
+    int8 product. Also fails if the outputs aren't those of float8, or if the file doesn't become an engine. For a GPU
+    without float8, optimize must not return the unchanged file."""
     import ml_dtypes
 
     import accel

@@ -43,8 +43,8 @@ def profile_texts(draw: st.DrawFn) -> list[str]:
 
 @given(profile_texts())
 def test_an_accepted_profile_is_consistent(texts: list[str]) -> None:
-    """Fails if accel accepts a profile without a dynamic input, with a changed fixed dim, with two ranges for a shared
-    dim, or with min, opt and max out of order."""
+    """Fails if accel accepts a profile without a dynamic input, or a profile that changes a fixed dim. Also fails if
+    accel accepts two ranges for a shared dim, or min, opt and max out of order."""
     try:
         profiles = parse_profiles(texts, SIGNATURE)
     except BadInputSpec:
@@ -97,8 +97,8 @@ def test_wrong_profiles_name_the_fix(case: str) -> None:
 
 
 def test_the_missing_line_can_be_copied() -> None:
-    """Fails if the given inputs, plus the lines that the error suggests for missing inputs, don't form a valid profile.
-    The signature gives the range of a dim that no given input has."""
+    """Fails if the given inputs and the lines that the error suggests for missing inputs don't form a valid profile
+    together. If no given input has a dim, the signature gives the dim's range."""
     three = replace(SIGNATURE, inputs=(*SIGNATURE.inputs, TensorSpec("a mask", "int64", ("batch", "sequence"))))
     with on_command_line(), pytest.raises(BadInputSpec) as caught:
         parse_profiles([GOOD[1]], three)

@@ -48,8 +48,8 @@ class FakeConfig:
 
 
 def test_what_is_measured_once_is_known(tmp_path: Path) -> None:
-    """Fails if timings aren't saved, if another GPU's timings are loaded, or if two TensorRT versions or two GPUs share
-    a file."""
+    """Fails if timings aren't saved, or if another GPU's timings are loaded. Also fails if two TensorRT versions or two
+    GPUs share a file."""
     file = timing_file(tmp_path / "kept", "11.0.0", "9.0")
     first = FakeConfig()
     use_timing_cache(first, file)
@@ -97,7 +97,8 @@ def small(path: Path) -> Artifact:
 @pytest.mark.parametrize("toolkit", ["tensorrt", "tensorrt-rtx"])
 def test_the_build_is_told_where(toolkit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a build of ``tensorrt`` doesn't get the cache folder, or if the folder changes the stage's key. Also
-    fails if a build of ``tensorrt-rtx`` gets the folder, because serializing its timing cache crashes."""
+    fails if a build of ``tensorrt-rtx`` gets the folder, because this toolkit crashes when it serializes its timing
+    cache."""
     asked: list[Any] = []
 
     def build(_: str, **words: Any) -> dict[str, Any]:

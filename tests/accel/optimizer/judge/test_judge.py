@@ -1,4 +1,5 @@
-"""The judge of candidates uses the right samples, notices a changed metric, and reports a source that gives NaN."""
+"""Proves that the judge of candidates uses the right samples, notices a changed metric, and reports a source that gives
+NaN."""
 
 from __future__ import annotations
 
@@ -107,8 +108,8 @@ def test_a_metric_that_is_nan_for_a_candidate(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_its_array(tmp_path: Path) -> None:
-    """Fails if, for a metric that reads a missing array, the error doesn't name the arrays of the data and the option
-    for other data. Also fails if an error with another cause names them."""
+    """Fails if the error for a metric that reads a missing array doesn't name the arrays in the data and the option for
+    other data. Also fails if an error with another cause names the arrays."""
     source, data = twice(tmp_path), samples(tmp_path, 4)
 
     def labels(outputs: Any, data: Any) -> float:
@@ -130,8 +131,8 @@ def test_a_metric_without_its_array(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("count", "judged"), [(2, 1), (5, 3), (8, 4), (9, 1), (30, 14)])
 def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, tmp_path: Path) -> None:
-    """Fails if the judge uses calibration samples although there are other samples, or reports that it used all
-    samples."""
+    """Fails if the judge uses calibration samples although the data has other samples. Also fails if the judge reports
+    that it used all samples."""
     judge = Judge(twice(tmp_path), samples(tmp_path, count), None, skip=count // 2)
     rows = np.concatenate([feeds["x"] for feeds in judge._feeds()])
     assert len(rows) == judged
@@ -140,15 +141,15 @@ def test_few_samples_are_judged_on_the_other_half_too(count: int, judged: int, t
 
 
 def test_a_judgement_counts_for_its_samples_alone(tmp_path: Path) -> None:
-    """Fails if the judge reuses a cached judgement, made on a batch of two samples, for the second sample alone."""
+    """Fails if the judge reuses the cached judgement of a batch of two samples for the second sample alone."""
     source, data = twice(tmp_path), samples(tmp_path, 2)
     assert Judge(source, data, None).key(source, {}) != Judge(source, data, None, skip=1).key(source, {})
     assert Judge(source, data, None).key(source, {}) == Judge(source, data, None).key(source, {})
 
 
 def test_one_sample_calibrates_and_judges(tmp_path: Path) -> None:
-    """Fails if there is no warning although int8 was calibrated and judged on the same single sample. Also fails if
-    there is a warning although the judge has other samples or no candidate is quantized."""
+    """Fails if no warning says that int8 was calibrated and judged on the same single sample. Also fails if the warning
+    appears although the judge has other samples or no candidate is quantized."""
     source, one, two = twice(tmp_path), samples(tmp_path, 1), samples(tmp_path, 2)
     judgement = Judgement(drop=0.0, metric=None, reference_metric=None, max_abs_diff=0.0, judged_on="x")
     int8, fp32 = (CandidateResult(name=p, precision=p, judgement=judgement) for p in ("int8", "fp32"))

@@ -1,4 +1,4 @@
-"""accel optimize --labels computes the metrics that need only labels, and refuses labels that don't fit."""
+"""Proves that accel optimize --labels computes the metrics that need only labels, and refuses labels that don't fit."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_iou_is_scikit_learns(seed: int, classes: int) -> None:
 
 
 def test_iou_of_a_segmentation(tmp_path: Path) -> None:
-    """Fails if the default metric for labels per pixel isn't IoU, or if the labels are compared with an output of
-    another shape."""
+    """Fails if the default metric for labels per pixel isn't IoU, or if the labels are compared with an output of a
+    different shape."""
     labels = np.array([[[0, 1], [1, 1]], [[0, 0], [2, -1]]])
     scores = np.full((2, 3, 2, 2), -1.0, np.float32)
     for (sample, y, x), label in np.ndenumerate(labels):
@@ -81,7 +81,8 @@ def test_iou_of_a_segmentation(tmp_path: Path) -> None:
 
 def test_iou_with_channels_last(tmp_path: Path) -> None:
     """Fails if scores [samples, ..., classes], as in Keras, aren't judged like [samples, classes, ...]. Also fails if
-    the judge mistakes another axis of the same size for the classes, or features per pixel for a segmentation."""
+    the judge takes another axis of the same size for the axis of the classes, or takes features per pixel for a
+    segmentation."""
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 3, 6, 5)).astype(np.float32)
     labels = rng.integers(-1, 3, (4, 6, 5))
@@ -119,8 +120,9 @@ def test_labels_one_by_one_in_columns(tmp_path: Path) -> None:
 
 
 def test_labels_in_another_form(tmp_path: Path) -> None:
-    """Fails if the error for one-hot labels, for float class numbers, or for class numbers that start at 1 doesn't say
-    what to save instead, or if other labels get that advice."""
+    """Accel refuses one-hot labels, float class numbers, and class numbers that start at 1. Fails if the error for one
+    of these three kinds doesn't say what to save instead. Also fails if an error about other labels gives this
+    advice."""
     classes = np.arange(20) % 7
     logits = {"logits": np.eye(7)[classes], "pooled": np.ones((20, 3, 4))}
 
@@ -150,7 +152,8 @@ def test_labels_in_another_form(tmp_path: Path) -> None:
 
 
 def test_any_top_k(tmp_path: Path) -> None:
-    """Fails if K isn't the requested number, or if a K that includes every class is accepted."""
+    """Fails if top-k accuracy uses another K than the requested number, or if accel accepts a K that includes every
+    class."""
     scores = np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.float32)
     labels = save(tmp_path / "y.npz", label=np.array([1, 1]))
     assert read_labels(labels, "top2")({"logits": scores}, {}) == 0.5
@@ -183,7 +186,8 @@ def test_labels_that_are_no_classes(tmp_path: Path) -> None:
 def test_labels_judge_a_real_net(
     cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path, own_cache: Path
 ) -> None:
-    """Fails if the judgement isn't the accuracy on these labels, or if other labels reuse its cache entry."""
+    """Fails if the judgement isn't the accuracy on these labels, or if a judgement on other labels reuses the cache
+    entry."""
     test = np.load(digits_data[1])
     inputs = save(tmp_path / "x.npz", image=test["image"])
     words = ["optimize", digits.path, "--target", "tensorrt-rtx", "--precision", "fp32", "--data", inputs, "--json"]
@@ -198,7 +202,7 @@ def test_labels_judge_a_real_net(
 
 
 def test_labels_that_do_not_fit(cli: Any, digits: Artifact, digits_data: tuple[Path, Path], tmp_path: Path) -> None:
-    """Fails if a wrong file of labels ends in a traceback, or is used anyway."""
+    """Fails if a wrong file of labels ends in a traceback, or is used."""
     words = ["optimize", digits.path, "--target", "ort-cpu", "--data", digits_data[0], "-o", tmp_path / "out"]
     short = save(tmp_path / "short.npz", label=np.arange(3))
     flat = save(tmp_path / "flat.npz", label=np.zeros((128, 2), np.int64))

@@ -1,5 +1,5 @@
-"""accel optimize reports which verdicts ("faster" or not) were decided by noise, measures these again in the next run,
-and ends when its time budget is spent."""
+"""Proves that accel optimize reports the verdicts ("faster" or not) that noise decided, and measures their candidates
+again in the next run. Also proves that a run ends when its time budget is spent."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def row(name: str, ms: float, **measured: Any) -> CandidateResult:
 
 
 def test_a_row_that_noise_decided_says_so() -> None:
-    """Fails if the report lacks the noise floor, the interval or the advice for a verdict that noise decided, or
-    gives them for a clear verdict."""
+    """Fails if the report of a verdict that noise decided lacks the noise floor, the interval or the advice. Also fails
+    if the report of a clear verdict has a noise floor, an interval or advice."""
     source = row("source", 10.0, verdict="baseline")
     hidden = row("int8", 6.7, **HIDDEN)
     same = row("fp32", 10.0, verdict="no measurable difference", speedup=1.01, ci95=[1.0, 1.02], noise_floor=0.31)
@@ -62,7 +62,8 @@ def test_a_row_that_noise_decided_says_so() -> None:
 
 
 def test_a_row_that_is_too_noisy_may_still_be_faster() -> None:
-    """Fails if a row with the verdict "too noisy" has a speedup in its reason, or isn't measured again."""
+    """Fails if the reason in a row with the verdict "too noisy" gives a speedup, or if the candidate isn't measured
+    again."""
     source = row("source", 10.0, verdict="baseline")
     measured_row = {"verdict": "too noisy", "speedup": 189.8, "ci95": [10.2, 3655.8], "noise_floor": 401.923}
     noisy = row("int8", 0.05, **measured_row)
@@ -143,7 +144,7 @@ def test_what_noise_decided_is_not_taken_from_the_cache(
 
 
 class Clock:
-    """A clock. The test sets its time in seconds."""
+    """A clock that shows the seconds in ``now``, which the test sets."""
 
     now = 0.0
 
@@ -152,8 +153,8 @@ class Clock:
 
 
 def test_what_is_under_way_is_given_up_with_the_budget() -> None:
-    """Fails if work that reports its progress runs beyond its share of the budget, or if the watcher doesn't get the
-    work's messages."""
+    """Fails if work that reports its progress continues beyond its share of the budget, or if the watcher doesn't get
+    the work's messages."""
     clock = Clock()
     heard: list[str] = []
     budget = Budget(100.0, clock)
@@ -176,8 +177,8 @@ def test_what_is_under_way_is_given_up_with_the_budget() -> None:
 def test_building_leaves_the_time_to_measure_what_was_built(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, at_least: int
 ) -> None:
-    """Fails if the search builds more candidates than it has time to measure, or stops building while there is time
-    for more candidates."""
+    """Fails if the search builds more candidates than it has time to measure. Also fails if the search stops building
+    while it has time for more candidates."""
     clock = Clock()
     budget = Budget(seconds, clock)
 
@@ -198,8 +199,8 @@ def test_building_leaves_the_time_to_measure_what_was_built(
 def test_a_candidate_that_leaves_no_time_has_a_row_that_says_so(
     small: Artifact, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a stage continues into the time reserved for measuring, if the candidate's row doesn't say so, or if
-    the note leaves out the slow steps, the untried candidates or the advice."""
+    """Fails if a stage continues into the time reserved for measuring, or if the candidate's row doesn't say so. Also
+    fails if the note leaves out the slow steps, the untried candidates or the advice."""
     clock = Clock()
     budget = Budget(100.0, clock)
 
@@ -247,7 +248,7 @@ def test_a_budget_that_is_too_short_is_said(cli: Any, tmp_path: Path) -> None:
 
 
 class Lane:
-    """Replaces a candidate's process. A block of runs takes no time."""
+    """Replaces a candidate's process. A block of runs takes no time in this class."""
 
     def __init__(self, name: str) -> None:
         self.name, self.error = name, None
@@ -266,7 +267,7 @@ def test_rounds_end_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_that_the_source_cannot_run_are_found_first(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    """Fails if a token id beyond the vocabulary is found only when candidates are made, or if the error doesn't name
+    """Fails if a token id beyond the vocabulary is found only after candidates were made, or if the error doesn't name
     the sample and the input."""
     import accel
 

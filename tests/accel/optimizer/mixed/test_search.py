@@ -1,4 +1,4 @@
-"""The search for the layers that have to stay float finds the planted layers, and only those."""
+"""Proves that the search for the layers that have to stay float finds the planted layers, and no others."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def mixed_row(result: Any) -> Any:
 
 
 def test_exactly_the_planted_layers_stay_float(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if the search accepts pure int8, keeps more layers in float than needed, builds another model than the
-    search found, or if the report lacks a layer's error or the list of float layers."""
+    """Fails if the search accepts pure int8, keeps more layers in float than needed, or builds a model other than the
+    model that it found. Also fails if the report lacks a layer's error or the list of float layers."""
     result = optimize(
         src, out=tmp_path / "out", target="ort-cpu", precision="mixed", data=data, max_drop=0.005, rounds=5, threads=1
     )
@@ -194,8 +194,8 @@ def test_what_the_held_out_half_refutes_is_not_shipped(src: Artifact, tmp_path: 
 
 
 def test_halves_keep_what_belongs_to_a_sample(src: Artifact, tmp_path: Path) -> None:
-    """Fails if a sample and its label get into different halves of the data, or if a metric over all samples is
-    computed on half of the samples."""
+    """Fails if a sample and its label get into different halves of the data. Also fails if a metric that needs all
+    samples is computed on half of the samples."""
     from contextlib import ExitStack
 
     def metric(outputs: Any, data: Any) -> float:
@@ -277,7 +277,7 @@ def test_the_cheaper_of_two_ways_is_taken(tmp_path: Path) -> None:
 def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
     """Fails if all float layers share one precision, if the error in fp16 isn't measured, or if the cast doesn't get
     the layers to keep in fp32. In layer_2, the weights of two constant channels almost cancel. The outputs depend on
-    their sum, which is smaller than fp16 resolves."""
+    the sum of two such weights, and this sum is too small for fp16."""
     needs_vnni()
     rng = np.random.default_rng(4)
     constants: dict[str, np.ndarray] = {}
@@ -315,8 +315,8 @@ def test_a_layer_that_sixteen_bits_break_is_in_float32(tmp_path: Path) -> None:
 
 def test_the_order_of_the_steps() -> None:
     """Each step raises one layer to a higher precision. Fails if the order of the steps ignores their costs or
-    mishandles an infinite error. Also fails if a layer skips fp16 although fp16 lowers its error, or tries fp16
-    although fp16 doesn't lower it."""
+    mishandles an infinite error. Also fails if a layer skips fp16 although fp16 lowers the layer's error, or tries fp16
+    although fp16 doesn't lower the error."""
     layers = [
         Sensitivity("infinite", "Conv", math.inf, 0.0, 100.0),
         Sensitivity("dear", "MatMul", 0.4, 0.001, 100.0),
@@ -336,15 +336,15 @@ def test_the_order_of_the_steps() -> None:
 
 
 def test_a_search_ends_with_the_budget(src: Artifact, data: Path) -> None:
-    """Fails if a search continues beyond the time budget, or returns a result that it hasn't confirmed."""
+    """Fails if a search continues beyond the time budget, or returns an unconfirmed result."""
     ((recipe,), _) = candidates(src, data)
     with pytest.raises(OutOfTime):
         assign(recipe, src, Judge(src, data, None), 0.005, StageCache(), lambda: True)
 
 
 def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tmp_path: Path) -> None:
-    """Fails if a model that int8 breaks stays in float32 although most of its layers work in int8, or if no note says
-    that the metric can't be computed on half of the data."""
+    """Fails if a model that int8 breaks stays in float32 although most of its layers work in int8. Also fails if no
+    note says that the metric can't be computed on half of the data."""
     words: dict[str, Any] = {"target": "ort-cpu", "data": data, "rounds": 5, "threads": 1, "vary_session": False}
     result = optimize(src, out=tmp_path / "out", max_drop=0.005, metric=likeness, **words)
     rows = {row.name: row for row in result.candidates}
@@ -357,8 +357,8 @@ def test_it_is_tried_where_int8_is_over_the_budget(src: Artifact, data: Path, tm
 
 
 def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> None:
-    """Fails if a mixed search is added for a candidate that isn't calibrated, or if it is added although the user has
-    already requested one."""
+    """Fails if accel adds a mixed search for a candidate that isn't calibrated, or although the user has already
+    requested a mixed search."""
     target = Target.get("ort-cpu")
     request = RecipeRequest(targets=(target,), precisions=None, data=data, samples=32, threads=1)
     made, _ = recipes(src, request)
@@ -373,8 +373,8 @@ def test_it_is_not_tried_where_nobody_needs_it(src: Artifact, data: Path) -> Non
 
 
 def likeness(outputs: Any, data: Any) -> float:
-    """Compares outputs with references from the data, without labels. An output belongs to the sample of the same
-    index."""
+    """Compares outputs with references from the data, without labels. The output and the reference of a sample have the
+    same index."""
     reference = sum(np.tanh(data["x"] @ _WEIGHTS[index]) for index in range(LAYERS))
     found = outputs["y"]
     return float(np.sum(found * reference) / np.linalg.norm(found) / np.linalg.norm(reference))

@@ -1,4 +1,4 @@
-"""report.html of accel optimize shows the whole search, in a real browser and without a network."""
+"""Proves that report.html of accel optimize shows the whole search, in a real browser and without a network."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ HOSTILE = "</title></script><script>document.title='owned'</script><img src=x on
 
 
 def looked_at(page: Path, *words: str) -> str:
-    """Returns Chromium's output for these arguments. Chromium opens the page from the disk, without a network."""
+    """Runs Chromium with these arguments and returns its output. Chromium opens the page from the disk, without a
+    network."""
     command = chromium(page.parent, "--window-size=1100,1700", "--virtual-time-budget=2000", *words, f"file://{page}")
-    for _ in range(2):  # tries again if the browser itself crashes, which says nothing about the page
+    for _ in range(2):  # tries again if the browser itself crashes, because a crash says nothing about the page
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if ran.returncode == 0:
             return ran.stdout
@@ -99,8 +100,8 @@ def written(path: Path, name: str = "model", notes: tuple[str, ...] = ("measured
 
 @browser
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Fails if a part of the page is missing, a point lies outside the plot, the point of a more accurate candidate
-    isn't higher, or the point of a faster candidate isn't farther left."""
+    """Fails if a part of the page is missing, or if a point lies outside the plot. Also fails if a more accurate
+    candidate isn't drawn higher, or if a faster candidate isn't drawn farther left."""
     text = written(tmp_path / "report.html")
     # The page loads no files and runs no code.
     assert not re.search(r"(src|href)=|https?://|@import|url\(|<script", text)
@@ -119,7 +120,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 
 
 def test_everything_measured_is_in_the_table() -> None:
-    """Fails if the table leaves out a figure of the measurement, puts it under another title, or has an empty
+    """Fails if the table leaves out a figure of the measurement, shows a figure under another title, or has an empty
     column."""
     rows = [candidate("source", 10.0, None), candidate("best", 2.5, 0.004, "chosen", megabytes=3.25)]
     more = {"load_ms": 12.5, "first_run_ms": 3.0, "peak_rss_mb": 345.6, "joules_per_run": 0.25}
@@ -161,7 +162,7 @@ def test_light_and_dark(tmp_path: Path) -> None:
         shot = tmp_path / f"{name}.png"
         looked_at(page, f"--screenshot={shot}", *words)
         assert shot.read_bytes()[:4] == b"\x89PNG"
-        assert shot.stat().st_size > 30_000  # a screenshot of an empty window has a tenth of these bytes
+        assert shot.stat().st_size > 30_000  # a screenshot of an empty window has a tenth of this size
         match = re.search(r'data-colours="([^"]*)"', looked_at(page, "--dump-dom", *words))
         assert match
         paper[name], ink[name] = (sum(map(int, re.findall(r"\d+", colour))) for colour in match[1].split("/"))
@@ -201,8 +202,8 @@ def test_the_frontier() -> None:
 
 
 def test_what_stays_float_and_why() -> None:
-    """Fails if a candidate of a mixed search doesn't have exactly one sensitivity table, a layer shows the wrong
-    precision, or the page doesn't list the nodes that a cast kept in float32."""
+    """Fails if a candidate of a mixed search doesn't have exactly one sensitivity table. Also fails if a layer shows
+    the wrong precision, or if the page doesn't list the nodes that a cast kept in float32."""
     layers = [
         Sensitivity(node="a", op="MatMul", error=0.5, work=3e6),
         Sensitivity(node="b", op="Gemm", error=1e-5, work=1e6),
@@ -228,8 +229,8 @@ def test_what_stays_float_and_why() -> None:
 
 
 def test_without_jinja(digits: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a run without the extra ``report`` ends in an error, if the warning doesn't name the extra, or if the
-    page of an earlier run stays in the folder."""
+    """Fails if a run without the extra ``report`` ends in an error, or if the warning doesn't name the extra. Also
+    fails if the page of an earlier run stays in the folder."""
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "optimize.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -268,7 +269,7 @@ def test_ticks_are_round_numbers(values: list[float], log: bool, texts: list[str
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4), st.booleans())
 def test_an_axis_of_any_numbers_has_its_ticks(values: list[float], log: bool) -> None:
-    """Fails if, for any spread of numbers, an axis has no ticks, more ticks than fit, or ticks beyond its ends."""
+    """Fails if, for any spread of numbers, an axis has no ticks, too many ticks, or ticks beyond its ends."""
     ticks = Axis(values, 0.0, 100.0, log=log).ticks()
     assert 1 <= len(ticks) <= 7
     assert all(0 <= tick["at"] <= 100 for tick in ticks)

@@ -1,4 +1,4 @@
-"""The table of candidates fits 100 columns, and says why each candidate was not taken."""
+"""Proves that the table of candidates fits into 100 columns, and says why each rejected candidate was rejected."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def printed(*, wide: bool) -> list[str]:
 
 
 def test_a_narrow_table() -> None:
-    """Fails if a line is longer than 100 columns, a reason or a name is lost, or a candidate that was not tried takes a
-    row."""
+    """Fails if a line is longer than 100 columns, if a reason or a name is lost, or if the table has a row for an
+    untried candidate."""
     lines = printed(wide=False)
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())
@@ -46,7 +46,7 @@ def test_a_narrow_table() -> None:
 
 
 def test_a_wide_table() -> None:
-    """Fails if ``--wide`` lacks a column with values, or wraps a reason."""
+    """Fails if ``--wide`` leaves out a column with values, or wraps a reason."""
     lines = printed(wide=True)
     assert [line for line in lines if "p90 ms" in line and "95% interval" in line]
     assert [

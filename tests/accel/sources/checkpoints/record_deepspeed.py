@@ -3,10 +3,10 @@
 The suite doesn't run this script. ``make record`` makes an environment with deepspeed 0.19.8 and runs this script. In
 an existing environment, run this script with ``DS_ACCELERATOR=cpu``.
 
-Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. The case also writes
-``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``. accel's reader has to give the same bits.
+Each case trains the net of ``checkpoint_net.py`` for two steps on two gloo ranks and saves it. Each case also writes
+``expected.safetensors``, the output of DeepSpeed's own ``zero_to_fp32``. The reader of accel has to give the same bits.
 
-A second run writes the same bytes, except for padding that DeepSpeed doesn't initialize. This padding is in
+Running the script again writes the same bytes, except for padding that DeepSpeed doesn't initialize. The padding is in
 ``fp32_flat_groups`` and ``frozen_param_fragments`` of the last rank at ZeRO 3. On another kind of CPU, the last bits of
 the weights may differ.
 """

@@ -1,10 +1,10 @@
 """Records the Megatron checkpoints under ``recorded/megatron`` with the real library. The suite doesn't run this
 script, which needs megatron-core 0.16.1 and torch, but no GPU.
 
-Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice: with
-``dist_checkpointing`` (torch_dist), and in the older layout with a folder for each rank. The older layout holds
-megatron-core's ``state_dict`` in a file, as the training script writes it. ``expected.safetensors`` holds the weights
-that the library itself loads on one rank.
+Two tensor-parallel gloo ranks make a small GPT (grouped-query attention, SwiGLU, RMSNorm) and save it twice.
+``dist_checkpointing`` (torch_dist) writes the first copy. The second copy is in the older layout, with a folder for
+each rank. In the older layout, a file holds megatron-core's ``state_dict``, as the training script writes it.
+``expected.safetensors`` holds the weights that the library itself loads on one rank.
 """
 
 from __future__ import annotations

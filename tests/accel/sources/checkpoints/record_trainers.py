@@ -68,7 +68,7 @@ def lightning() -> None:
 
 
 def accelerate() -> None:
-    """Records what Accelerate's save_state writes with and without safetensors, and the shards of its save_model."""
+    """Records the files of Accelerate's save_state with and without safetensors, and the shards of its save_model."""
     import torch
     from accelerate import Accelerator
 

@@ -1,4 +1,4 @@
-"""accel reads the checkpoints of other trainers bit for bit, without the trainers' libraries.
+"""Proves that accel reads the checkpoints of other trainers bit for bit, without the trainers' libraries.
 
 The scripts ``record_*.py`` ran the real libraries to write the folders under ``recorded``. Each
 ``expected.safetensors`` holds the weights that the library itself reads from its checkpoint. The tests save the
@@ -53,8 +53,8 @@ def equals(module: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp32", "zero3_bf16"])
 def test_deepspeed_equals_zero_to_fp32(case: str) -> None:
-    """Fails if accel joins shards in another way than DeepSpeed, for example with odd sizes, padding, tied weights,
-    buffers or master weights."""
+    """Fails if accel doesn't join shards as DeepSpeed does. The cases include odd sizes, padding, tied weights, buffers
+    and master weights."""
     folder = RECORDED / "deepspeed" / case
     expected = load_file(folder / "expected.safetensors")
     module = net()
@@ -89,8 +89,8 @@ def test_deepspeed_without_zero() -> None:
 
 
 def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
-    """Fails if the command doesn't work as documented, if the ONNX file has other weights, or if the manifest lacks the
-    format, the chosen step, or the sha256 of a file that was read."""
+    """Fails if the command doesn't work as documented, or if the ONNX file has other weights. Also fails if the
+    manifest lacks the format, the chosen step, or the sha256 of a file that was read."""
     folder, out = RECORDED / "deepspeed" / "zero3_bf16", tmp_path / "my.onnx"
     ran = cli("export", NET, "--weights", folder, "--input", IDS, "-o", out, "-q")
     assert ran.code == 0, ran.stderr
@@ -115,9 +115,9 @@ def test_export_of_a_deepspeed_folder(cli: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["torch_dist", "legacy"])
 def test_megatron_equals_what_one_rank_loads(layout: str) -> None:
-    """Fails if accel joins grouped query-key-value, the halves of SwiGLU, a row- or column-parallel layer, the
-    vocabulary or the stacked layers in another way than Megatron. Also fails if accel doesn't find a norm under both of
-    its names."""
+    """Fails if accel doesn't join the parts of a tensor as Megatron does. The split tensors are grouped
+    query-key-value, SwiGLU's halves, row- and column-parallel layers, the vocabulary and the stacked layers. Also fails
+    if accel doesn't find a norm under both of its names."""
     expected = load_file(RECORDED / "megatron" / "expected.safetensors")
     for folder in (RECORDED / "megatron" / layout, RECORDED / "megatron" / layout / "iter_0000002"):
         found = open_checkpoint(folder)
@@ -140,9 +140,9 @@ def _megatron(folder: Path, parts: dict[str, dict[str, Any]], version: float = 3
 
 
 def test_megatron_pipeline_stages(tmp_path: Path) -> None:
-    """Fails if the layers of later pipeline stages, or of the chunks of an interleaved schedule, keep the numbers that
-    they have within their stage or chunk, or if the last stage's copy of the embedding counts as unexpected. The test
-    writes the checkpoint by hand in Megatron's layout."""
+    """Layers of later pipeline stages, and of the chunks of an interleaved schedule, are numbered within their stage or
+    chunk. Fails if such layers keep the numbers within their stage or chunk, or if the last stage's copy of the
+    embedding counts as unexpected. The test writes the checkpoint by hand in Megatron's layout."""
     torch.manual_seed(0)
     layers = [torch.randn(4, 4) for _ in range(4)]
     embedding = torch.randn(6, 4)
@@ -170,8 +170,8 @@ def test_megatron_pipeline_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0.0, 1.0])
 def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
-    """Fails if the rows of query, key and value aren't brought from Megatron's old order into today's order. The test
-    writes the checkpoint by hand."""
+    """Fails if accel doesn't reorder the rows of query, key and value from Megatron's old order to today's order. The
+    test writes the checkpoint by hand."""
     heads, size = 4, 3
     today = torch.randn(heads, 3, size, 5)
     order = (1, 0, 2, 3) if version == 0 else (0, 2, 1, 3)
@@ -197,8 +197,8 @@ def test_megatron_before_version_2(tmp_path: Path, version: float) -> None:
     ],
 )
 def test_lightning_fabric_and_accelerate(path: str, format: str) -> None:
-    """Fails if a checkpoint is refused because of its hyperparameters, such as a Namespace or a Path, or if the
-    module's prefix isn't found. Also fails if a tied weight that was saved once counts as missing, or if a shard
+    """Fails if hyperparameters such as a Namespace or a Path make accel refuse a checkpoint, or if accel doesn't find
+    the module's prefix. Also fails if a tied weight counts as missing because it was saved only once, or if a shard
     isn't read."""
     module = net()
     found = load_weights(module, RECORDED / path)
@@ -229,8 +229,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["", "step-1", "nested", "accelerate"])
 def test_distributed_checkpoint(sharded: Path, tmp_path: Path, place: str) -> None:
-    """Fails if a rank's shard is read to the wrong offset, the optimizer's states count as unexpected, or a weight
-    differs from what torch's own dcp.load reads."""
+    """Fails if a rank's shard is read to the wrong offset, or if the optimizer's states count as unexpected. Also fails
+    if a weight differs from the result of torch's own dcp.load."""
     folder = sharded / place
     if place == "accelerate":  # Accelerate names its FSDP folders pytorch_model_fsdp_0, with the same files
         folder = tmp_path / "state"
@@ -262,8 +262,8 @@ def _as_checkpoint(state: dict[str, torch.Tensor]) -> Checkpoint:
     others=st.booleans(),
 )
 def test_names_of_wrappers(front: str, inside: list[str], others: bool) -> None:
-    """Fails if a model can't load its weights because a wrapper put prefixes before the names, or because the file has
-    tensors of other modules."""
+    """Fails if a model can't load its weights because a wrapper put prefixes before the names. Also fails if tensors of
+    other modules in the file prevent the loading."""
     module = net()
     state = module.state_dict()
     named = {front + name.replace("up.", "".join(inside) + "up."): value for name, value in state.items()}

@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged, hostile, mixed or of another model give a one-line error, and no code in them runs."""
+"""Proves that checkpoints that are damaged, hostile, mixed or of another model give a one-line error. No code in them
+may run."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ WAYS = ["system", "touch", "exec", "eval", "getattr", "load"]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_code_in_a_pickle_never_runs(recorded: Path, plain_dcp: Path, tmp_path: Path, way: str) -> None:
-    """Fails if accel runs a planted payload, or doesn't refuse the file that holds the payload."""
+    """Fails if accel runs a planted payload, or doesn't refuse the file with the payload."""
     mark = tmp_path / "ran"
     payload = Payload(way, mark)
 
@@ -133,8 +134,8 @@ def test_code_in_a_shard_never_runs(plain_dcp: Path, tmp_path: Path) -> None:
 
 
 def test_only_listed_names_and_never_the_real_class(tmp_path: Path) -> None:
-    """Fails if accel unpickles a class on its list of allowed names as the real class. Then the code of the class would
-    run."""
+    """Fails if accel unpickles a class on its list of allowed names as the real class. The real class would run its
+    code."""
     import argparse
 
     body = {"args": argparse.Namespace(a=1), "path": Path("x"), "meta": dcp.metadata.BytesStorageMetadata()}
@@ -236,7 +237,7 @@ def _unknown(folder: Path) -> None:
 def test_what_is_missing_or_mixed_is_named(
     recorded: Path, checkpoint: str, place: str, damage: Callable[[Path], Any], words: str
 ) -> None:
-    """Fails if accel accepts a checkpoint that lacks a shard, or that contains a shard from another save."""
+    """Fails if accel accepts a checkpoint without all of its shards, or with a shard from another save."""
     damage(recorded / place)
     with pytest.raises(UsageError, match=words) as caught:
         load_weights(net(), recorded / checkpoint)
@@ -352,8 +353,8 @@ def test_checkpoints_of_other_models(recorded: Path, plain_dcp: Path) -> None:
 
 
 def test_paths_that_are_no_checkpoint(recorded: Path, tmp_path: Path, cli: Any) -> None:
-    """Fails if a folder without a checkpoint, one rank's file, or a checkpoint without code gives a traceback or no
-    fix."""
+    """Fails if a folder without a checkpoint, one rank's file, or a checkpoint without code gives a traceback or an
+    error without a fix."""
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(BadSource, match="is no checkpoint that accel reads"):

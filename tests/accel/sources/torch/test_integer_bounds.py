@@ -1,4 +1,5 @@
-"""Integers that another dim bounds, such as lengths of sequences, stay in their bounds everywhere."""
+"""Proves that integers that another dim bounds, such as lengths of sequences, stay within their bounds in every
+step."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def live(net: str) -> torch.nn.Module:
 
 
 def test_declared_bounds(net: str, tmp_path: Path) -> None:
-    """Fails if a gate, a benchmark or a check of the data feeds a length beyond the sequence, which the model refuses,
-    or if the artifact loses the bounds."""
+    """Fails if a gate, a benchmark or a check of the data feeds a length beyond the sequence, because the model refuses
+    this length. Also fails if the artifact loses the bounds."""
     out = tmp_path / "net.onnx"
     made = accel.export(net, inputs=INPUTS, out=out)
     assert list(map(str, made.signature.inputs)) == INPUTS
@@ -69,7 +70,8 @@ def test_declared_bounds(net: str, tmp_path: Path) -> None:
 
 
 def test_bounds_of_openvino(net: str, tmp_path: Path) -> None:
-    """Fails if OpenVINO, which reads past the end without an error, gets a length beyond the sequence."""
+    """Fails if OpenVINO gets a length beyond the sequence, because OpenVINO would read past the end without an
+    error."""
     made = accel.export(net, inputs=INPUTS, to="openvino", out=tmp_path / "net")
     with accel.load(made.path) as session:
         session.run({"ids": np.zeros((2, 5), np.int64), "lengths": np.array([1, 5])})
@@ -78,8 +80,8 @@ def test_bounds_of_openvino(net: str, tmp_path: Path) -> None:
 
 
 def test_bounds_of_a_live_model_are_found(net: str) -> None:
-    """Fails if a model that takes lengths up to the sequence's length is refused, or is exported without bounds,
-    although nobody declared them."""
+    """In this test, the user declares no bounds for a model that takes lengths up to the sequence's length. Fails if
+    accel refuses the model, or exports the model without bounds."""
     example = (torch.randint(0, 20, (3, 12)), torch.tensor([3, 12, 7]))
     dynamic = {"ids": {0: "batch", 1: "length"}, "lengths": {0: "batch"}}
     made = accel.Source(live(net), example=example, dynamic=dynamic).open()
@@ -101,7 +103,7 @@ def test_bounds_of_indices_are_found(tmp_path: Path) -> None:
 
 def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Path) -> None:
     """Fails if a gate blames a candidate for samples that the source can't run either. A gate cuts samples to other
-    lengths, which makes the undeclared lengths too large. Also fails if a gate passes without any comparison."""
+    lengths, and so makes the undeclared lengths too large. Also fails if a gate passes without any comparison."""
     made = accel.export(net, inputs=INPUTS, out=tmp_path / "net.onnx")
     bare = accel.Source(made.path, inputs=["lengths:int64[batch]{1..20}"]).open()
     np.savez(tmp_path / "long.npz", ids=np.ones((8, 20), np.int64), lengths=np.arange(13, 21))
@@ -114,7 +116,7 @@ def test_a_sample_cut_to_a_shape_that_the_source_refuses(net: str, tmp_path: Pat
 
 
 def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
-    """Fails if samples cut to a shape keep integers that are out of bounds there."""
+    """Fails if samples that are cut to a shape keep integers out of this shape's bounds."""
     signature = Signature(tuple(map(TensorSpec.parse, INPUTS)), (), {"length": DimRange(2, 4, 8)})
     part = {"ids": np.zeros((2, 8), np.int64), "lengths": np.array([8, 1])}
     assert at_sizes(signature, part, {"batch": 3, "length": 2}, 0)["lengths"].tolist() == [2, 1, 2]
@@ -131,7 +133,7 @@ def test_samples_keep_to_the_bounds_at_other_sizes(tmp_path: Path) -> None:
     ],
 )
 def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a bound that can't be read, or that names an unknown dim, is accepted."""
+    """Fails if accel accepts a bound that can't be read or that names an unknown dim."""
 
     words = ["export", net, "--input", INPUTS[0], "--input", spec, "-o", str(tmp_path / "x.onnx")]
     assert run(group, words) == 2
@@ -139,7 +141,8 @@ def test_bad_bounds(net: str, tmp_path: Path, spec: str, word: str, capsys: pyte
 
 
 def test_no_valid_integer_at_a_size() -> None:
-    """Fails if a range that is empty at a size of the dims raises no error that names the size."""
+    """Fails if a range without any integer at a size of the dims raises no error, or if the error doesn't name the
+    size."""
     spec = TensorSpec.parse("at:int64[batch]{2..n-1}")
     signature = Signature((TensorSpec.parse("x:float32[batch,n]"), spec), (), {"n": DimRange(2, 4, 8)})
     assert signature.example_inputs(n=3)["at"].tolist() == [2]
@@ -152,7 +155,7 @@ terms = st.lists(st.tuples(st.sampled_from("+-"), st.one_of(st.integers(0, 99), 
 
 @given(terms, st.fixed_dictionaries({"a": st.integers(1, 9), "b": st.integers(1, 9), "c": st.integers(1, 9)}))
 def test_a_bound_is_the_sum_that_it_states(found: list[tuple[str, int | str]], sizes: dict[str, int]) -> None:
-    """Fails if a bound is read or printed as another sum, or if a size in place of a dim changes the sum."""
+    """Fails if a bound is read or printed as a different sum, or if replacing a dim by its size changes the sum."""
     bound = parse_bound("".join(f"{sign}{term}" for sign, term in found))
     total = sum((-1 if sign == "-" else 1) * sizes.get(str(term), term) for sign, term in found)  # type: ignore[call-overload,misc]
     assert bound_at(bound, sizes) == total

@@ -1,4 +1,5 @@
-"""Live modules of PyTorch: their copies compute the same, whatever they are made of, and the modules stay unchanged."""
+"""Proves that the copies of live PyTorch modules compute the same as the modules, and that the modules stay
+unchanged."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ def flat(value: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_is_called_like_the_module(name: str) -> None:
-    """Fails if a live module can't be opened, or its session takes or returns another structure or other values."""
+    """Fails if a live module can't be opened. Also fails if its session takes or returns another structure or other
+    values than the module."""
     module, args, kwargs = CASES[name]
     with torch.no_grad():
         wanted = module(*args, **kwargs)
@@ -154,7 +156,7 @@ def test_a_session_is_called_like_the_module(name: str) -> None:
 
 
 def test_the_module_is_not_changed() -> None:
-    """Fails if a capture sets the mode, calls a hook, changes a buffer or leaves a gradient."""
+    """Fails if the capture of a module sets the module's mode, calls a hook, changes a buffer or leaves a gradient."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
     seen: list[int] = []
     module[0].register_forward_hook(lambda *_: seen.append(1))
@@ -178,7 +180,7 @@ def test_the_module_is_not_changed() -> None:
     ids=["the batch is found", "a fixed batch is found", "named axes", "torch's Dim"],
 )
 def test_dynamic_dims(module: nn.Module, example: Any, dynamic: Any, shapes: list[Any]) -> None:
-    """Fails if an axis is believed to be dynamic that isn't, or a named axis isn't dynamic."""
+    """Fails if accel treats a fixed axis as dynamic, or an axis that the user named as fixed."""
     artifact = accel.Source(module, example=example, dynamic=dynamic).open()
     assert [spec.shape for spec in artifact.signature.inputs] == shapes
     if dynamic is None:
@@ -186,14 +188,14 @@ def test_dynamic_dims(module: nn.Module, example: Any, dynamic: Any, shapes: lis
 
 
 def test_the_range_of_ids_is_that_of_the_table() -> None:
-    """Fails if inputs for gates are drawn from the few ids of the example, or from beyond the table."""
+    """Fails if the gates draw their inputs only from the few ids of the example, or from beyond the table."""
     ids = {"ids": torch.tensor([[7, 2], [3, 4]]), "weight": torch.rand(2, 2)}
     artifact = accel.Source(Features(), example=(ids,)).open()
     assert artifact.signature.input("ids").values == (0, 49)
 
 
 def test_another_process_opens_a_class_of_a_script(tmp_path: Path, own_cache: Path) -> None:
-    """Fails if a class of ``__main__`` can't be opened elsewhere, or two runs of a script give two provenances."""
+    """Fails if another process can't open a class of ``__main__``, or if two runs of a script give two provenances."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -217,8 +219,8 @@ def test_another_process_opens_a_class_of_a_script(tmp_path: Path, own_cache: Pa
 
 
 def test_what_counts_as_another_model() -> None:
-    """Fails if a change of an attribute, a function or a global gives the hash of the model before, or the same model
-    gives two hashes."""
+    """Fails if the hash of a model stays the same although an attribute, a function or a global changed. Also fails if
+    the same model gets two hashes."""
     assert code_and_attributes_sha256(Act(2.0)) == code_and_attributes_sha256(Act(2.0))
     assert code_and_attributes_sha256(scripted(nn.ReLU())) == code_and_attributes_sha256(scripted(nn.ReLU()))
     others = [
@@ -238,7 +240,7 @@ def test_what_counts_as_another_model() -> None:
 
 
 def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """Fails if another process runs the code that is on disk now instead of the code of the live module."""
+    """Fails if another process runs the code that is now on disk instead of the live module's code."""
     monkeypatch.syspath_prepend(str(tmp_path))
     code = tmp_path / "net_that_changes.py"
     code.write_text("import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x * 2\n")
@@ -268,13 +270,14 @@ def test_changed_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_bad_calls(make: Any, error: type[Exception], message: str) -> None:
-    """Fails if a module or an example that can't be used is taken, or the message doesn't name the reason."""
+    """Fails if accel accepts a module or an example that can't be used, or if the message doesn't name the reason."""
     with pytest.raises(error, match=message):
         make()
 
 
 def test_a_parametrized_module_still_runs() -> None:
-    """Fails if the copy without parametrizations takes them from the class of the user's module, too."""
+    """Fails if making a copy without parametrizations also removes the parametrizations from the class of the user's
+    module."""
     net = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
     before = net(X)
     accel.Source(net, example=(X,)).open()
@@ -301,7 +304,7 @@ def test_scalars_keep_their_shape(tmp_path: Path) -> None:
 
 
 def test_random_numbers_are_the_reason() -> None:
-    """Fails if a model that draws random numbers is refused with advice that doesn't help, such as to restart."""
+    """Fails if the error for a model that draws random numbers gives useless advice, such as to restart."""
     with pytest.raises(BadSource, match="draws random numbers"):
         accel.Source(lambda x: x + torch.rand_like(x), example=(X,)).open()
 
@@ -331,7 +334,8 @@ def test_a_pickle_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_models_in_memory_of_other_kinds(tmp_path: Path) -> None:
-    """Fails if an ONNX ModelProto or an exported program can't be handed over, or takes an example that it ignores."""
+    """Fails if a user can't pass an ONNX ModelProto or an exported program, or if accel accepts an example that it
+    ignores."""
     program = torch.export.export(nn.Linear(4, 3).eval(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
     made = accel.export(program, out=tmp_path / "a.onnx")
     proto = onnx.load(made.path)

@@ -1,4 +1,5 @@
-"""accel reads the inputs of a folder of transformers' save_pretrained from its config, and exports the model."""
+"""Proves that accel reads the inputs of a folder of transformers' save_pretrained from the config, and exports the
+model."""
 
 from __future__ import annotations
 
@@ -131,8 +132,8 @@ def save(folder: Path, kind: str, **config: Any) -> Path:
 def test_what_it_takes(
     tmp_path: Path, kind: str, config: dict[str, Any], inputs: list[str], dims: dict[str, list[int]]
 ) -> None:
-    """Fails if an input that the config describes is missing, if an input that forward doesn't have is added, or if a
-    range exceeds what PyTorch can run."""
+    """Fails if an input that the config describes is missing, or if an input that forward doesn't have is added. Also
+    fails if a range exceeds what PyTorch can run."""
     signature = Source(save(tmp_path, kind, **config)).open().signature
     assert [str(spec) for spec in signature.inputs] == inputs
     assert {dim: signature.dims[dim].to_json() for dim in dims} == dims
@@ -147,8 +148,8 @@ def test_what_it_takes(
     ],
 )
 def test_the_size_of_the_images(tmp_path: Path, saved: dict[str, Any]) -> None:
-    """Fails if a net for images of any size doesn't get the size in the folder's preprocessor config, or if, without
-    such a config, the message doesn't say how to declare the input."""
+    """Fails if a net for images of any size doesn't get the size in the folder's preprocessor config. Without a
+    preprocessor config, the message must say how to declare the input."""
     folder = save(tmp_path, "ResNetModel", **RESNET)
     with pytest.raises(BadInputSpec, match=r"inputs=\['pixel_values:float32\[batch,3,224,224\]'\]$"):
         Source(folder).open()
@@ -194,7 +195,7 @@ def test_a_range_that_is_given_stays(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Fails if the exported model still sorts tokens by expert, or weighs the experts in another way than
+    """Fails if the exported model still sorts tokens by expert, or if it weighs the experts differently than
     transformers."""
     folder = save(
         tmp_path / "model", "MixtralForCausalLM", **TEXT, num_key_value_heads=2, num_local_experts=4,

@@ -1,4 +1,4 @@
-"""A run folder can be exported from ``final/`` without any other file."""
+"""Proves that a run folder can be exported from ``final/`` without any other file."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _trained(home: Path, out: Path) -> None:
 
 
 def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
-    """Fails if ``accel export`` can't find the model, or gives another model, after the factory's file and its imports
-    are deleted and the run folder is moved."""
+    """This test deletes the factory's file and its imports, and moves the run folder. Fails if ``accel export`` can't
+    find the model without these files, or exports another model."""
     home, out, moved = tmp_path / "home", tmp_path / "run", tmp_path / "elsewhere" / "run"
     _trained(home, out)
     shutil.rmtree(home)
@@ -66,8 +66,8 @@ def test_a_run_folder_is_exported_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if, after an edit of the factory's file, export uses the edited factory or doesn't warn that the file
-    changed. Also fails if export uses an edited copy in the run folder."""
+    """Fails if export uses a factory that was edited after the training, or doesn't warn that its file changed. Also
+    fails if export uses a copy in the run folder that was edited."""
     home, out = tmp_path / "home", tmp_path / "run"
     source = home / "own.py"
     home.mkdir()
@@ -84,8 +84,8 @@ def test_a_factory_that_changed_is_said_and_not_used(tmp_path: Path, capsys: pyt
 
 
 def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> None:
-    """Fails if a run with micro-batches of 1 on samples of different lengths ends without ``final/``, or if ``final/``
-    doesn't name the model's inputs."""
+    """Fails if a run with micro-batches of 1 on samples of different lengths ends without ``final/``. Also fails if
+    ``final/`` doesn't name the model's inputs."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\ndef uneven():\n"
@@ -96,7 +96,7 @@ def test_samples_of_different_lengths_are_trained_to_the_end(tmp_path: Path) -> 
 
 
 def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if weights in several files lose a tensor, or if the index names the wrong file."""
+    """Fails if a tensor is lost when the weights are in several files, or if the index names the wrong file."""
     monkeypatch.setattr(final, "SHARD_BYTES", 10_000)
     trainer = trainer_of(tmp_path, steps=1)
     trainer.run()
@@ -110,8 +110,7 @@ def test_large_weights_are_written_in_several_files(tmp_path: Path, monkeypatch:
 
 
 def test_a_changed_final_folder_is_refused(tmp_path: Path) -> None:
-    """Fails if a file in ``final/`` that training didn't write is exported, or if an unchanged folder can't
-    be opened."""
+    """Fails if accel exports a file in ``final/`` that training didn't write, or can't open an unchanged folder."""
     train(config_of(steps=1), tmp_path)
     artifact = Source(tmp_path).open()
     assert artifact.signature.inputs == (TensorSpec("ids", "int64", ("batch", 16), seen=(0, 60)),)

@@ -1,4 +1,4 @@
-"""A run of one process keeps, resumes and refuses the right checkpoints."""
+"""Proves that a run of one process keeps, resumes and refuses the right checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.support.runs import SMALL, config_of, rows_of, trainer_of
 
 
 def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
-    """Fails if more than ``keep`` checkpoints stay, the best checkpoint is deleted, or an unfinished folder stays."""
+    """Fails if more than ``keep`` checkpoints remain, if the best checkpoint is deleted, or if an unfinished folder
+    remains."""
     source = tmp_path / "scores.py"
     source.write_text(
         "score = [0.1, 0.9, 0.5, 0.4, 0.3, 0.2]\ndef evaluate(module):\n    return {'top1': score.pop(0)}\n"
@@ -30,9 +31,9 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["it was never written", "it is damaged", "another metric is asked for"])
 def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None:
-    """Fails if a run never keeps a best checkpoint again, or still names the lost best checkpoint, after one of
-    three events: the run was killed before it wrote its best checkpoint, the best checkpoint is damaged, or the
-    config now names another metric."""
+    """The best checkpoint is lost by one of three events: the run is killed before it writes this checkpoint, the
+    checkpoint is damaged, or the config names another metric. Fails if a run that lost its best checkpoint never keeps
+    a best checkpoint again, or still names the lost checkpoint."""
     first = trainer_of(tmp_path, evaluate=f"{SMALL}:model", checkpoint={"best": "top1"})
     first.one_step(first.batches())
     assert first.checkpoints.mark_best(1, {"top1": 0.9})
@@ -52,7 +53,7 @@ def test_a_best_that_is_not_there_is_surpassed(tmp_path: Path, why: str) -> None
 
 
 def test_a_best_that_is_no_number_is_said(tmp_path: Path) -> None:
-    """Fails if a metric that is nan silently prevents a best checkpoint."""
+    """Fails if a metric that is NaN silently prevents a best checkpoint."""
     source = tmp_path / "source.py"
     source.write_text("def evaluate(model):\n    return {'top1': float('nan')}\n")
     trainer_of(tmp_path, steps=1, evaluate=f"{source}:evaluate", checkpoint={"best": "top1"}).run()
@@ -103,8 +104,8 @@ def scores(module):
 def test_an_evaluation_that_fails_costs_no_step(
     tmp_path: Path, name: str, tables: dict[str, object], says: str
 ) -> None:
-    """Fails if the trained weights are lost when a metric raises, isn't a number or is missing. Also fails if the error
-    doesn't name the function, or if the same command with a corrected function doesn't resume at the step whose
+    """Fails if the trained weights are lost when a metric raises an error, isn't a number or is missing. Also fails if
+    the error doesn't name the function. With a corrected function, the same command must resume at the step whose
     evaluation failed."""
     source = tmp_path / "failing.py"
     source.write_text(_FAILING)
@@ -148,10 +149,10 @@ def evaluate(module):
 
 
 def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the log lacks the evaluations, or if the output doesn't distinguish the loss of evaluate from the
-    training loss. Also fails if the output doesn't say that the best checkpoint isn't the last checkpoint. The printed
-    command, with its shell quotes and the inputs that the factory doesn't declare, has to export the best
-    checkpoint."""
+    """Fails if the log lacks the evaluations, or if the output doesn't tell the loss of evaluate from the training
+    loss. Also fails if the output doesn't say that the best checkpoint and the last checkpoint differ. The printed
+    command has to export the best checkpoint. The command contains shell quotes and the inputs that the factory doesn't
+    declare."""
     source, out, onnx = tmp_path / "scores.py", tmp_path / "my run", tmp_path / "best.onnx"
     source.write_text(_SCORED)
     config = tmp_path / "run.toml"
@@ -175,8 +176,8 @@ def test_a_best_that_is_not_the_last_is_said(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "metadata"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, damage: str) -> None:
-    """Fails if a run loads a damaged shard, doesn't name the shard, or stops instead of using the checkpoint before.
-    The shard is cut, missing or changed in one bit."""
+    """Fails if a run loads a damaged shard, or doesn't name the shard. Also fails if the run stops instead of using the
+    previous checkpoint. The shard is cut off, missing, or changed in one bit."""
     trainer = trainer_of(tmp_path, optimizer={"name": "sgd", "lr": 0.1})
     batches = trainer.batches()
     losses = []
@@ -223,8 +224,8 @@ def test_unfinished_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_order_of_samples_is_said(tmp_path: Path) -> None:
-    """Fails if a run that resumes with another batch, seed or number of samples doesn't note that the order of samples
-    changes, or if a run without such a change has this note."""
+    """Fails if no note says that the order of samples changes when a run resumes with another batch, seed or number of
+    samples. Also fails if the note appears although the batch, the seed and the number of samples stay the same."""
     source = tmp_path / "growing.py"
     source.write_text(SMALL.read_text())
     said = []
@@ -291,8 +292,8 @@ def overflows(outputs, targets):
 
 @pytest.mark.parametrize(("mode", "overflows"), [("fp32", False), ("bf16", False), ("fp16", True)])
 def test_a_run_is_taken_up_before_every_parameter_was_stepped(tmp_path: Path, mode: str, overflows: bool) -> None:
-    """Fails if a checkpoint is refused because some parameters had no gradient yet or all steps were skipped, or if the
-    moments created after the resume differ from those of a run that never stopped."""
+    """Fails if a checkpoint is refused because some parameters had no gradient yet or all steps were skipped. Also
+    fails if the moments created after the resume differ from those of a run that never stopped."""
     source = tmp_path / "source.py"
     first = "from pathlib import Path\n\nfrom accel.train.loss import cross_entropy\n"
     source.write_text(SMALL.read_text().replace("import os\n", f"import os\n{first}", 1) + _LATE)

@@ -1,4 +1,5 @@
-"""TrainConfig survives reading, overrides and writing, and a config that can't run is refused in one sentence."""
+"""Proves that TrainConfig survives reading, overrides and writing. A config that can't run must be refused in one
+sentence."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, override: str, says: s
     ],
 )
 def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says: str) -> None:
-    """Fails if a config that can't run gets as far as a process group, or if the one-sentence error lacks the fix."""
+    """Fails if a config that can't run starts a process group, or if the one-sentence error lacks the fix."""
     with pytest.raises(BadConfig) as caught:
         check(_config(**tables), world)
     assert says in str(caught.value)
@@ -114,8 +115,8 @@ def test_impossible_runs_are_refused(tables: dict[str, object], world: int, says
 
 @pytest.mark.parametrize(("hang", "hours"), [(15.0, 0.5), (7200.0, 20.0), (0.0, 365 * 24.0)])
 def test_ranks_wait_as_long_as_they_may_take(monkeypatch: pytest.MonkeyPatch, hang: float, hours: float) -> None:
-    """Fails if torch's default timeout of half an hour ends a run while ranks wait for an evaluation that stays within
-    ``hang_seconds``."""
+    """Fails if torch's default timeout of half an hour ends a run while ranks wait for an evaluation. The evaluation
+    stays within ``hang_seconds``."""
     waits = []
 
     def noted(*_: object, timeout: timedelta, **__: object) -> None:
@@ -160,7 +161,7 @@ def test_the_loader_resumes_exactly() -> None:
     data = [(index, -index) for index in range(40)]
     common = {"global_batch": 8, "micro_batch": 2, "rank": 1, "ranks": 2, "seed": 1, "processes": 0}
     through = iter(loader(data, first=0, **common))  # type: ignore[arg-type]
-    for _ in range(2 * 7):  # seven steps of two micro-batches
+    for _ in range(2 * 7):  # seven steps with two micro-batches each
         next(through)
     resumed = iter(loader(data, first=7, **common))  # type: ignore[arg-type]
     for _ in range(6):
@@ -173,8 +174,8 @@ def test_the_loader_resumes_exactly() -> None:
 def test_ranks_with_unequal_numbers_of_samples_end_an_epoch_together(
     length: int, each: int, ranks: int, first: int
 ) -> None:
-    """Fails if a rank runs out of micro-batches before another rank, if an epoch loses or repeats a sample, or if a
-    resumed run sees other samples."""
+    """Fails if a rank runs out of micro-batches before another rank. Also fails if an epoch loses or repeats a sample,
+    or if a resumed run sees other samples."""
     size = max(1, each // 2)
     batch = size * 2 * ranks
 
@@ -237,6 +238,7 @@ def test_schedules() -> None:
     ],
 )
 def test_what_the_loss_of_classes_does_not_take(outputs: Any, targets: torch.Tensor, says: str) -> None:
-    """Fails if unsupported outputs or targets of the default loss raise an error of torch instead of ``BadConfig``."""
+    """Fails if outputs or targets that the default loss doesn't support raise an error of torch instead of
+    ``BadConfig``."""
     with pytest.raises(BadConfig, match=says):
         cross_entropy(outputs, targets)

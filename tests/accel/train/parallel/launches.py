@@ -104,7 +104,7 @@ def _world(home: str) -> int:
 
 
 def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path]) -> None:
-    """Runs ``world`` ranks to their end without torchrun, because other tests cover the launcher."""
+    """Runs ``world`` ranks to their end without torchrun, because other tests cover torchrun."""
     out.mkdir(exist_ok=True)
     (out / "order.json").write_text(json.dumps({"folder": str(out), "others": [str(path) for path in others], **order}))
     with socket.socket() as free:
@@ -122,7 +122,7 @@ def _ranks(world: int, out: Path, order: dict[str, list[str]], others: list[Path
         while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
             time.sleep(0.05)
     finally:
-        for rank in ranks:  # ends ranks that wait for a failed rank
+        for rank in ranks:  # ends ranks that still wait for a failed rank
             rank.kill()
             rank.wait()
     texts = [(out / f"said-{rank}").read_text() for rank in range(world)]

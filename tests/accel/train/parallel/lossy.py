@@ -1,4 +1,5 @@
-"""The rounding of ZeRO++ on one process, written independently in a few lines: the reference of qwZ and qgZ.
+"""Computes the rounding of ZeRO++ on one process in a few independently written lines. The tests of qwZ and qgZ compare
+with the results of this file.
 
 Rank r of n holds chunk r of ``torch.chunk(parameter, n)``. Before a rank sends its rows, the values of each block of
 256 are rounded to multiples of 1/127 of the block's largest absolute value.
@@ -15,7 +16,7 @@ from accel.train.loop import Trainer
 
 
 def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Returns ``tensor`` as every rank receives it from the ranks that hold its rows."""
+    """Returns ``tensor`` as every rank receives it. The rank that holds a row rounds the row before sending."""
     found = tensor.clone()
     for rows in found.chunk(ranks):
         flat = rows.view(-1)
@@ -28,8 +29,8 @@ def rounded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def make_lossy(trainer: Trainer, *, ranks: int, shards: int, weights: bool, gradients: bool) -> None:
-    """Makes one process round as ``ranks`` ranks do: with qwZ if ``weights`` is true, and with qgZ if ``gradients`` is
-    true. One replica is spread over ``shards`` ranks. Each micro-batch stands for a rank."""
+    """Makes one process round as ``ranks`` ranks do. ``weights`` turns on the rounding of qwZ, and ``gradients`` that
+    of qgZ. One replica is spread over ``shards`` ranks. Each micro-batch stands for a rank."""
     exact = trainer.built.passes.run
     parameters = list(trainer.module.parameters())
 

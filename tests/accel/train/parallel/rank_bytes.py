@@ -20,7 +20,7 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# The configs whose bytes four ranks count, over a step of two micro-batches with AdamW.
+# Four ranks count their bytes for these configs, over a step of two micro-batches with AdamW.
 HELD = {
     **{f"ZeRO {zero}": [f"parallel.zero={zero}"] for zero in range(4)},
     **{f"ZeRO {zero}, bf16": [f"parallel.zero={zero}", "precision.mode=bf16"] for zero in (0, 1, 3)},
@@ -39,7 +39,7 @@ FAST_HELD = (
     "ZeRO 3, hpZ 2, qwZ, qgZ",
 )
 DEEP = f"model={SMALL}:deep"
-# The pipelines, by world size, for which the ranks count the bytes that stages send to one another in a step.
+# For these pipelines, by world size, the ranks count the bytes that stages send to one another in a step.
 STAGES = {
     2: {
         "1F1B": ["parallel.pp=2"],
@@ -68,9 +68,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
     """Returns four settings of a run that don't change its losses.
 
     ``offload`` is True if FSDP2 keeps the shards on the host. ``shards between the passes`` holds the numbers of ranks
-    over which FSDP2 shards between the forward and the backward pass. ``compiled`` is a list with an entry for each
-    block, which is True if the block is compiled. ``frames`` is the number of frames compiled since the last call of
-    this function.
+    over which FSDP2 shards between the forward and the backward pass. ``compiled`` has an entry for each block, which
+    is True if the block is compiled. ``frames`` is the number of frames compiled since the last call of this function.
     """
     groups = [
         group
@@ -91,8 +90,8 @@ def switched_on(trainer: Trainer) -> dict[str, Any]:
 
 
 def held_and_sent(start: Start, names: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Returns this rank's bytes for each config of ``names``: the bytes held between steps, the maximum bytes held
-    after a micro-batch and between the passes, and the bytes sent in a step."""
+    """Returns this rank's bytes for each config of ``names``. The bytes are those held between steps, the maximum held
+    after a micro-batch and between the passes, and those sent in a step."""
     return {name: _of_a_step(start(HELD[name], folder / "none")) for name in names}
 
 
@@ -133,8 +132,8 @@ def _of_a_step(trainer: Trainer) -> dict[str, float]:
 
 
 def sent_by_stages(start: Start, names: Sequence[str], world: int, folder: Path) -> dict[str, float]:
-    """Returns the bytes that this rank sends to other stages in its second step. In the first step torch sends shapes
-    too."""
+    """Returns the bytes that this rank sends to other stages in its second step. In the first step, torch also sends
+    shapes."""
     found = {}
     for name in names:
         trainer = start(STAGES[world][name], folder / "none")

@@ -17,16 +17,16 @@ from tests.support.runs import SMALL
 
 Start = Callable[[list[str], Path], Trainer]
 
-# The first loss of the last rank is infinite. In a pipeline, the second loss is infinite, because torch computes the
-# first loss only to learn the shapes.
+# The first loss of the last rank is infinite. In a pipeline, the second loss of the last rank is infinite instead,
+# because torch computes the first loss only to learn the shapes.
 SPIKY = {
     "zero2": ["parallel.zero=2", f"loss={SMALL}:overflow_once"],
     "tp": ["parallel.tp=2", f"loss={SMALL}:overflow_once"],
     "pp": ["parallel.pp=2", f"loss={SMALL}:overflow_second"],
 }
 HALVES = ["precision.mode=autocast-fp16", "precision.loss_scale=1024"]
-# In these layouts, the last rank sets one value of the parameter BAD to NaN. With a loss scale, a run could skip the
-# step because of the NaN.
+# In these layouts, the last rank sets one value of the parameter BAD to NaN. With a loss scale, the NaN could make a
+# run skip the step.
 BAD = "blocks.2.up.weight"
 NOT_A_NUMBER = {
     "ZeRO 3": ["parallel.zero=3"],
@@ -64,9 +64,9 @@ def not_a_number(start: Start, names: Sequence[str], folder: Path) -> dict[str, 
 
 
 def damaged(start: Start, folder: Path) -> dict[str, Any]:
-    """Returns the losses of three steps, and the step at which this rank resumes after one bit of the last rank's shard
-    was flipped. The run saves checkpoints after its first two steps, and the flipped shard belongs to the second
-    checkpoint."""
+    """Returns the losses of three steps, and the step at which this rank resumes after the last rank's shard was
+    damaged. One bit of the damaged shard is flipped. The run saves checkpoints after its first two steps, and the
+    damaged shard belongs to the second checkpoint."""
     overrides = ["parallel.zero=3", "checkpoint.asynchronous=false"]
     trainer = start(overrides, folder)
     batches, losses = trainer.batches(), []

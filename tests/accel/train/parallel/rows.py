@@ -11,7 +11,7 @@ UNEVEN = [f"data={SMALL}:few", "drop_last=false"]
 PACKED = [f"data={SMALL}:documents", "pack=16"]
 POWER_SGD = ["parallel.compression=powersgd", "parallel.compression_rank=2", "parallel.compression_start=2"]
 
-# Maps a name to the overrides of a config. Every config has the global batches of the one-process run.
+# Maps a name to the overrides of a config. Every config uses the same global batches as the one-process run.
 ROWS: dict[str, list[str]] = {
     "ZeRO 0 (DDP)": ["parallel.zero=0"],
     "ZeRO 1": ["parallel.zero=1"],
@@ -45,8 +45,8 @@ SIXTEEN = {
     "bf16-only": ["precision.mode=bf16-only"],
     "fp16-only (O3)": ["precision.mode=O3", *SCALED],
 }
-# Each parallel axis, its override, and the 16-bit modes tested with the axis. The axis with the fastest steps is tested
-# with all modes.
+# For each parallel axis: its override, and the 16-bit modes tested with the axis. The axis with the fastest steps is
+# tested with all modes.
 AXES = (
     ("TP 2", "parallel.tp=2", ("bf16 with master weights", "fp16-only (O3)")),
     ("PP 2", "parallel.pp=2", tuple(SIXTEEN)),
@@ -147,6 +147,7 @@ ONLY: dict[int, dict[str, list[str]]] = {
         ],
     },
 }  # fmt: skip
+
 # SAVED holds the layouts that save a checkpoint, by world size. TAKEN_UP holds the layouts that resume from a
 # checkpoint.
 SAVED = {
@@ -162,10 +163,10 @@ TAKEN_UP = {
     2: {**SAVED[2], "tp": ["parallel.tp=2"], "zero3": ["parallel.zero=3"]},
     4: {**SAVED[4], "ddp": ["parallel.zero=0"]},
 }
-# The overrides for AdamW on float32 copies of bfloat16 weights. Two ranks save and four ranks resume the optimizer's
-# state, which has to be the same bit for bit.
+# The overrides for AdamW on float32 copies of bfloat16 weights. Two ranks save the optimizer's state and four ranks
+# resume it, and the state has to be the same bit for bit.
 ADAMW = ["optimizer.name=adamw", "optimizer.lr=0.01", "precision.mode=bf16"]
-# The layouts whose gradient in one plain SGD step has to equal one process's gradient.
+# In these layouts, the gradient of one plain SGD step has to equal one process's gradient.
 GRADIENTS = {
     2: {
         "ddp": [],
@@ -180,8 +181,8 @@ GRADIENTS = {
 }
 
 
-# `make test` runs the configs in FAST: each technique at the smallest world size where the technique can fail. `make
-# proof` runs the other configs.
+# `make test` runs the configs in FAST. FAST contains each technique at the smallest world size at which the technique
+# can fail. `make proof` runs the other configs.
 FAST: dict[int, tuple[str, ...]] = {
     2: (
         "ZeRO 0, accumulation",
@@ -238,8 +239,8 @@ FAST: dict[int, tuple[str, ...]] = {
         "CP 2 (Ulysses) x ZeRO 3 in 2 replicas",
     ),
 }
-# `make test` runs these layouts of GRADIENTS and these resumes. Each layout of SAVED is resumed by another layout, and
-# each layout of TAKEN_UP resumes once.
+# `make test` runs these layouts of GRADIENTS and these resumes. Another layout resumes each layout of SAVED, and each
+# layout of TAKEN_UP resumes once.
 FAST_GRADIENTS = {2: tuple(GRADIENTS[2]), 4: ("hsdp", "tp_fsdp", "pp_tp")}
 FAST_RESUMED = (
     "world2 ddp -> 4 zero3",

@@ -51,8 +51,8 @@ OWN_PLAN = {
 
 def config(overrides: list[str]) -> TrainConfig:
     """Returns a config of SGD with momentum, because Adam would hide an error in a gradient's scale. Micro-batches hold
-    two samples. If tensor-parallel or context-parallel ranks share samples, one micro-batch holds all samples of a step
-    to save time. An override of ``micro_batch`` has priority."""
+    two samples. If tensor-parallel or context-parallel ranks share samples, one micro-batch holds all samples of a
+    step, which saves time. An override of ``micro_batch`` has priority."""
     body: dict[str, Any] = {
         "model": f"{HERE}:model",
         "data": f"{HERE}:data",
@@ -75,7 +75,8 @@ def config(overrides: list[str]) -> TrainConfig:
 
 @cache
 def _join(layout: ParallelConfig) -> Ranks:
-    """Returns the process groups of a layout. Making the groups only once per layout saves most of a check's time."""
+    """Returns the process groups of a layout. Each layout's groups are made only once, which saves most of a check's
+    time."""
     return join(TrainConfig(parallel=layout, global_batch=8 * 1024, micro_batch=1))
 
 
@@ -93,7 +94,7 @@ def losses(trainer: Trainer, until: int = STEPS) -> list[float]:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Trains the configs that ``order`` names under "parity", and runs each check of PARTS on the names under its
+    """Trains the configs that ``order`` names under "parity". Runs each check of PARTS on the names under the check's
     key."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     faulthandler.enable()
@@ -103,7 +104,7 @@ def main(order: dict[str, Any]) -> None:
     table = rows.of(world)
 
     def begin(name: str) -> None:
-        print(f"rank {rank}: {name}", flush=True)  # if a launch fails, the output shows the failed config
+        print(f"rank {rank}: {name}", flush=True)  # if a launch fails, its output names the config that failed
         found["seconds"][name] = -time.process_time()
 
     def end(name: str) -> None:
@@ -126,8 +127,8 @@ def main(order: dict[str, Any]) -> None:
 
 
 def _adamw(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, Any]:
-    """Returns the losses after the first half, and whether the resumed optimizer state equals the saved state bit
-    for bit. World size 2 saves, world size 4 resumes."""
+    """Returns the losses after the first half, and whether the resumed optimizer state equals the saved state bit for
+    bit. World size 2 saves, world size 4 resumes."""
     folder = (folder if world == 2 else others[0]) / "adamw"
     file = folder / "state.pt"
     trainer = start([f"parallel.zero={1 if world == 2 else 3}", *rows.ADAMW], folder)
@@ -241,8 +242,8 @@ def _resumed(names: Sequence[str], world: int, folder: Path, others: list[Path])
 
 
 def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> dict[str, list[float]]:
-    """Returns the losses of a whole run, of its saved first half, and of a second half without PowerSGD's error
-    feedback and starting matrices."""
+    """Returns three lists of losses: those of a whole run, of its saved first half, and of a second half that lost
+    PowerSGD's error feedback and starting matrices."""
     trainer = start(POWER_SGD, folder / "power_sgd")
     found = {"whole": losses(start(POWER_SGD, folder / "none")), "first": losses(trainer, HALF)}
     trainer.finish()
@@ -254,7 +255,7 @@ def _power_sgd(names: Sequence[str], world: int, folder: Path, others: list[Path
 
 
 def _power_sgd_resumed(names: Sequence[str], world: int, folder: Path, others: list[Path]) -> list[float]:
-    """Returns the losses of the second half, resumed with the PowerSGD state that world size 2 saved."""
+    """Returns the losses of a second half that resumed the PowerSGD state saved by world size 2."""
     trainer = start(POWER_SGD, (folder if world == 2 else others[0]) / "power_sgd")
     trainer.resume()
     return losses(trainer)
@@ -305,6 +306,6 @@ if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Ends without cleanup, as a rank of accel does, because gloo's threads outlive the process groups. If another rank
-    # closes its sockets while this rank tears down the objects of these threads, a signal kills this rank.
+    # This process ends without cleanup, as a rank of accel does, because gloo's threads outlive the process groups. If
+    # another rank closes its sockets while this rank destroys the objects of these threads, a signal kills this rank.
     os._exit(0)

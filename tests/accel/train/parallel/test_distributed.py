@@ -1,4 +1,4 @@
-"""Training on 2, 4 and 8 ranks gives the losses, gradients, weights and errors that one process predicts.
+"""Proves that training on 2, 4 and 8 ranks gives the losses, gradients, weights and errors that one process predicts.
 
 ``ACCEL_WRITE_PARITY=1 pytest -m ""`` writes docs/parity.md from the same results.
 """
@@ -19,7 +19,7 @@ from tests.support import ROOT
 
 TABLE = ROOT / "docs" / "parity.md"
 
-# The first test that needs results waits for all launches, so the time limit includes the launches.
+# The first test that needs results waits for all launches, so this time limit includes the launches.
 pytestmark = pytest.mark.timeout(5400)
 
 ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
@@ -27,8 +27,8 @@ ROWS = [(name, world) for world in rows.WORLDS for name in rows.of(world)]
 
 FAST_ROWS = [(name, world) for world in rows.FAST for name in rows.FAST[world]]
 EXACT = 2e-5
-# The bound for the first two losses of ZeRO++. Rounding changes the first two losses by 2e-5 (gradients) and 2e-4
-# (weights). Noise in the last bit of float32 sums changes these losses by 6e-7 at most (40 runs of one process).
+# The bound for the first two losses of ZeRO++. ZeRO++'s rounding changes the first two losses by 2e-5 (gradients) and
+# 2e-4 (weights). Noise in the last bit of float32 sums changes these losses by 6e-7 at most (40 runs of one process).
 EARLY = 5e-6
 
 
@@ -43,9 +43,10 @@ def _reference(name: str) -> str:
 
 
 def _bound(name: str) -> float:
-    """Returns the largest allowed difference of a loss: 2e-5 in float32, and the rounding error in 16-bit modes. With
-    ZeRO++, a value that rounds the other way because of its last bit changes all later losses: noise in the last bit
-    changed the losses of one process by 8e-3 at most in 12 runs. ZeRO++ in bf16 also has the rounding of bf16."""
+    """Returns the largest allowed difference of a loss. The difference is 2e-5 in float32, and the rounding error in
+    16-bit modes. With ZeRO++, a value that rounds the other way because of its last bit changes all later losses. In 12
+    runs, noise in the last bit changed the losses of one process by 8e-3 at most. In bf16, ZeRO++ also has the rounding
+    error of bf16."""
     if _reference(name).startswith("lossy"):
         return 0.03 if "bf16" in name else 0.02
     if "PowerSGD" in name:
@@ -85,12 +86,12 @@ class _Alone(dict[str, list[float]]):
 
 @pytest.fixture(scope="module")
 def alone() -> _Alone:
-    """Returns a dict from each name in ``_REFERENCES`` to the losses of this float32 run on one process."""
+    """Returns a dict from each name in ``_REFERENCES`` to the losses of the reference in float32 on one process."""
     return _Alone()
 
 
 def _difference(got: list[float], expected: list[float]) -> float:
-    # A 16-bit run may skip its first steps until the loss scale settles, but these runs must not skip a step.
+    # A 16-bit run may skip its first steps until the loss scale settles, but none of these runs may skip a step.
     assert len(got) == len(expected) == rows.STEPS
     return max(abs(a - b) for a, b in zip(got, expected, strict=True))
 
@@ -98,10 +99,10 @@ def _difference(got: list[float], expected: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, name: str) -> None:
-    """Fails if the losses of ten steps of SGD with momentum on ``world`` ranks differ from the losses of one process by
-    more than the bound, for example because a gradient is averaged wrongly, reduced twice or not at all. ZeRO++ is
-    compared with one process that rounds the same blocks of the same values. The first two losses of ZeRO++ may differ
-    by a quarter of the rounding's effect."""
+    """Fails if the losses of ten steps of SGD with momentum on ``world`` ranks differ from one process's losses by more
+    than the bound. For example, a gradient that is averaged wrongly, reduced twice or not at all changes the losses.
+    ZeRO++ is compared with one process that rounds the same blocks of the same values. The first two losses of ZeRO++
+    may differ from the reference by a quarter of the rounding's effect."""
     got, expected = results[world]["parity"][name], alone[_reference(name)]
     assert _difference(got, expected) < _bound(name)
     if _reference(name).startswith("lossy") and "bf16" not in name:
@@ -110,8 +111,8 @@ def test_parity(results: dict[int, dict[str, Any]], alone: _Alone, world: int, n
 
 @pytest.mark.slow
 def test_the_losses_fall_and_differ(alone: _Alone) -> None:
-    """Fails if the reference doesn't learn, or if clipping, rounding, an uneven last batch or packing don't change
-    its losses, so that ``test_parity`` proves nothing."""
+    """Fails if the reference doesn't learn. Also fails if clipping, rounding, an uneven last batch or packing doesn't
+    change the losses of the reference. ``test_parity`` would then prove nothing."""
     assert alone["plain"][-1] < alone["plain"][0] - 0.05
     assert alone["decoder"][-1] < alone["decoder"][0] - 0.05
     others = [name for name in _REFERENCES if name not in ("plain", "decoder")]
@@ -184,8 +185,9 @@ def test_a_wrong_layout_is_said(results: dict[int, dict[str, Any]], name: str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), launches.marked(ROWS, FAST_ROWS))
 def test_what_a_row_names_is_on(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """Fails if a run uses CPU offload, hpZ's second shards or compiled blocks although the name of its config lacks
-    them, or doesn't use them although the name contains them. The losses don't show this fault."""
+    """Fails if a run doesn't use CPU offload, hpZ's second shards or compiled blocks although the name of its config
+    contains them. Also fails if a run uses one of these three although the name of its config lacks it. The losses
+    would not show this fault."""
     p = suite.config(rows.of(world)[name]).parallel
     shards = world // (p.tp * p.pp * p.replicate)
     for rank in results[world]["ranks"]:
@@ -217,7 +219,7 @@ def test_a_weight_that_is_no_number_is_named_by_all_ranks(
     results: dict[int, dict[str, Any]], world: int, name: str
 ) -> None:
     """Fails if a rank whose own weights are finite doesn't name the NaN weight of another rank. Also fails if a rank
-    with a loss scale skips the step and continues after the other ranks stopped."""
+    with a loss scale skips the step and continues although the other ranks stopped."""
     rank = f"on rank {world - 1};"
     for one in results[world]["ranks"]:
         assert f"at step 1; the first that isn't finite is {rank_faults.BAD} {rank}" in one["not a number"][name]
@@ -226,8 +228,8 @@ def test_a_weight_that_is_no_number_is_named_by_all_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str, Any]], world: int) -> None:
-    """Fails if one rank's damaged shard makes the ranks resume from different checkpoints, if any rank doesn't name
-    the damaged file, or if the losses after the resume differ."""
+    """Fails if one rank's damaged shard makes the ranks resume from different checkpoints, or if a rank doesn't name
+    the damaged file. Also fails if the losses after the resume differ."""
     for rank in results[world]["ranks"]:
         seen = rank["damaged"]
         assert seen["step"] == 1
@@ -238,8 +240,9 @@ def test_all_ranks_pass_over_one_ranks_damaged_shard(results: dict[int, dict[str
 
 @pytest.mark.slow
 def test_what_adamw_holds_is_cut_anew(results: dict[int, dict[str, Any]]) -> None:
-    """Fails if float32 copies or moments that two ranks saved aren't bit-identical on four ranks, or if the next losses
-    differ by more than bfloat16's rounding from those of a run that never stopped."""
+    """In this test, two ranks save float32 copies and moments, and four ranks load both. Fails if a loaded copy or
+    moment isn't bit-identical. Also fails if the next losses differ by more than bfloat16's rounding from those of a
+    run that never stopped."""
     whole = results[2]["adamw"]["losses"]
     for rank in results[4]["ranks"]:
         assert rank["adamw"]["equal"]
@@ -270,7 +273,7 @@ def test_resuming_on_another_layout(results: dict[int, dict[str, Any]], alone: _
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "saved"), [(w, n) for w in rows.SAVED for n in rows.SAVED[w]])
 def test_resuming_on_one_process(results: dict[int, dict[str, Any]], alone: _Alone, world: int, saved: str) -> None:
-    """Fails if one process can't resume a checkpoint of several ranks with the same losses."""
+    """Fails if one process can't resume a checkpoint of several ranks, or if its losses differ."""
     trainer = suite.start([], results[world]["folder"] / saved)
     trainer.resume()
     got = suite.losses(trainer)
@@ -289,9 +292,9 @@ def _row(results: dict[int, dict[str, Any]], alone: _Alone, name: str, world: in
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_power_sgd_is_resumed_with_its_memory(results: dict[int, dict[str, Any]], world: int) -> None:
-    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices, or if another number of ranks
-    can't resume from the checkpoint. The losses of steps 6 to 10 have to equal those of a run that never stopped,
-    and to differ without PowerSGD's state."""
+    """Fails if a checkpoint loses PowerSGD's error feedback or its starting matrices. Also fails if another number of
+    ranks can't resume from the checkpoint. The losses of steps 6 to 10 have to equal those of a run that never stopped.
+    Without PowerSGD's state, the losses of a resumed run have to differ."""
     seen = results[2]["power_sgd"]
     whole = seen["whole"]
     assert seen["first"] == whole[: rows.HALF]
@@ -309,9 +312,9 @@ def _table() -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows_", ["of make test", pytest.param("of make proof", marks=pytest.mark.proof)])
 def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], alone: _Alone, rows_: str) -> None:
-    """Fails if docs/parity.md lacks a row or has a row too many, or if a loss difference of this run is an order of
-    magnitude off the figure in its row. Figures below a tenth of the bound are noise and count as a tenth of the
-    bound."""
+    """Fails if docs/parity.md lacks a row or has a row too many. Also fails if a loss difference of this run is more
+    than ten times smaller or larger than the figure in its row. Figures below a tenth of the bound are noise and count
+    as a tenth of the bound."""
     if os.environ.get("ACCEL_WRITE_PARITY"):
         lines = [
             "# Parity",
@@ -340,7 +343,7 @@ def test_the_parity_table_is_of_these_rows(results: dict[int, dict[str, Any]], a
     for name, world in run:
         difference, bound = written[name, world]
         found, allowed = _row(results, alone, name, world)
-        # With ZeRO++, one value that rounds the other way changes the losses by a tenth of the bound.
+        # With ZeRO++, a single value that rounds the other way changes the losses by a tenth of the bound.
         least = bound / 10 if _reference(name).startswith("lossy") else EXACT / 10
         small, large = sorted(max(value, least) for value in (difference, found))
         assert large <= 10 * small, (name, world, difference, found)

@@ -1,4 +1,4 @@
-"""Training on one NVIDIA GPU works with NCCL, and gives the losses of the CPU."""
+"""Proves that training on one NVIDIA GPU works with NCCL, and gives the losses of the CPU."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ dist.destroy_process_group()
 
 
 def test_offloaded_shards_lie_on_the_host(tmp_path: Path) -> None:
-    """Fails if, under CPU offload, a parameter, a gradient or an optimizer state stays on the GPU between steps, if the
-    passes run on the CPU, or if the losses differ from those of shards on the GPU."""
+    """Fails if, under CPU offload, a parameter, a gradient or an optimizer state stays on the GPU between steps. Also
+    fails if the passes run on the CPU, or if the losses differ from those of shards on the GPU."""
     command = [sys.executable, "-c", OFFLOADED, str(tmp_path / "store"), "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""Tensor-parallel plans match the right modules, wrong plans are refused, and pipeline stages are balanced."""
+"""Proves that tensor-parallel plans match the right modules, that wrong plans are refused, and that pipeline stages are
+balanced."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 
 def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
-    """Fails if sequence parallel ends in torch's error about shapes when the plan has only column and row styles, so
-    that no module splits the sequence. Also fails if a plan whose embedding splits the sequence is refused."""
+    """Fails if sequence parallel with only column and row styles ends in torch's error about shapes. With only these
+    styles, no module splits the sequence. Also fails if a plan whose embedding splits the sequence is refused."""
     columns = {"blocks.*.attention.[qkv]*": "column", "blocks.*.attention.out": "row", "head": "vocabulary"}
     model = _gpt()
     with pytest.raises(
@@ -67,9 +68,9 @@ def test_columns_of_a_sequence_that_nothing_splits_are_refused() -> None:
 
 
 def test_heads_that_ranks_would_share_are_refused() -> None:
-    """Fails if a plan that divides one head of the queries or keys between ranks ends in torch's error about shapes, or
-    if ranks that each get whole heads are refused. The check must not leave hooks in the model or change the model's
-    mode."""
+    """Fails if a plan that divides one head of the queries or keys between ranks ends in torch's error about shapes.
+    Also fails if a plan is refused although each rank gets whole heads. The check must not leave hooks in the model or
+    change the model's mode."""
     model, ids = _gpt(), torch.randint(0, 61, (1, 16))
     found = attempt(model, ids, []).attentions
     assert [(one.module, list(one.query)) for one in found] == [
@@ -93,7 +94,8 @@ def test_heads_that_ranks_would_share_are_refused() -> None:
 
 
 def test_a_stage_sends_what_lies_in_one_piece() -> None:
-    """Fails if a stage that ends in a transpose, like a ViT's patch embedding, returns a view, which can't be sent."""
+    """A stage may end in a transpose, like a ViT's patch embedding. Fails if a stage that ends in a transpose returns a
+    view, because a view can't be sent."""
 
     class Patches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,8 +111,8 @@ def test_a_stage_sends_what_lies_in_one_piece() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
 def test_stages_are_balanced(weights: list[int], stages: int) -> None:
-    """Fails if balancing loses, doubles or reorders a module, if a stage is empty, or if another cut would lower the
-    cost of the most expensive stage."""
+    """Fails if balancing loses, doubles or reorders a module, or if a stage is empty. Also fails if another cut would
+    make the most expensive stage cheaper."""
     if len(weights) < stages:
         with pytest.raises(BadConfig, match="use a smaller pp"):
             balance(weights, stages)
@@ -124,7 +126,7 @@ def test_stages_are_balanced(weights: list[int], stages: int) -> None:
 
 
 def test_every_stage_has_one_place() -> None:
-    """Fails if a schedule leaves out a stage, or if zero-bubble's stages don't form a V."""
+    """Fails if a schedule leaves out a stage, or if the stages of zero-bubble don't form a V."""
     for schedule, each in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)):
         assert sorted(i for rank in places(3, schedule) for i in rank) == list(range(3 * each))
     assert places(3, "zero-bubble") == [[0, 5], [1, 4], [2, 3]]
@@ -144,7 +146,7 @@ def test_a_chain_is_the_model() -> None:
 
 
 def test_a_chain_that_is_not_the_model_is_refused() -> None:
-    """Fails if a pipeline is accepted although its outputs differ from the model's, or although it leaves out
+    """Fails if accel accepts a pipeline whose outputs differ from the model's, or a pipeline that leaves out
     parameters."""
     inputs = torch.randint(0, 61, (1, 16))
     for wrong, says in (

@@ -15,18 +15,18 @@ from accel.plan.spec import Layout, ModelSpec
 from accel.plan.traffic import context_parallel_bytes, data_parallel_bytes, pipeline_bytes
 from tests.accel.train.parallel import launches, rank_bytes, suite
 
-# The first test that needs results waits for all launches, so the time limit includes the launches.
+# The first test that needs results waits for all launches, so this time limit includes the launches.
 pytestmark = pytest.mark.timeout(5400)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", launches.marked_one(rank_bytes.HELD, rank_bytes.FAST_HELD))
 def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name: str) -> None:
-    """Fails if the bytes that four ranks hold, between steps or in one of two micro-batches, differ from the closed
-    form. In bf16, the closed form is 2 + 2 + 12 bytes per parameter before sharding. The bytes may exceed the closed
-    form only because the vocabulary of 61 is padded to 64. Also fails if the collectives of a step, except those of the
-    loss and the norm, send other bytes than planned. The bytes held and sent include the copies that hpZ gathers and
-    keeps, and the int8 of qwZ and qgZ."""
+    """Fails if the bytes that four ranks hold differ from the closed form, between steps or in one of two
+    micro-batches. In bf16, the closed form is 2 + 2 + 12 bytes per parameter before sharding. The bytes may exceed the
+    closed form only because the vocabulary of 61 is padded to 64. Also fails if the bytes sent by the collectives of a
+    step aren't the planned bytes. The collectives of the loss and the norm don't count. The bytes held and sent include
+    the copies that hpZ gathers and keeps, and the int8 of qwZ and qgZ."""
     spec = spec_of(suite.start([], Path("none")).module)
     layout = layout_of_config(suite.config(rank_bytes.HELD[name]), 4)
     assert (layout.accumulation, layout.hpz > 0, layout.qwz, layout.qgz) == (
@@ -36,7 +36,7 @@ def test_bytes_a_rank_equal_the_formula(results: dict[int, dict[str, Any]], name
     width, master = (2, 12) if "bf16" in name else (4, 8)
     shard = width * spec.params / 4
     passing = weights
-    if layout.zero == 3:  # each rank holds hpZ's second shards, and all of the parameters outside the blocks
+    if layout.zero == 3:  # each rank holds hpZ's second shards and all of the parameters outside the blocks
         passing = weights - (shard if layout.hpz else 0)
         passing += (width - width / (layout.hpz or 4)) * spec.outside
     kept = [rank["bytes"][name] for rank in results[4]["ranks"]]
@@ -74,7 +74,8 @@ def test_stages_send_what_the_plan_says(results: dict[int, dict[str, Any]], worl
 @pytest.mark.slow
 def test_context_parallel_keeps_and_sends_what_the_plan_says(results: dict[int, dict[str, Any]]) -> None:
     """Fails if the planned activations of a context-parallel rank differ by more than half a percent from the bytes
-    that autograd keeps on two ranks, or if the planned traffic differs from the bytes that attention exchanges."""
+    that autograd keeps on two ranks. Also fails if the planned traffic differs from the bytes that attention
+    exchanges."""
     spec = ModelSpec(params=1, layers=3, hidden=32, heads=4, vocab=61, seq=16)
     layout = Layout(world=2, cp=2, precision="fp32", micro_batch=2)
     seen = results[2]["context parallel"]

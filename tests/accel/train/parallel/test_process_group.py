@@ -1,4 +1,4 @@
-"""A whole run works in a process group of one rank, with gloo on the CPU and NCCL on an NVIDIA GPU."""
+"""Proves that a whole run works in a process group of one rank, with gloo on the CPU and NCCL on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def alone() -> list[float]:
 @pytest.mark.parametrize("mode", ["fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_precision_under_ddp_and_fsdp(ranks: Ranks, mode: str, zero: int, alone: list[float], tmp_path: Path) -> None:
-    """Fails if autocast, loss scaling or master weights on this device, with DDP or ``fully_shard``, change the losses
-    of float32 on the CPU by more than rounding."""
+    """The losses on this device, with DDP or ``fully_shard``, are compared with those in float32 on the CPU. Fails if
+    autocast, loss scaling or master weights change the losses by more than rounding."""
     got = _losses(Trainer(_config(mode, zero), tmp_path, ranks), STEPS)
     bound = {"fp32": 2e-5 if ranks.device.type == "cpu" else 2e-4}.get(mode, 0.01)
     assert max(abs(a - b) for a, b in zip(got, alone, strict=True)) < bound
@@ -96,8 +96,8 @@ def _normed() -> torch.nn.Module:
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_statistics_see_nothing_but_the_samples(ranks: Ranks) -> None:
-    """Fails if the pass in which a pipeline learns its shapes changes the running mean of a batch norm, which would
-    only show in evaluation."""
+    """A pipeline learns its shapes in an extra pass. Fails if this pass changes the running mean of a batch norm, which
+    would show only in evaluation."""
     data = [(torch.randn(4) + 5, torch.tensor(index % 3)) for index in range(8)]
     config = TrainConfig(global_batch=8, micro_batch=4, parallel=ParallelConfig(pipeline="gpipe"))
     staged = replace(ranks, pp=init_device_mesh(ranks.device.type, (1,), mesh_dim_names=("pp",)))
@@ -121,8 +121,8 @@ def test_packed_documents(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", DEVICES, indirect=True)
 def test_a_run_is_saved_resumed_and_exported(ranks: Ranks, tmp_path: Path) -> None:
-    """Fails if a checkpoint from this device isn't the run's state bit for bit, or if the ONNX exported from ``final/``
-    has other outputs."""
+    """Fails if a checkpoint from this device isn't bit for bit the state of the run. Also fails if the ONNX file
+    exported from ``final/`` has other outputs."""
     config = _config("autocast-bf16", 3)
     whole = Trainer(config, tmp_path / "whole", ranks)
     expected = _losses(whole, STEPS)

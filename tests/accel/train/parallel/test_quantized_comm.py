@@ -1,4 +1,5 @@
-"""ZeRO++ rounds int8 blocks by half a step at most, and a block with a NaN or an infinity becomes NaN."""
+"""Proves that ZeRO++ rounds int8 blocks by half a step at most, and that a block with a NaN or an infinity becomes
+NaN."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_one_outlier_spoils_its_own_block_only() -> None:
 
 
 def test_what_is_no_number_stays_none() -> None:
-    """Fails if one rank's overflow becomes a finite number on the other ranks, which then wouldn't skip the step."""
+    """Fails if one rank's overflow becomes a finite number on the other ranks, because the other ranks wouldn't skip
+    the step."""
     values = torch.ones(3 * BLOCK)
     values[1], values[BLOCK] = torch.nan, torch.inf
     found = dequantize(*quantize(values))
@@ -47,8 +49,8 @@ def test_zeros_stay_zeros() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2 * BLOCK + 3), min_size=1, max_size=5), st.integers(0, 100))
 def test_a_parameter_is_rounded_as_if_it_were_alone(sizes: list[int], seed: int) -> None:
-    """Fails if a block holds values of two parameters, so that large values of one coarsen the rounding of the other,
-    or if a value lands in another parameter."""
+    """Fails if a block holds values of two parameters, because large values of one parameter would coarsen the rounding
+    of the other. Also fails if a value gets into another parameter."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(size, generator=generator) * 10.0 ** (index - 2) for index, size in enumerate(sizes)]
     codes, scales = encode(torch.cat(parts), sizes)

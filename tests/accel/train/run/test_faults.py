@@ -1,4 +1,5 @@
-"""A training run survives or reports its faults: a full disk, a killed or hung rank, a terminated command."""
+"""Proves that a training run survives or reports its faults: a full disk, a killed or hung rank, a terminated
+command."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from accel.train.run.rank import leave
 from tests.support.runs import SMALL, config_of, logged, rows_of
 
 _COMMON = {"steps": 8, "checkpoint": {"every": 2}, "parallel": {"zero": 3}, "micro_batch": 2}
-# Code that simulates a full disk: files can't grow beyond 50 kB, and a checkpoint's shard is larger.
+# This code simulates a full disk: files can't grow beyond 50 kB, and a checkpoint's shard is larger.
 _SHARDS = """
 from accel.train.checkpoints.checkpoint import Checkpoints
 whole = Checkpoints.save
@@ -65,7 +66,7 @@ from accel.train.loss import cross_entropy as dies
 @pytest.mark.parametrize("what", _FULL)
 def test_a_full_disk_is_said_and_the_run_goes_on_with_room(tmp_path: Path, calm: Path, what: str) -> None:
     """Fails if a full disk in the middle of a save ends in a traceback, costs the previous checkpoint or leaves a
-    half-written checkpoint, or if the same command doesn't resume with the same losses once there is room."""
+    half-written checkpoint. After the disk has room again, the same command must resume with the same losses."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport resource\nfrom pathlib import Path\n\n"
@@ -156,8 +157,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_disk_too_full_for_the_reason_is_still_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a full disk ends in a traceback when a run writes its log, or if a rank that can't write its error to
-    this disk is reported as "ended without an error message"."""
+    """Fails if a full disk ends in a traceback when a run writes its log. Also fails if the rank, which can't write its
+    error to this disk, is reported as "ended without an error message"."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "log.jsonl"))
     leave(tmp_path, 0, full)
     assert isinstance(error := first_errors(tmp_path, [0], 1), CannotWrite)
@@ -177,8 +178,7 @@ def _unreadable(index: int) -> int:
 
 
 def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
-    """Fails if the message shows the cut-off traceback of a loader process instead of the error that a sample
-    raised."""
+    """Fails if the message shows the cut-off traceback of a loader process instead of the error of the sample."""
     batches = DataLoader([0, 1], num_workers=1, collate_fn=lambda rows: _unreadable(rows[0]))
     with pytest.raises(ValueError, match="DataLoader worker") as caught:
         next(iter(batches))
@@ -190,8 +190,8 @@ def test_what_a_process_of_the_loader_meets_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", _KILLS)
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: Path, where: str) -> None:
-    """Fails if a SIGKILL ends the run or costs more than the steps after the last checkpoint on the disk, if the
-    following losses or the final weights differ from a run without faults, or if a half-written file stays."""
+    """Fails if a SIGKILL ends the run or costs more steps than those after the last checkpoint on the disk. Also fails
+    if the following losses or the final weights differ from a run without faults, or if a half-written file stays."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -225,8 +225,8 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path: Path, calm: P
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_hung_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Fails if a rank that sleeps or is stopped blocks the run forever, or if the error blames a rank that waits for
-    the hung rank."""
+    """Fails if a rank that sleeps or is stopped blocks the run forever. Also fails if the error blames a rank that only
+    waits for the hung rank."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal, time\n\n"

@@ -1,4 +1,4 @@
-"""Several machines, each with its own ``accel train`` command and ranks, train one model."""
+"""Proves that several machines, each with its own ``accel train`` command and ranks, train one model."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def _config(folder: Path, **more: object) -> Path:
 
 @pytest.mark.slow
 def test_two_machines_train_one_model(tmp_path: Path) -> None:
-    """Fails if an agent ends without a result or without the metrics of rank 0, which runs on only one machine. Also
-    fails if the losses differ from one process, or if an agent doesn't resume from the common checkpoint.
+    """Fails if an agent ends without a result or without the metrics of rank 0, because rank 0 runs on only one
+    machine. Also fails if the losses differ from those of one process, or if an agent doesn't resume from the common
+    checkpoint.
     """
     out, config = tmp_path / "run", _config(tmp_path)
     ran = _two([out, out], config)
@@ -76,8 +77,8 @@ def test_two_machines_train_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
-    """Fails if a killed rank on one of two machines ends the other machine's run, or if a machine doesn't resume
-    from the last checkpoint with the losses of one process. Also fails if two machines don't train together with
+    """Fails if a killed rank on one of two machines ends the other machine's run. Also fails if a machine doesn't
+    resume from the last checkpoint with the losses of one process. Also fails if two machines don't train together with
     ``--nnodes 1:2``."""
     source, out = tmp_path / "source.py", tmp_path / "run"
     source.write_text(
@@ -104,8 +105,8 @@ def test_a_killed_rank_restarts_all_machines(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_machines_with_folders_of_their_own_are_refused(tmp_path: Path) -> None:
-    """Fails if a checkpoint would be split over machines that don't share a folder, or if one of the machines gets
-    no error."""
+    """Fails if accel splits a checkpoint over machines that don't share a folder, or if one of the machines gets no
+    error."""
     ran = _two([tmp_path / "one", tmp_path / "other"], _config(tmp_path))
     for one in ran:
         assert one.returncode == 2, one.stderr[-2000:]

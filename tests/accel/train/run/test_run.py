@@ -1,4 +1,4 @@
-"""``accel train`` works as documented, and its errors name the cause and the fix."""
+"""Proves that ``accel train`` works as documented, and that its errors name the cause and the fix."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.support.runs import SMALL, config_of, logged, rows_of, trainer_of
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the documented command doesn't train to 97 % on two sharded ranks, if the checkpoint can't be exported
-    as it is, or if ``final/`` isn't bit for bit the trained weights."""
+    """Fails if the documented command doesn't train to 97 % on two sharded ranks. Also fails if the checkpoint can't be
+    exported as it is, or if ``final/`` isn't bit for bit the trained weights."""
     out = tmp_path / "run"
     line = f"train examples/digits.toml --nproc 2 --zero 3 --steps 200 --out {out}/ --json -q"
     assert run(group, line.split()) == 0
@@ -57,8 +57,8 @@ def test_the_documented_commands(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_text_example_begins_to_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if 30 small steps don't bring the loss on the held-out text from 4.85 (log 128) to within 0.2 of 3.14, the
-    loss of a model that only knows how often each byte occurs."""
+    """At the start, the loss on the held-out text is 4.85 (log 128). Fails if 30 small steps don't bring the held-out
+    loss to within 0.2 of 3.14, the loss of a model that only knows how often each byte occurs."""
     line = f"train examples/gpt.toml --steps 30 --global-batch=8 --schedule.warmup=3 --out {tmp_path / 'run'} --json -q"
     assert run(group, line.split()) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
@@ -76,8 +76,8 @@ def test_the_small_gpt_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.proof
 def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a model trained with FSDP and tensor parallel can't be exported and benchmarked from its unchanged run
-    folder, or if the exported model has other outputs."""
+    """Fails if a model trained with FSDP and tensor parallel can't be exported and benchmarked from its run folder as
+    it is. Also fails if the exported model has other outputs."""
     out, model = tmp_path / "run", tmp_path / "gpt.onnx"
     small = "--global-batch=8 --micro-batch=2 --steps 12 --schedule.warmup=2 --evaluate= --checkpoint.best= --json -q"
     assert run(group, f"train examples/gpt.toml --nproc 4 --tp 2 --zero 3 {small} --out {out}".split()) == 0
@@ -92,8 +92,8 @@ def test_a_model_cut_four_ways_exports_and_is_measured(tmp_path: Path, capsys: p
 
 
 def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
-    """Fails if the losses of a run in two halves differ from those of a run in one piece, or if the progress doesn't
-    show the step of the resume."""
+    """Fails if the losses of a run in two halves differ from those of a run without a break. Also fails if the progress
+    doesn't show the step at which the run resumes."""
     tables = {"precision": {"mode": "bf16"}, "schedule": {"name": "constant"}}
     train(config_of(steps=6, **tables), tmp_path / "whole")
     train(config_of(steps=3, **tables), tmp_path / "halves")
@@ -109,8 +109,8 @@ def test_a_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
-    """Fails if training goes on after a NaN, if the error doesn't name the step and the parameter, or if the last
-    checkpoint is lost."""
+    """Fails if training continues after a NaN, or if the error doesn't name the step and the parameter. Also fails if
+    the last checkpoint is lost."""
     config = config_of(steps=9, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 1.0})
     train(config_of(steps=2, checkpoint={"every": 2}, optimizer={"name": "sgd", "lr": 0.1}), tmp_path)
     text = SMALL.read_text() + "\n\ndef broken(outputs, targets):\n    total, count = overflow_once(outputs, targets)\n"
@@ -136,8 +136,8 @@ def test_the_bad_weight_is_named_and_not_what_it_spoils(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["a weight", "the loss"])
 def test_what_is_no_number_in_float16_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Fails if, in float16, the loss scale hides which weight is NaN, or if the error for a run that skips every
-    step doesn't name the cause."""
+    """Fails if, in float16, the loss scale hides which weight is NaN. Also fails if the error for a run that skips
+    every step doesn't name the cause."""
     source = tmp_path / "broken.py"
     source.write_text(
         "from accel.train.loss import cross_entropy\n\ndef loss(outputs, targets):\n"
@@ -186,8 +186,9 @@ def evaluate(module):
 
 
 def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
-    """Fails if a data factory that shuffles without its own seed gives each rank or a resumed run other samples, if
-    evaluate holds out other samples than training left out, or if the state of the user's random generators is reset.
+    """Fails if a data factory that shuffles without its own seed gives each rank or a resumed run other samples. Also
+    fails if evaluate holds out other samples than training left out, or if the state of the user's random generators is
+    reset.
     """
     source = tmp_path / "drawn.py"
     source.write_text(SMALL.read_text() + _SPLIT)
@@ -208,8 +209,8 @@ def test_a_split_that_is_drawn_is_the_same_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_tf32_is_for_convolutions_too(tmp_path: Path, tf32: bool) -> None:
-    """Fails if ``precision.tf32`` doesn't switch both products and convolutions on a GPU: torch has a
-    setting for each."""
+    """Fails if ``precision.tf32`` doesn't switch both matrix products and convolutions on a GPU. In torch, each of the
+    two has its own setting."""
     places = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [place.allow_tf32 for place in places]
     try:
@@ -263,9 +264,8 @@ def test_each_ranks_first_error_is_shown(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
-    """Fails if a single process isn't restarted, if the error of the first attempt is shown for the second attempt,
-    or if the error for a rank killed by a signal doesn't name the signal, the line of code and the step at which a
-    new run resumes."""
+    """Fails if a single process isn't restarted, or if the second attempt shows the first attempt's error. If a signal
+    killed a rank, the error must name the signal, the line of code and the step at which a new run resumes."""
     source = tmp_path / "source.py"
     source.write_text(
         SMALL.read_text() + "\n\nimport signal\nfrom pathlib import Path\n\n"
@@ -283,8 +283,8 @@ def test_what_ends_a_restarted_run_is_what_is_said(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> None:
-    """Fails if another rank's error about the lost connection hides which rank was killed, or if the message doesn't
-    name the step at which the next run resumes."""
+    """Fails if another rank's error about the lost connection hides which rank was killed. Also fails if the message
+    doesn't name the step at which the next run resumes."""
     (tmp_path / "errors").mkdir()
     body = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "message": "", "kind": "x"}
     (tmp_path / "errors" / "rank-0.json").write_text(json.dumps(body))
@@ -302,8 +302,8 @@ def test_a_killed_rank_is_named_before_those_that_missed_it(tmp_path: Path) -> N
 def test_an_interrupt_says_where_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the message after Ctrl-C promises to resume without a checkpoint, if Ctrl-C ends in a traceback, or if
-    --fresh keeps files of the earlier run."""
+    """Fails if the message after Ctrl-C promises to resume although there is no checkpoint, or if Ctrl-C ends in a
+    traceback. Also fails if --fresh keeps files of the earlier run."""
 
     def interrupted(process: subprocess.Popen[bytes], out: Path, _: float) -> None:
         process.kill()
@@ -368,7 +368,7 @@ def test_a_config_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_targets_may_be_several(tmp_path: Path) -> None:
-    """Fails if targets that are a dict or a tuple don't reach the loss, batched like inputs."""
+    """Fails if targets in a dict or a tuple don't reach the loss, batched like inputs."""
     source = tmp_path / "several.py"
     source.write_text(
         SMALL.read_text() + "\n\nfrom accel.train.loss import cross_entropy\n\n"
@@ -405,9 +405,9 @@ def test_a_model_with_named_inputs_has_its_mfu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
-    """Fails if the MFU isn't the FLOPs per second of the model's products divided by the peak, or if the TensorBoard
-    file lacks a step. The progress has to show the loss, the speed, the MFU, the memory, and the time that the
-    remaining steps take at the speed of the last steps."""
+    """Fails if the MFU isn't the FLOPs per second of the model's products divided by the peak. Also fails if the
+    TensorBoard file lacks a step. The progress has to show the loss, the speed, the MFU, the memory and the remaining
+    time. The remaining time is computed from the speed of the last steps."""
     config = config_of(steps=3, peak_flops=1e12, tensorboard=True, data=f"{SMALL}:data")
     said: list[tuple[str, float | None]] = []
     with watched_by(lambda words, fraction: said.append((words, fraction))):
@@ -422,8 +422,8 @@ def test_the_log_says_how_busy_the_machine_is(tmp_path: Path) -> None:
             f"MFU {row['mfu']:.1%}  {row['memory_bytes'] / 1e9:.2f} GB  {row['eta_seconds']:.0f} s left"
         )
         assert fraction == number / 3
-    # Each product takes 2 FLOPs per weight and position: the products of the MLP and of attention in 3 blocks, and the
-    # head. Attention itself takes 2 products of sequence x sequence x hidden in each block.
+    # Each product takes 2 FLOPs per weight and position. The products are those of the MLP and of attention in 3
+    # blocks, and the head. Attention itself takes 2 products of sequence x sequence x hidden in each block.
     forward = 2 * 16 * (3 * 12 * 32**2 + 61 * 32) + 3 * 2 * 2 * 16 * 16 * 32
     for row in rows:
         assert row["mfu"] == pytest.approx(3 * 8 * forward / row["seconds_per_step"] / 1e12, rel=1e-6)

@@ -1,4 +1,4 @@
-"""``accel train`` leaves nothing in the system's temporary folder."""
+"""Proves that ``accel train`` leaves nothing in the system's temporary folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from accel.train.config.schema import TrainConfig
 from accel.train.run import launch
 from accel.train.run.rank import RESULT
 
-# Replaces torchrun and its ranks, which leave logs in the temporary folder and end without cleaning up.
+# Replaces torchrun and its ranks. Like torchrun, this code leaves logs in the temporary folder and ends without
+# cleaning up.
 LEAVES = "import json, sys, tempfile; open(sys.argv[1], 'w').write(json.dumps({'left': tempfile.mkdtemp()}))"
 
 
