@@ -64,9 +64,14 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that cast floats to integers. Also yields the index arithmetic that leads to such a cast, to
-    Range or TopK, or to a Resize that can't be cast. If a node can be cast but one of its inputs stays float32, also
-    yields the index arithmetic that leads to this input. In 16 bits, rounding could change a large size or position.
+    """Yields the nodes that cast floats to integers, and the index arithmetic before certain inputs. In 16 bits,
+    rounding could change a large size or position.
+
+    The index arithmetic before each of these inputs is yielded:
+
+    - the input of a cast to integers
+    - the inputs of Range, of TopK, and of a Resize that can't be cast
+    - an input that stays float32, of a node that can be cast
     """
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
@@ -115,7 +120,8 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest accepted relative error of a quantization scale. The rounding to int8 makes a larger error.
+# The largest accepted relative error of a quantization scale. A larger error than this is already made by the rounding
+# to int8.
 _SCALE_ERROR = 2**-6
 
 

@@ -24,14 +24,15 @@ from .plain_attention import plain_attention
 def example(src: Artifact) -> tuple[Any, ...]:
     """Returns the tensors to trace with.
 
-    No dynamic dim has size 1, which exporters take for a constant. No two dynamic dims have the same size if their
-    ranges allow different sizes.
+    No dynamic dim has size 1, because exporters take a size of 1 for a constant. No two dynamic dims have the same size
+    if their ranges allow different sizes.
     """
     from accel.sources.torch.call import to_tensor
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # If a dim has a step, the exporter sees the size divided by the step. This number must not be 1 either.
+        # If a dim has a step, the exporter sees the size divided by the step. The divided size must not be 1, so the
+        # size is at least two steps.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -133,10 +134,11 @@ def _apart(out: Path) -> Iterator[Path]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of operators that torch's exporter translates wrongly or not at all: the operators of
-    ``stable_operators`` and ``missing_operators``, and accel's own operators.
+    """Returns the translations of the operators that torch's exporter translates wrongly or not at all. The table
+    covers ``stable_operators``, ``missing_operators`` and accel's own operators.
 
-    A model can hold accel's operators only if their module is imported, because the import registers them.
+    A model can hold accel's operators only after ``accel.kernels.torch.operators`` was imported, because the import
+    registers the operators.
     """
     from . import missing_operators, stable_operators
 
@@ -221,9 +223,8 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
     """Yields ``module`` with added outputs: for each RNN that returns a packed sequence, the padded sequence.
 
-    Without these outputs the exporter fails if nothing reads the lengths of a packed sequence, for example if the model
-    uses only the last hidden state.
-    ``_finish_graph`` removes the added outputs from the graph.
+    Without the added outputs, the exporter fails for a model that never reads the lengths of a packed sequence. An
+    example is a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
@@ -267,7 +268,7 @@ def named(src: Artifact) -> Any:
 
 @contextlib.contextmanager
 def _native_streams_aside() -> Iterator[None]:
-    """Silences file descriptors 1 and 2. The older exporter prints warnings, and on failure the graph."""
+    """Silences file descriptors 1 and 2. The older exporter prints warnings, and prints the whole graph if it fails."""
     kept = {}
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # the stream is closed

@@ -63,12 +63,12 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     """Exports ``src`` (kind ``torch``) to ``out``.
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
-    the signature. ``proof`` has the gates of the run, which check both. If ``proof`` is None or has no gate for
-    outputs, the limit of the error is the default for the source's precision. The notes name the chosen exporter, and
-    why each earlier exporter was refused.
+    the signature. ``proof`` has the gates of the run, which check the contract and the outputs. Without a gate for
+    outputs in ``proof``, the limit of the error is the default for the source's precision. The notes name the chosen
+    exporter, and why each earlier exporter was refused.
 
-    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim is declared beyond the
-    model's real range.
+    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if the declared range of a dim
+    exceeds the range that the model takes.
     """
     proof = proof or Proof(get_stage("onnx_from_torch"), src, config)
     refused: dict[str, str] = {}

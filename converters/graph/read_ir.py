@@ -75,7 +75,8 @@ def _spec(port: Any, known: Mapping[str, list[Dim]]) -> TensorSpec:
             shape.append(int(size.get_length()))
             continue
         recorded = dims[axis] if len(dims) == len(sizes) else None
-        # OpenVINO may leave a size open that ONNX declared. The recorded size is used unless OpenVINO rules it out.
+        # OpenVINO may leave open a size that the ONNX file declared. The recorded size is used unless OpenVINO rules it
+        # out.
         open_to_it = isinstance(recorded, int) and recorded in _bounds(size)
         shape.append(recorded if isinstance(recorded, str) or open_to_it else f"{name}_{axis}")  # type: ignore[arg-type]
     return TensorSpec(name, _DTYPES[kind], tuple(shape))
@@ -87,8 +88,8 @@ def _bounds(size: Any) -> range:
 
 
 def _precision(model: Any) -> str:
-    """Returns the precision of ``model``. A model with a FakeQuantize is ``int8``. Otherwise, the precision is the
-    dtype of the quantized weights (``int4`` or ``int8``), or without quantized weights the dtype of most weights."""
+    """Returns the precision of ``model``. A model with a FakeQuantize is ``int8``. A model with quantized weights has
+    the dtype of these weights (``int4`` or ``int8``). Any other model has the dtype of most weights."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()

@@ -1,8 +1,8 @@
 """Histograms of a fixed size that need no range beforehand. Calibration takes its ranges from these histograms.
 
 A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
-grows and neighboring bins are merged. Every edge is a multiple of a power of two, so the counts equal those of a
-histogram that had the final range from the start. The order and the size of the batches therefore make no difference.
+grows and neighboring bins are merged. Every edge is a multiple of a power of two, so merged bins have the same counts
+as bins that had the final range from the start. The order and the size of the batches therefore make no difference.
 ``minmax`` is exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
 """
 
@@ -155,7 +155,7 @@ def _entropy(found: Histogram) -> float:
 def _divergence(inside: np.ndarray, outside: float) -> float:
     """Returns the divergence between the counts ``inside`` and the same counts in ``_ENTROPY_LEVELS`` levels.
 
-    ``outside`` is the number of cut-off values beyond the last bin. The last bin takes these values too.
+    ``outside`` is the number of cut-off values beyond the last bin. The last bin also counts the cut-off values.
     """
     wanted = inside.copy()
     wanted[-1] += outside
@@ -206,7 +206,8 @@ def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.
     counts = found.counts.astype(np.float64)
 
     def beyond(ends: np.ndarray, upwards: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the number of values beyond each end, and the sum of their squared distances to the end."""
+        """Returns the number of values beyond each end, and the sum of the squared distances from these values to the
+        end."""
         outside = centers > ends[:, None] if upwards else centers < ends[:, None]
         distances = np.square(centers - ends[:, None])
         return outside @ counts, (outside * distances) @ counts

@@ -139,7 +139,7 @@ def _with_all_forms(
 ) -> dict[tuple[str, str], str]:
     """Replaces each layer, in place, by an If between int8 and float32.
 
-    If the base of ``task`` has 16 bits, the float32 branch holds a second If between that base and float32. Returns the
+    If the base of ``task`` has 16 bits, the float32 branch holds a second If, between the base and float32. Returns the
     name of each flag by node name and precision.
     """
     import onnx
@@ -230,7 +230,7 @@ def _quantized(
     config: QuantizeConfig,
     symmetric: bool,
 ) -> list[onnx.NodeProto]:
-    """Returns the nodes that compute ``node`` in int8. Adds the constants of these nodes to the initializers of
+    """Returns the nodes that compute ``node`` in int8. Adds the constants of the new nodes to the initializers of
     ``model``."""
     import numpy as np
     import onnx

@@ -91,7 +91,7 @@ def _check_signature(signature: Signature) -> None:
         if spec.dtype not in _DTYPES:
             raise NcnnFailed(f"ncnn can't take the {spec.dtype} input {spec.name!r}; cast it inside the model")
         if not 2 <= len(spec.shape) <= _MAX_RANK:
-            raise NcnnFailed(f"ncnn needs a batch dim and 1 to 4 others, the input is {spec}; use another target")
+            raise NcnnFailed(f"ncnn takes inputs with a batch dim and 1 to 4 more dims, not {spec}; use another target")
     firsts = {spec.shape[0] for spec in (*signature.inputs, *signature.outputs) if spec.shape}
     if len(firsts) != 1 or any(not spec.shape for spec in signature.outputs):
         raise NcnnFailed(

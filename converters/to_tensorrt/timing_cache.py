@@ -1,8 +1,8 @@
 """TensorRT's timing cache: the builder's measurements of kernels on this GPU, saved for later builds.
 
-(TensorRT's developer guide, "The timing cache".) Only the data-center toolkit has a timing cache. TensorRT for RTX
-measures nothing during a build, and caches kernels where the engine runs. The file name holds the version of the
-toolkit and the compute capability of the GPU. TensorRT checks the version and the GPU itself, too.
+TensorRT's developer guide describes timing caches in "The timing cache". Only the data-center toolkit has a timing
+cache. TensorRT for RTX measures nothing during a build, and caches kernels where the engine runs. The file name holds
+the version of the toolkit and the compute capability of the GPU. TensorRT itself also checks the version and the GPU.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ CONVOLUTIONS = (
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # If a call takes less than this, Python's overhead may be most of its time.
-MOST_SETS = 256  # With 1 MiB each, as for BERT-base's smallest layer, so many sets fill ROTATED_BYTES.
-RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, and takes milliseconds or more.
+LAUNCH_MICROSECONDS = 500.0  # In a shorter call, Python's overhead may be most of the time.
+MOST_SETS = 256  # So many sets of 1 MiB (BERT-base's smallest layer) fill ROTATED_BYTES.
+RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, so a replay takes milliseconds or more.
 BLOCKS = 5
 
 
@@ -116,7 +116,7 @@ def specs(
     decoder.
 
     ``added`` lists the terms added to the product, each one of ``ADDED``. Products in int8 and fp8 are tuned for fp16
-    and bf16 output. Raises ``UnknownName`` for another term.
+    and bf16 output. Raises ``UnknownName`` for an unknown term.
     """
     for words in added:
         if words not in ADDED:
@@ -266,7 +266,7 @@ def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Returns ``x`` viewed as integers of the same size.
 
-    Few operators take float8. In some versions of torch, even indexing doesn't take it.
+    Few operators take float8 tensors. In some versions of torch, float8 tensors can't even be indexed.
     """
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
@@ -289,7 +289,7 @@ def microseconds(run: Run) -> float:
     events.
 
     Replays a CUDA graph of the calls, because Python's overhead for a launch often takes longer than the kernel. Calls
-    ``run`` directly if it can't be recorded.
+    ``run`` directly if the calls can't be recorded.
     """
 
     def block(calls: int, step: Run = run) -> float:
@@ -314,11 +314,11 @@ def microseconds(run: Run) -> float:
 
 
 def recorded(run: Run, calls: int) -> Run | None:
-    """Returns ``calls`` calls of ``run`` as one CUDA graph, or None if they can't be recorded."""
+    """Returns ``calls`` calls of ``run`` as one CUDA graph, or None if the calls can't be recorded."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
-        # torch.cuda.graph would empty the allocator's cache each time.
+        # Doesn't use torch.cuda.graph, which would empty the allocator's cache each time.
         with torch.cuda.stream(torch.cuda.Stream()):
             graph.capture_begin(capture_error_mode="thread_local")  # CUDA calls of other threads don't end the capture
             try:

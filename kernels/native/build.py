@@ -138,8 +138,8 @@ def find_library(cache: Path | None = None, *, capability: tuple[int, int] | Non
     """Returns the library to run, or None. If ``$ACCEL_KERNEL_LIBRARY`` names a library, returns that library.
     Otherwise returns the best library that was built from the present sources.
 
-    The best library has the most tensor-core GEMMs. Of libraries with equally many, the newest is taken. Libraries
-    without code for the compute capability ``capability`` (None for any) are left out.
+    The best library has the most tensor-core GEMMs. Among libraries with the same number of GEMMs, the newest is the
+    best. Libraries without code for the compute capability ``capability`` (None for any) are left out.
     """
     given = os.environ.get(CHOSEN)
     if given:

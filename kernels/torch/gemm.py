@@ -1,8 +1,8 @@
 """``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``, the Python interface of the kernels.
 
-The three functions are PyTorch operators (``torch.ops.accel``), which ``torch.compile`` doesn't split. ``fused_gemm``
-and ``fused_conv2d`` are differentiable. On the CPU, an operator runs the reference with the GPU's arithmetic. On a GPU,
-an operator runs the kernel that ``accel.kernels.choose.dispatch`` chooses.
+The three functions are PyTorch operators (``torch.ops.accel``), and ``torch.compile`` keeps each call as a single node.
+``fused_gemm`` and ``fused_conv2d`` are differentiable. On the CPU, an operator runs the reference with the GPU's
+arithmetic. On a GPU, an operator runs the kernel that ``accel.kernels.choose.dispatch`` chooses.
 """
 
 from __future__ import annotations

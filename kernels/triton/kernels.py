@@ -3,8 +3,8 @@
 
 The kernels are a pointer GEMM (with split-K), a persistent GEMM on TMA descriptors, an implicit-GEMM convolution, and
 row-wise quantization. For a missing operand, the caller passes any pointer and turns off the ``HAS_`` flag. Upper-case
-arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` multiplies in fp32. The interpreter needs it,
-because its dot products of bfloat16 and float8 are wrong.
+arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` multiplies in fp32. The interpreter needs
+``UPCAST``, because the interpreter's dot products of bfloat16 and float8 are wrong.
 """
 
 import triton
