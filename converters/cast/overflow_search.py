@@ -53,8 +53,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Searched:
-    """``kept`` maps the index of each node that stays float32 to the reason. ``errors`` has the largest relative l2
-    error of each output."""
+    """``kept`` has the reason for each node that stays float32, by the node's index. ``errors`` has the largest
+    relative l2 error of each output."""
 
     retyped: Retyped
     kept: Mapping[int, str]
@@ -219,7 +219,7 @@ def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> 
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):
             continue
-        reason = f"{out[0]!r} has {seen[out[0]].lost} infinities or NaN that float32 has not"
+        reason = f"{out[0]!r} has {seen[out[0]].lost} infinities or NaN that float32 doesn't have"
         if source.castable(index) and index not in retyped.kept:
             yield index, reason
         else:

@@ -1,4 +1,4 @@
-"""Rules that keep nodes in float32, whatever the data. The rules read the graph and its constants, and don't run the
+"""Rules that keep nodes in float32, for any input data. The rules read the graph and its constants, and don't run the
 model."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from accel.sources.onnx.weights import weight_array
 from ..graph.names import nodes_matching
 from .source import FLOAT, Source, largest, to_low
 
-# In these nodes, a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped, because
-# it only has to be very low or very high.
+# The nodes in which a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped,
+# because it only has to be very low or very high.
 MASKING = frozenset(
     {
         "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",
@@ -49,7 +49,7 @@ _INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's uint8 .. int6
 
 
 def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
-    """Returns a dict from the index of each node that stays float32 to the reason.
+    """Returns the reason for each node that stays float32, by the node's index.
 
     ``patterns`` are shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches
     nothing.
@@ -126,7 +126,7 @@ _SCALE_ERROR = 2**-6
 
 
 def _lost(finite: np.ndarray, low: int) -> float:
-    """Returns the relative l2 error of a constant in the format, or 0 if the error is mere rounding."""
+    """Returns the relative l2 error that the format causes in a constant, or 0 if the error is only rounding."""
     import ml_dtypes
 
     inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
@@ -159,7 +159,8 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Returns the tensors that a clamped constant flows into. The lowest number of such a tensor may be a mask."""
+    """Returns the tensors that a clamped constant flows into. In these tensors, the format's lowest number may be a
+    mask."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:

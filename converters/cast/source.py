@@ -22,8 +22,8 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. In 16 bits,
-# random operators would also generate different numbers.
+# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. One reason is
+# that random operators would generate different numbers in 16 bits.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -137,7 +137,7 @@ class Source:
 
     def _refusal(self, op_type: str, floats_in: list[int]) -> tuple[str, int | None]:
         """Returns why an operator takes no 16-bit inputs at the model's opset. Also returns the first opset at which
-        the operator takes 16-bit inputs, or None if there is no such opset."""
+        the operator takes 16-bit inputs, or None if no opset allows 16-bit inputs."""
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")

@@ -22,7 +22,7 @@ from .plain_attention import plain_attention
 
 
 def example(src: Artifact) -> tuple[Any, ...]:
-    """Returns the tensors to trace with.
+    """Returns example tensors for tracing the model.
 
     No dynamic dim has size 1, because exporters take a size of 1 for a constant. No two dynamic dims have the same size
     if their ranges allow different sizes.
@@ -81,7 +81,8 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 def _exact_constants() -> Iterator[None]:
     """Makes onnxscript remove only additions of exactly 0 and multiplications by exactly 1.
 
-    The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and so remove an eps that protects a division from zero.
+    The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and thereby remove an eps that protects a division from
+    zero.
     """
     from onnxscript.rewriter._pattern_ir import Constant
     from onnxscript.rewriter.rules.common import _no_op
@@ -154,8 +155,8 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
     """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
     Outputs are exported under unique names, because an output's own name may also be the name of an inner value. This
-    function gives the outputs their own names back. The contract's names of dims replace the exporter's symbols. An
-    output dim that never changed in PyTorch is declared fixed. The gate later runs the file at every shape.
+    function restores the names of the outputs. The contract's names of dims replace the exporter's symbols. An output
+    dim that never changed in PyTorch is declared fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
@@ -199,7 +200,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter can't trace TorchScript inside another module, so torch.jit.trace makes one TorchScript
-            # module of both. The inner TorchScript module keeps its branches.
+            # module of the outer and the inner module. The inner TorchScript module keeps its branches.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
@@ -221,7 +222,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with added outputs: for each RNN that returns a packed sequence, the padded sequence.
+    """Yields ``module`` with one added output for each RNN that returns a packed sequence: the padded sequence.
 
     Without the added outputs, the exporter fails for a model that never reads the lengths of a packed sequence. An
     example is a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.

@@ -1,4 +1,4 @@
-"""Changes opset, shapes and weights of ONNX from any exporter to what the other stages take."""
+"""Changes the opset, shapes and weights of an ONNX file from any exporter, so that the other stages take the file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 if TYPE_CHECKING:
     import onnx
 
-# Constants with fewer elements are axes and sizes. Axes and sizes stay Constant nodes, because shape inference reads
-# them there.
+# Constants with fewer elements than this are axes and sizes. Axes and sizes stay Constant nodes, because shape
+# inference reads them there.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 # The IR version that introduced each of the newer dtypes, by the dtype's name in TensorProto.
@@ -146,7 +146,7 @@ def _hide_initializers(model: onnx.ModelProto, repaired: list[str]) -> None:
 def _redeclared(
     model: onnx.ModelProto, declared: Sequence[TensorSpec], given: Sequence[TensorSpec], repaired: list[str]
 ) -> tuple[TensorSpec, ...]:
-    """Declares the inputs of ``model`` with the given shapes, and returns these inputs.
+    """Declares the inputs of ``model`` with the given shapes, and returns the new specs of the inputs.
 
     Raises ``BadInputSpec`` if a given input is unknown or has another dtype or rank.
     """
@@ -290,7 +290,8 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs no sizes inside the ranges, because many models take only multiples of a number. The user gave the ends.
+    # Runs only the default sizes and the ends of the ranges, because many models take only multiples of a number, and
+    # the user chose the ends.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

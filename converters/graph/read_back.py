@@ -1,9 +1,9 @@
 """Reads the signature and properties of the files that stages write.
 
-``accel.stage`` compares the signature with the stage's input, so that no stage vouches for its own work. Each function
-reads one kind of file. ``path`` is the file, and ``known`` is the signature of the source model. ``known`` supplies
-only the facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that accel writes. Exported
-programs and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
+``accel.stage`` compares the signature with the stage's input, so that no stage checks its own work. Each function reads
+one kind of file. ``path`` is the file, and ``known`` is the signature of the source model. ``known`` supplies only the
+facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that accel writes. Exported programs
+and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
 
 This module has no reader for engines, because an engine can only be opened on a machine with the right GPU.
 ``engine_from_onnx`` describes an engine by its TensorRT network.

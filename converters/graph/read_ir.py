@@ -23,7 +23,7 @@ _DTYPES = {
 }  # fmt: skip
 _PRECISIONS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _QUANTIZED = ("i8", "u8", "i4", "u4")
-_WEIGHTS = 16  # a constant of fewer 8-bit numbers is an axis or a flag, not a weight
+_WEIGHTS = 16  # a constant of fewer 8-bit numbers than this is an axis or a flag, not a weight
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
@@ -36,14 +36,14 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     ov = load_openvino()
     for file in (path, path.with_suffix(".bin")):
         if not file.is_file():
-            raise InvalidModel(f"{file} does not exist; an IR is an .xml and a .bin file, put both in one folder")
+            raise InvalidModel(f"{file} does not exist; an IR is an .xml and a .bin file, so put both in one folder")
     try:
         model = ov.Core().read_model(str(path))
         known = _recorded(model)
         inputs = tuple(_spec(port, known["inputs"]) for port in model.inputs)
         outputs = tuple(_spec(port, known["outputs"]) for port in model.outputs)
     except RuntimeError as error:
-        raise InvalidModel(f"{path} is no OpenVINO IR that can be read ({reason(error)}); convert it again") from error
+        raise InvalidModel(f"{path} can't be read as an OpenVINO IR ({reason(error)}); convert it again") from error
     return Signature(inputs, outputs), {"precision": _precision(model)}
 
 

@@ -102,7 +102,7 @@ def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> 
 def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
     """Gives the dims of ``after`` their names from ``before``.
 
-    If a Reshape computes a dim, onnxsim names the dim ``unk__0``. The batch dim may lose its name in this way.
+    If a Reshape computes a dim, onnxsim names the dim ``unk__0``. Even the batch dim may lose its name to ``unk__0``.
     """
     had = {value.name: value for value in before.graph.input}
     names: dict[str, str] = {}

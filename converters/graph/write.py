@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 # A protobuf message can't exceed 2 GB, and shape inference adds its results to the message.
 SINGLE_FILE_BYTES = 1_800_000_000
 
-# Detached weights that are written into one message take four times their size in memory while the message grows.
+# Writing detached weights into one message takes memory of four times the size of the weights.
 _ATTACHED_BYTES = 1 << 29
 
-# Smaller tensors stay in the model, because shape inference reads some of them.
+# Tensors with fewer bytes than this stay in the main file, because shape inference reads some of them.
 _APART_BYTES = 1024
 
 

@@ -98,8 +98,8 @@ def value_range(
     ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
     and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which 128 levels have the least
     Kullback-Leibler divergence from the absolute values (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
-    takes the range with the least sum of squared errors. A value inside the range adds step**2 / 12, the mean squared
-    rounding error. A value outside the range adds its squared distance to the range.
+    takes the range with the least sum of squared errors. In the sum, a value inside the range counts as step**2 / 12,
+    the mean squared rounding error. A value outside the range counts as its squared distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -187,7 +187,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # eleven octaves: smaller ranges lie within one bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # tries eleven octaves, because smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]

@@ -102,7 +102,7 @@ def _symbol(name: str, index: int) -> str:
 
 
 class OnnxModule(torch.nn.Module):
-    """An ONNX graph, run node by node. Float weights are parameters, other constants are buffers or lists."""
+    """An ONNX graph, run node by node. Float weights are parameters. Other constants are buffers or lists."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__()

@@ -34,8 +34,8 @@ from .requirements import check_onnx
 from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 
 # The parser walks the graph by recursion, and a chain of some 3500 nodes overflows the usual stack of 8 MB. A large
-# stack costs nothing, because only the used pages of a stack take memory. The smaller sizes are for machines that limit
-# the address space.
+# stack costs nothing, because only the used pages of a stack take memory. The smaller stacks are for machines that
+# limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
 # Texts in the errors of TensorRT's parser, each with the fix. The first text that occurs in an error gives the fix.
@@ -176,7 +176,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     for megabytes in STACK_MEGABYTES:
         threading.stack_size(megabytes << 20)
         thread = threading.Thread(target=context.run, args=(run,), name="build")
-        with contextlib.suppress(RuntimeError):  # not enough memory: try the next smaller stack
+        with contextlib.suppress(RuntimeError):  # not enough memory, so the loop tries the next smaller stack
             thread.start()
             break
     else:

@@ -96,8 +96,9 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     an operator with two implementations, ``plugins`` names the plugin library, because the engine needs the library to
     run. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
 
-    Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, ``UnsupportedHere`` for an
-    unsupported compute capability, ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for other failures.
+    Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, and ``UnsupportedHere`` for an
+    unsupported compute capability. Raises ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` if the build
+    fails.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -138,7 +139,7 @@ def _precision(path: Path) -> str:
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
-    """Returns the options of the builder that differ from its defaults. A rebuild of the engine needs the same options."""
+    """Returns the options of the builder that differ from its defaults. A rebuild of the engine needs these options."""
     names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}

@@ -27,7 +27,7 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # The domain of accel.kernels.onnx.function. Importing ``function`` would load torch.
+DOMAIN = "accel"  # A copy from accel.kernels.onnx.function, because importing that module loads torch.
 # The library's plugins. Plugin fields hold the options that an operator's name encodes.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"

@@ -19,7 +19,7 @@ NO_BIAS = "quantize it without quantizing biases (accel optimize and accel prefl
 IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
-# The fixes to advise if the rewritten graph computes other outputs.
+# The fixes to advise if the rewritten graph computes other outputs than the original.
 NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
@@ -242,7 +242,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns an input's or output's dtype that TensorRT lacks, or "" if TensorRT has all dtypes of ``node``.
+    """Returns the first dtype of an input or output that TensorRT lacks, or "" if TensorRT has all dtypes of ``node``.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """

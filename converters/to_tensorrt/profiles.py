@@ -75,8 +75,9 @@ class OptimizationProfile:
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
     """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
 
-    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, a wrong rank, a
-    changed fixed dim, min > opt or opt > max, and different ranges for one dim.
+    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, and for a shape
+    of the wrong rank. Also raises ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or if one dim
+    has different ranges.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -96,7 +97,7 @@ def default_profile(signature: Signature) -> OptimizationProfile | None:
 
 
 def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> OptimizationProfile:
-    """Returns a profile of these shapes. Raises ``BadInputSpec`` if the shapes contradict ``signature`` or one
+    """Returns the profile with the given shapes. Raises ``BadInputSpec`` if the shapes contradict ``signature`` or one
     another."""
     specs = {spec.name: spec for spec in signature.inputs}
     dims: dict[str, DimRange] = {}

@@ -25,7 +25,7 @@ def timing_file(folder: Path, version: str, capability: str) -> Path:
 def use_timing_cache(config: Any, file: Path) -> None:
     """Gives the saved measurements to the builder's ``config``, or an empty timing cache to fill.
 
-    Ignores a timing cache that is damaged or of another GPU, because a timing cache only makes builds quicker.
+    Ignores a damaged timing cache and a timing cache of another GPU, because a timing cache only makes builds quicker.
     """
     for known in (_read(file), b""):
         cache = config.create_timing_cache(known)

@@ -72,7 +72,9 @@ def conv_spec(
             "use torch.nn.functional.conv2d for a grouped convolution"
         )
     if x.dtype != weight.dtype:
-        raise BadFeeds(f"x is {x.dtype} and weight {weight.dtype}; cast one of them, as a kernel never casts silently")
+        raise BadFeeds(
+            f"x is {x.dtype} and weight {weight.dtype}; cast one of them, because a kernel never casts silently"
+        )
     stride, padding, dilation = geometry
     spec = ConvSpec(
         images=x.shape[0],

@@ -1,4 +1,4 @@
-"""The tuner: times every configuration of a problem, and verifies the fastest before it is stored.
+"""The tuner times every configuration of a problem, and verifies the fastest configuration before storing the result.
 
 ``choose_fastest`` picks one of the given candidates with the given timer. ``tune`` calls ``choose_fastest`` with the
 kernels of a product or a convolution on this machine's GPU.
@@ -77,8 +77,8 @@ class Tuned:
 
 
 def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable[[Run], float], table: Table) -> Tuned:
-    """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct one into
-    ``table``.
+    """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct candidate
+    into ``table``.
 
     ``timer`` returns the microseconds of a call. A candidate that fails, or whose error is over the bound, is refused.
     """
@@ -209,7 +209,7 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
     """Returns several sets of operands. All sets together have ``ROTATED_BYTES``, so that no call finds its set in a
     cache.
 
-    Returns at most ``MOST_SETS`` sets, even if they have fewer bytes together.
+    Returns at most ``MOST_SETS`` sets, even if all sets together have fewer bytes than ``ROTATED_BYTES``.
     """
     first = operands_for(spec, device)
     bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])

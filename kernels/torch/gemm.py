@@ -76,7 +76,7 @@ def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[
 
     ``x`` is about ``q * scale[:, None]``, where scale is max|row| / 127 (int8) or max|row| / 448 (float8).
     ``fused_gemm`` takes q as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` for an ``x`` that isn't a float
-    matrix, and for any other ``dtype``.
+    matrix, and for an unsupported ``dtype``.
     """
     return operators.quantize_rowwise(x, dtype)  # type: ignore[no-any-return]
 
