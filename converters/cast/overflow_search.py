@@ -42,8 +42,8 @@ Feeds = Mapping[str, np.ndarray]
 @dataclass(frozen=True)
 class Seen:
     """A comparison of a retyped tensor with the float32 tensor. ``largest`` is the largest absolute value in float32.
-    ``lost`` counts the values that are finite in float32 only. ``error`` is the relative l2 error of floats and of
-    8-bit integers; for other dtypes, ``error`` is the share of wrong values.
+    ``lost`` counts the values that are finite in float32 but not in 16 bits. ``error`` is the relative l2 error of
+    floats and of 8-bit integers; for other dtypes, ``error`` is the share of wrong values.
     """
 
     largest: float
@@ -53,8 +53,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Searched:
-    """``kept`` maps the index of each node that stays float32 to the reason. ``errors`` has the largest relative l2
-    error of each output."""
+    """``kept`` has the reason for each node that stays float32, by the node's index. ``errors`` has the largest
+    relative l2 error of each output."""
 
     retyped: Retyped
     kept: Mapping[int, str]
@@ -65,8 +65,8 @@ class Searched:
 def search(source: Source, kept: Mapping[int, str], feeds: Sequence[Feeds], *, keep_io: bool) -> Searched:
     """Retypes and runs the model again and again, until no 16-bit node overflows or loses precision.
 
-    Nodes that overflow or lose precision stay float32 from then on. Raises ``StageFailed`` if an output still has
-    infinities or NaN that float32 avoids.
+    A node that overflows or loses precision stays float32 in all later runs. Raises ``StageFailed`` if an output still
+    has infinities or NaN that float32 avoids.
     """
     reference = RoundedModel(source.model)
     names = [n for n in reference.tensors if n in source.types]
@@ -172,8 +172,8 @@ def _lossy(
 ) -> list[tuple[int, str]]:
     """Returns the next nodes to keep in float32.
 
-    These are the nodes with values out of range. Only if there are none, returns the nodes that give infinities or NaN,
-    because the nodes out of range may have caused the infinities.
+    Returns the nodes whose values exceed the format's range. If there are no such nodes, returns the nodes that give
+    infinities or NaN. Values out of range come first, because they may cause infinities in later nodes.
     """
     found = _new(source, kept, _out_of_range(source, seen, masked))
     found = found or _new(source, kept, _lost_values(source, retyped, seen))
@@ -213,13 +213,13 @@ def _out_of_range(source: Source, seen: Mapping[str, Seen], masked: set[str]) ->
 
 
 def _lost_values(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the first nodes that give infinities or NaN. If such a node is already float32, yields the nearest 16-bit
-    nodes before it."""
+    """Yields the first nodes that give infinities or NaN. If one of these nodes can't be changed to float32, yields the
+    nearest 16-bit nodes before it instead."""
     for index, node in enumerate(source.nodes):
         out = [n for n in node.output if n in seen and seen[n].lost]
         if not out or any(n in seen and seen[n].lost for n in node.input):
             continue
-        reason = f"{out[0]!r} has {seen[out[0]].lost} infinities or NaN that float32 has not"
+        reason = f"{out[0]!r} has {seen[out[0]].lost} infinities or NaN that float32 doesn't have"
         if source.castable(index) and index not in retyped.kept:
             yield index, reason
         else:
@@ -242,8 +242,8 @@ def _makers(source: Source, retyped: Retyped, index: int, reason: str) -> Iterat
 
 
 def _astray(source: Source, retyped: Retyped, seen: Mapping[str, Seen]) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that make an output inaccurate: their output error far exceeds their input errors. Also yields
-    the nearest 16-bit nodes before them."""
+    """Yields the nodes whose output error far exceeds their input errors, if an output of the model is inaccurate. For
+    each of these nodes, also yields the nearest 16-bit nodes before it."""
     limit = _TOLERANCE[source.low]
     for index in sorted(_above(source, _far_off(source, seen))):
         node = source.nodes[index]

@@ -17,7 +17,7 @@ from .source import FLOAT, FORMATS, Source, Typing, to_low
 
 _ENDINGS = {FORMATS["fp16"]: "fp16", FORMATS["bf16"]: "bf16", FLOAT: "fp32"}
 
-# Nodes that move values without computing. Between two float32 nodes, a node that moves values stays float32 as well.
+# Nodes that move values without computing. A node of this kind stays float32 if it stands between two float32 nodes.
 MOVEMENT = frozenset(
     {
         "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Slice", "Split",
@@ -43,8 +43,8 @@ def retype(source: Source, kept: Collection[int], *, keep_io: bool) -> Retyped:
 
 
 def _between(source: Source, kept: frozenset[int]) -> frozenset[int]:
-    """Returns the nodes that only move values between float32 nodes. Casts around these nodes would only lose
-    precision."""
+    """Returns the nodes that only move values between float32 nodes. Casting the inputs and outputs of these nodes
+    would only lose precision."""
 
     def wants_float(index: int, name: str) -> bool:
         typing = source.typing(index)
@@ -186,8 +186,8 @@ class _Writer:
             node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(to_low(number, low))))
 
     def _get(self, name: str, kind: int) -> str:
-        """Returns the name of the tensor in the dtype ``kind``. Inserts a Cast if the tensor doesn't exist in that
-        dtype yet."""
+        """Returns the name of the tensor in the dtype ``kind``. Inserts a Cast if the tensor doesn't exist in the dtype
+        ``kind`` yet."""
         if (name, kind) in self.have:
             return self.have[name, kind]
         new = name if name in self.final and kind == self.outer else self._fresh(name, kind)

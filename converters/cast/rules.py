@@ -1,4 +1,4 @@
-"""Rules that keep nodes in float32, whatever the data. The rules read the graph and its constants, and don't run the
+"""Rules that keep nodes in float32, for any input data. The rules read the graph and its constants, and don't run the
 model."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from accel.sources.onnx.weights import weight_array
 from ..graph.names import nodes_matching
 from .source import FLOAT, Source, largest, to_low
 
-# In these nodes, a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped, because
-# it only has to be very low or very high.
+# The nodes in which a constant beyond the format's range is a mask or a bound. A mask or a bound may be clamped,
+# because it only has to be very low or very high.
 MASKING = frozenset(
     {
         "Add", "Clip", "Concat", "ConstantOfShape", "Expand", "Max", "Min", "Mul", "Pad", "Reshape", "ScatterElements",
@@ -49,7 +49,7 @@ _INTEGERS = frozenset({2, 3, 4, 5, 6, 7, 12, 13})  # TensorProto's uint8 .. int6
 
 
 def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
-    """Returns a dict from the index of each node that stays float32 to the reason.
+    """Returns the reason for each node that stays float32, by the node's index.
 
     ``patterns`` are shell patterns for names of nodes or operators. Raises ``UnknownName`` if a pattern matches
     nothing.
@@ -64,9 +64,14 @@ def fixed_in_float32(source: Source, patterns: Sequence[str]) -> dict[int, str]:
 
 
 def _index_arithmetic(source: Source) -> Iterator[tuple[int, str]]:
-    """Yields the nodes that cast floats to integers. Also yields the index arithmetic that leads to such a cast, to
-    Range or TopK, or to a Resize that can't be cast. If a node can be cast but one of its inputs stays float32, also
-    yields the index arithmetic that leads to this input. In 16 bits, rounding could change a large size or position.
+    """Yields the nodes that cast floats to integers, and the index arithmetic before certain inputs. In 16 bits,
+    rounding could change a large size or position.
+
+    The index arithmetic before each of these inputs is yielded:
+
+    - the input of a cast to integers
+    - the inputs of Range, of TopK, and of a Resize that can't be cast
+    - an input that stays float32, of a node that can be cast
     """
     ends: list[int] = []
     for index, node in enumerate(source.nodes):
@@ -115,12 +120,13 @@ def _constants(source: Source) -> Iterator[tuple[int, str]]:
                 yield end, f"it divides by a value that the constant {name!r} keeps from zero"
 
 
-# The largest accepted relative error of a quantization scale. The rounding to int8 makes a larger error.
+# The largest accepted relative error of a quantization scale. A larger error than this is already made by the rounding
+# to int8.
 _SCALE_ERROR = 2**-6
 
 
 def _lost(finite: np.ndarray, low: int) -> float:
-    """Returns the relative l2 error of a constant in the format, or 0 if the error is mere rounding."""
+    """Returns the relative l2 error that the format causes in a constant, or 0 if the error is only rounding."""
     import ml_dtypes
 
     inside = finite[np.abs(finite) <= largest(low)].astype(np.float64)
@@ -153,7 +159,8 @@ def _towards_division(source: Source, start: int) -> Iterator[int]:
 
 
 def masked_tensors(source: Source) -> set[str]:
-    """Returns the tensors that a clamped constant flows into. The lowest number of such a tensor may be a mask."""
+    """Returns the tensors that a clamped constant flows into. In these tensors, the format's lowest number may be a
+    mask."""
     top = largest(source.low)
     tainted = {n for n, t in source.constants.items() if largest_value(weight_array(t)) > top}
     for node in source.nodes:

@@ -22,8 +22,8 @@ _NAMES = {int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloa
 # Operators that take inputs of any float dtype, so their inputs need no Cast.
 _OBSERVERS = frozenset({"Cast", "Shape", "Size"})
 
-# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. In 16 bits,
-# random operators would also generate different numbers.
+# Operators whose output dtype is set by an attribute. The cast keeps nodes of these operators in float32. One reason is
+# that random operators would generate different numbers in 16 bits.
 _GENERATORS = frozenset(
     {
         "Bernoulli", "BlackmanWindow", "EyeLike", "HammingWindow", "HannWindow", "MelWeightMatrix", "Multinomial",
@@ -37,8 +37,8 @@ class Typing:
     """The dtypes of a node after the cast: float32 or the 16-bit format, by the position of each float32 input and
     output.
 
-    A position without an entry is not float32, or takes any dtype. ``reason`` tells why the node can't be 16-bit.
-    ``least_opset`` is the first opset that allows 16 bits, if the model's opset is too low.
+    A position without an entry either isn't float32 or takes any dtype. ``reason`` tells why the node can't be 16-bit.
+    If the model's opset is too low for 16 bits, ``least_opset`` is the first opset that allows 16 bits.
     """
 
     inputs: Mapping[int, int]
@@ -137,14 +137,14 @@ class Source:
 
     def _refusal(self, op_type: str, floats_in: list[int]) -> tuple[str, int | None]:
         """Returns why an operator takes no 16-bit inputs at the model's opset. Also returns the first opset at which
-        the operator takes them, or None."""
+        the operator takes 16-bit inputs, or None if no opset allows 16-bit inputs."""
         name, wanted = _NAMES[self.low], f"tensor({_NAMES[self.low]})"
         for opset in range(self.opsets[""] + 1, onnx.defs.onnx_opset_version() + 1):
             schema = onnx.defs.get_schema(op_type, opset, "")
             formals = list(schema.inputs)
             variables = {formals[min(i, len(formals) - 1)].type_str for i in floats_in}
             if any(c.type_param_str in variables and wanted in c.allowed_type_strs for c in schema.type_constraints):
-                return f"{op_type} takes {name} from opset {opset}, the model has {self.opsets['']}", opset
+                return f"{op_type} takes {name} from opset {opset}, but the model has {self.opsets['']}", opset
         return f"{op_type} takes no {name}", None
 
 

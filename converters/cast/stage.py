@@ -24,7 +24,8 @@ _DATA_SAMPLES = 8
 
 
 class CastFailed(StageFailed):
-    """No mixture of 16-bit and float32 nodes gives finite outputs, or the result is not valid ONNX."""
+    """The model could not be cast: no mixture of 16-bit and float32 nodes gives finite outputs, or the result is not
+    valid ONNX."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,13 @@ class CastConfig(StageConfig):
 def cast(src: Artifact, config: CastConfig, out: Path) -> Artifact:
     """Casts the float32 tensors of ``src`` to 16 bits, except at nodes that need float32.
 
-    A node needs float32 if it has no 16-bit schema at this opset, computes sizes or positions, or overflows in a run
-    with 16-bit rounding. A node also needs float32 if the format would lose one of its constants, such as an epsilon.
+    A node needs float32 in each of these cases:
+
+    - The node has no 16-bit schema at this opset.
+    - The node computes sizes or positions.
+    - The node overflows in a run with 16-bit rounding.
+    - The 16-bit format would lose a constant of the node, such as an epsilon.
+
     ``notes["kept_fp32"]`` lists the float32 nodes with reasons.
 
     In a Where, an Add or a similar node, a constant beyond the format's range is a mask. The mask becomes the format's
@@ -153,8 +159,8 @@ def _check_types(model: Any) -> None:
 def _check_loads(path: Path) -> None:
     """Raises ``CastFailed`` if ONNX Runtime can't load the float16 model.
 
-    ONNX Runtime can compute every float16 node in float32, so a model that it refuses is wrong. ONNX Runtime can't run
-    bfloat16.
+    ONNX Runtime can compute every float16 node in float32. If ONNX Runtime refuses a float16 model, the model is wrong.
+    bfloat16 models aren't checked, because ONNX Runtime can't run them.
     """
     import onnxruntime
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # The newest opset that tf2onnx writes. For a newer opset, onnx's version converter converts the file.
 TF2ONNX_OPSET = 18
 
-# The model, notes on its layout, the names of the inputs, and the names of the outputs. The last two are dicts from the
+# The model, notes on its layout, the names of the inputs, and the names of the outputs. Each dict of names maps the
 # user's name of a tensor to its name in the graph.
 Converted = tuple["onnx.ModelProto", dict[str, Any], Mapping[str, str], Mapping[str, str]]
 
@@ -126,7 +126,7 @@ def run_tf2onnx(
 
 @contextmanager
 def _operators_noted(file: Path) -> Iterator[None]:
-    """Writes each operator to ``file`` before tf2onnx converts it, as the conversion may end the process."""
+    """Writes each operator to ``file`` before tf2onnx converts it, because the conversion may end the process."""
     from tf2onnx import handler
 
     kept = (handler.tf_op.create_mapping, handler.tfl_op.create_tfl_to_tf_mapping)

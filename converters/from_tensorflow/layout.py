@@ -1,9 +1,9 @@
 """The layout of images in models from TensorFlow, and the transposes that this layout costs.
 
 TensorFlow's images have their channels last, and ONNX's convolutions take channels first. If each operator is
-translated by itself, each convolution stands between two Transposes. But tf2onnx can move the Transposes through the
-graph until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at the ends of
-the graph.
+translated by itself, each convolution stands between two Transposes. tf2onnx can move the Transposes through the graph
+until they cancel. Inputs and outputs keep their layout, so in the best case Transposes remain only at the ends of the
+graph.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def converted(layout: str, graph: Any, **arguments: Any) -> tuple[onnx.ModelProt
     In the notes, ``before`` counts the transposes of activations before tf2onnx moves them. ``left`` counts the
     transposes in the result. ``inside`` counts the transposes in the result that touch no input or output of the model.
 
-    ``auto`` tries channels first. If a model with convolutions then has transposes inside, ``auto`` also tries channels
-    last, and takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs in the TensorFlow
-    process.
+    ``auto`` tries channels first. If a model has convolutions and the result has transposes inside, ``auto`` also tries
+    channels last, and takes the layout with fewer transposes. ``tried`` has the counts of both layouts. Runs in the
+    TensorFlow process.
     """
     chosen = "channels_last" if layout == "channels_last" else "channels_first"
     model, found = _tf2onnx(chosen, graph, arguments)

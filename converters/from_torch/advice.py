@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def own_fault(src: Artifact, module: NamedModule, off: Sequence[Sequence[GateResult]]) -> str:
-    """Returns the reason why no exporter can do better, with the fix. The text begins with ``; ``. Returns "" if the
-    reason is unknown.
+    """Returns the fault of the model that makes every exporter fail, with the fix. The text begins with ``; ``. Returns
+    "" if no fault is found.
 
     ``module`` is the module of ``src``. ``off`` has, for each exporter, the comparisons whose error exceeds the limit.
     """

@@ -22,16 +22,17 @@ from .plain_attention import plain_attention
 
 
 def example(src: Artifact) -> tuple[Any, ...]:
-    """Returns the tensors to trace with.
+    """Returns example tensors for tracing the model.
 
-    No dynamic dim has size 1, which exporters take for a constant. No two dynamic dims have the same size if their
-    ranges allow different sizes.
+    No dynamic dim has size 1, because exporters take a size of 1 for a constant. No two dynamic dims have the same size
+    if their ranges allow different sizes.
     """
     from accel.sources.torch.call import to_tensor
 
     sizes: dict[str, int] = {}
     for dim, bounds in src.signature.dims.items():
-        # If a dim has a step, the exporter sees the size divided by the step. This number must not be 1 either.
+        # If a dim has a step, the exporter sees the size divided by the step. The divided size must not be 1, so the
+        # size is at least two steps.
         size = max(bounds.opt, 2 * bounds.step)
         while size in sizes.values():
             size += bounds.step
@@ -80,7 +81,8 @@ def dynamo(src: Artifact, opset: int, out: Path) -> None:
 def _exact_constants() -> Iterator[None]:
     """Makes onnxscript remove only additions of exactly 0 and multiplications by exactly 1.
 
-    The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and so remove an eps that protects a division from zero.
+    The rules of onnxscript take 1e-8 for 0 and 1.00001 for 1, and thereby remove an eps that protects a division from
+    zero.
     """
     from onnxscript.rewriter._pattern_ir import Constant
     from onnxscript.rewriter.rules.common import _no_op
@@ -133,10 +135,11 @@ def _apart(out: Path) -> Iterator[Path]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of operators that torch's exporter translates wrongly or not at all: the operators of
-    ``stable_operators`` and ``missing_operators``, and accel's own operators.
+    """Returns the translations of the operators that torch's exporter translates wrongly or not at all. The table
+    covers ``stable_operators``, ``missing_operators`` and accel's own operators.
 
-    A model can hold accel's operators only if their module is imported, because the import registers them.
+    A model can hold accel's operators only after ``accel.kernels.torch.operators`` was imported, because the import
+    registers the operators.
     """
     from . import missing_operators, stable_operators
 
@@ -152,8 +155,8 @@ def _finish_graph(src: Artifact, exported: Path, out: Path, outputs: Sequence[st
     """Writes ``exported`` to ``out`` with the names and dims of the contract in place of the exporter's.
 
     Outputs are exported under unique names, because an output's own name may also be the name of an inner value. This
-    function gives the outputs their own names back. The contract's names of dims replace the exporter's symbols. An
-    output dim that never changed in PyTorch is declared fixed. The gate later runs the file at every shape.
+    function restores the names of the outputs. The contract's names of dims replace the exporter's symbols. An output
+    dim that never changed in PyTorch is declared fixed. The gate later runs the file at every shape.
     """
     model = read_detached(exported)
     del model.graph.output[len(outputs) :]  # the outputs that _with_packed_outputs appended
@@ -197,7 +200,7 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
     with torch.no_grad(), every_expert(), plain_attention(), contextlib.ExitStack() as stack:
         if isinstance(module.module, torch.jit.ScriptModule):
             # The exporter can't trace TorchScript inside another module, so torch.jit.trace makes one TorchScript
-            # module of both. The inner TorchScript module keeps its branches.
+            # module of the outer and the inner module. The inner TorchScript module keeps its branches.
             module = torch.jit.trace(module, tensors, check_trace=False)
         else:
             module = stack.enter_context(_with_packed_outputs(module, tensors))
@@ -219,11 +222,10 @@ def legacy(src: Artifact, opset: int, out: Path) -> None:
 
 @contextlib.contextmanager
 def _with_packed_outputs(module: Any, example: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields ``module`` with added outputs: for each RNN that returns a packed sequence, the padded sequence.
+    """Yields ``module`` with one added output for each RNN that returns a packed sequence: the padded sequence.
 
-    Without these outputs the exporter fails if nothing reads the lengths of a packed sequence, for example if the model
-    uses only the last hidden state.
-    ``_finish_graph`` removes the added outputs from the graph.
+    Without the added outputs, the exporter fails for a model that never reads the lengths of a packed sequence. An
+    example is a model that uses only the last hidden state. ``_finish_graph`` removes the added outputs from the graph.
     """
     import torch
     from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
@@ -267,7 +269,7 @@ def named(src: Artifact) -> Any:
 
 @contextlib.contextmanager
 def _native_streams_aside() -> Iterator[None]:
-    """Silences file descriptors 1 and 2. The older exporter prints warnings, and on failure the graph."""
+    """Silences file descriptors 1 and 2. The older exporter prints warnings, and prints the whole graph if it fails."""
     kept = {}
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # the stream is closed

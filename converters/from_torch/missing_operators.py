@@ -1,4 +1,4 @@
-"""Translates to ONNX the operators that torch's exporter leaves out, or translates to something else."""
+"""Translates to ONNX the operators that torch's exporter leaves out or translates wrongly."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _operators() -> Any:
-    """Returns the operators of ONNX. Their annotations know only values with a fixed dtype."""
+    """Returns the operators of ONNX. The return type is Any, because the operators' annotations allow only values with
+    a fixed dtype."""
     from onnxscript import opset18
 
     return opset18
 
 
 def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
-    """Computes a mean as the sum over the count. The exporter's own translation of a mean keeps one of the values."""
+    """Computes a mean as the sum over the count. The exporter's own translation keeps one of the values instead of
+    their mean."""
     from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
 
     op = _operators()
@@ -44,7 +46,7 @@ def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include
 
 
 def _median(x: Any) -> Any:
-    """Computes the median of all elements, the lower one of two."""
+    """Computes the median of all elements. Of two middle elements, takes the lower."""
     op = _operators()
 
     values, _ = _median_along(op.Reshape(x, op.Constant(value_ints=[-1])), 0)
@@ -52,7 +54,7 @@ def _median(x: Any) -> Any:
 
 
 def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    """Computes the median along a dim, the lower one of two, and its index."""
+    """Computes the median along a dim, and the median's index. Of two middle elements, takes the lower."""
     op = _operators()
 
     size = op.Shape(x, start=dim, end=dim + 1 or None)
@@ -61,14 +63,14 @@ def _median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
 
 
 def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
-    """Computes the k-th smallest element along a dim, and its index."""
+    """Computes the k-th smallest element along a dim, and the index of the element."""
     op = _operators()
 
     return _smallest(x, op.Constant(value_ints=[k]), dim, keepdim)
 
 
 def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
-    """Returns the largest of the ``k`` smallest elements along a dim, and its index."""
+    """Returns the largest of the ``k`` smallest elements along a dim, and the index of the element."""
     op = _operators()
 
     last = op.Constant(value_ints=[-1]) if keepdim else op.Constant(value_int=-1)
@@ -77,7 +79,7 @@ def _smallest(x: Any, k: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
 
 
 def _product(x: Any, dims: Sequence[int] | None, dtype: int = -1) -> Any:
-    """Computes a product over dims, which is also a part of ``cumprod``."""
+    """Computes a product over dims. PyTorch also uses this operator to compute ``cumprod``."""
     op = _operators()
 
     found = op.ReduceProd(x, keepdims=0) if dims is None else op.ReduceProd(x, list(dims), keepdims=0)

@@ -27,8 +27,8 @@ from accel.tables.stage_table import get_stage
 from .advice import own_fault
 from .exporters import dynamo, example, legacy, named
 
-# The number of inputs on which each exporter's file is compared with PyTorch. A tracing exporter records the branch
-# that the example took, so its file has to be right on many more inputs.
+# The number of inputs on which each exporter's file is compared with PyTorch. A tracing exporter records only the
+# branch that the example took, so this exporter's file is compared on many more inputs.
 SEEDS = {"dynamo": 3, "legacy": 16}
 
 # The exporters' messages about an operator without an ONNX translation, and the color codes in the messages.
@@ -63,12 +63,12 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
     """Exports ``src`` (kind ``torch``) to ``out``.
 
     The file of each exporter has to pass the checker, keep the contract and agree with eager PyTorch at every case of
-    the signature. ``proof`` has the gates of the run, which check both. If ``proof`` is None or has no gate for
-    outputs, the limit of the error is the default for the source's precision. The notes name the chosen exporter, and
-    why each earlier exporter was refused.
+    the signature. ``proof`` has the gates of the run, which check the contract and the outputs. Without a gate for
+    outputs in ``proof``, the limit of the error is the default for the source's precision. The notes name the chosen
+    exporter, and why each earlier exporter was refused.
 
-    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if a dim is declared beyond the
-    model's real range.
+    Raises ``ExportFailed`` with the reason of every exporter, and ``BadInputSpec`` if the declared range of a dim
+    exceeds the range that the model takes.
     """
     proof = proof or Proof(get_stage("onnx_from_torch"), src, config)
     refused: dict[str, str] = {}
@@ -114,7 +114,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
         )
     if len(missing) == len(config.ladder):
         raise ExportFailed(
-            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators there"
+            f"{spec} uses {missing[rung]}, which no exporter can write in ONNX; compute it from other operators"
         )
     if beyond := _too_far(src):
         raise BadInputSpec(f"{spec} can't be exported as declared: {beyond}")
@@ -127,7 +127,7 @@ def onnx_from_torch(src: Artifact, config: OnnxFromTorchConfig, out: Path, proof
 def _remove(out: Path) -> None:
     """Deletes the file of a refused exporter, and the file of its weights."""
     names: tuple[str, ...] = ()
-    with contextlib.suppress(AccelError):  # there is no file, or only half of one
+    with contextlib.suppress(AccelError):  # the file may be missing or incomplete
         names = external_files(read_proto(out))
     for left in (out, *map(out.with_name, names)):
         left.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Shapes that an ONNX file states of its outputs, compared with the shapes that come out when the file is run."""
+"""Corrects the output shapes that an ONNX file states, after comparing them with the shapes of a run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accel.progress import report
 from accel.runtimes.base import open_session
 from accel.signature import Dim, Signature
 
-# A batch of this size shows whether an output has a batch dim. The ends of the batch's range would only take longer.
+# A batch of this size shows whether an output has a batch dim. The largest batch would take longer and show no more.
 _LARGEST_BATCH = 3
 
 
 def mend(path: Path, known: Signature) -> bool:
-    """Runs the ONNX file ``path`` at several sizes, and writes the output dims of ``known`` into the file if they are
-    the dims that come out. Exporters and quantizers state fixed sizes or formulas for dims that they can't infer.
+    """Runs the ONNX file ``path`` at several sizes. If the outputs have the shapes that ``known`` states, writes these
+    shapes into the file. Exporters and quantizers state fixed sizes or formulas for dims that they can't infer.
 
     Also removes the stated shapes of inner tensors, because a runtime may compute with them. Returns False, and leaves
-    the file unchanged, if the file can't be run here or other dims come out.
+    the file unchanged, if the file can't be run here or an output has another shape than in ``known``.
     """
     model = onnx.load(path, load_external_data=False)
     cases = known.cases(_LARGEST_BATCH)
@@ -58,7 +58,7 @@ def _fits(shape: Sequence[Dim], cases: Sequence[Mapping[str, int]], seen: Sequen
             expected = [dim] * len(cases)
         elif all(dim in case for case in cases):
             expected = [case[dim] for case in cases]
-        else:  # the dim depends on others, so it has to change with them
+        else:  # the dim is computed from the dims of inputs, so its size has to change
             expected = sizes if len(set(sizes)) > 1 else []
         if sizes != expected:
             return False

@@ -31,8 +31,8 @@ class FusedGraphInvalid(StageFailed):
 def fuse_kernels(src: Artifact, config: FuseKernelsConfig, out: Path) -> Artifact:
     """Writes ``src`` with fused products to ``out``. The notes tell how many products each function replaced.
 
-    A model without fusable products is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is too old for
-    functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
+    A model without products that can be fused is written unchanged. Raises ``UnsupportedHere`` if the opset or IR is
+    too old for functions, and ``FusedGraphInvalid`` if the result fails the checker with full shape inference.
     """
     import onnx
 

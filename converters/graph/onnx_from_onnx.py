@@ -1,4 +1,4 @@
-"""Changes opset, shapes and weights of ONNX from any exporter to what the other stages take."""
+"""Changes the opset, shapes and weights of an ONNX file from any exporter, so that the other stages take the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from .write import as_inputs, as_weights, check_file, onnx_artifact, write_onnx
 if TYPE_CHECKING:
     import onnx
 
-# Constants with fewer elements are axes and sizes. They stay Constant nodes, where shape inference reads them.
+# Constants with fewer elements than this are axes and sizes. Axes and sizes stay Constant nodes, because shape
+# inference reads them there.
 _WEIGHT_ELEMENTS = 32
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 # The IR version that introduced each of the newer dtypes, by the dtype's name in TensorProto.
@@ -145,7 +146,7 @@ def _hide_initializers(model: onnx.ModelProto, repaired: list[str]) -> None:
 def _redeclared(
     model: onnx.ModelProto, declared: Sequence[TensorSpec], given: Sequence[TensorSpec], repaired: list[str]
 ) -> tuple[TensorSpec, ...]:
-    """Declares the inputs of ``model`` with the given shapes, and returns these inputs.
+    """Declares the inputs of ``model`` with the given shapes, and returns the new specs of the inputs.
 
     Raises ``BadInputSpec`` if a given input is unknown or has another dtype or rank.
     """
@@ -160,7 +161,7 @@ def _redeclared(
         new = wanted.get(spec.name, spec)
         if new.dtype != spec.dtype or (spec.shape and len(new.shape) != len(spec.shape)):
             raise BadInputSpec(
-                f"the model takes {spec}, not {new}; only sizes can be changed, correct {option('inputs')}"
+                f"the model takes {spec}, not {new}; only sizes can be changed, so correct {option('inputs')}"
             )
         if new.shape != spec.shape:
             repaired.append(
@@ -196,8 +197,9 @@ def _converted(model: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProt
 def _stepped_down(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Lowers the opset of ``model`` one version at a time, and returns the result.
 
-    onnx's converter can't step down many operators whose newer version only has more dtypes. These operators stay
-    unchanged. The checker then decides whether they are valid, and the gate compares their outputs.
+    onnx's converter fails at many operators whose newer version only adds dtypes. After a failure, only the opset is
+    lowered, and newer attributes are dropped. The checker then decides whether the model is valid, and the gate
+    compares its outputs.
     """
     from onnx import version_converter
 
@@ -247,7 +249,8 @@ def _drop_newer_attributes(graph: onnx.GraphProto, before: int, opset: int) -> N
 
 
 def _newer_dtypes(graph: onnx.GraphProto) -> list[tuple[int, str]]:
-    """Returns the IR version and the name of each newer dtype in ``graph``. The list begins with (0, "")."""
+    """Returns a list of pairs for the newer dtypes in ``graph``: the IR version and the name of the dtype. The first
+    pair is (0, "")."""
     import onnx
 
     kinds = {t.data_type for t in graph.initializer}
@@ -287,7 +290,8 @@ def _observe_outputs(
         session = onnxruntime.InferenceSession(str(written), settings, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise NotBroughtOver(f"ONNX Runtime can't load {path} after its conversion: {one_line(error)}") from error
-    # Runs no sizes inside the ranges, because many models take only multiples of a number. The user gave the ends.
+    # Runs only the default sizes and the ends of the ranges, because many models take only multiples of a number, and
+    # the user chose the ends.
     cases: list[dict[str, int]] = [signature.sizes()]
     for dim, bounds in signature.dims.items():
         if bounds.min != bounds.max:

@@ -27,13 +27,13 @@ _POSTPROCESS = ("softmax", "argmax", "topk")
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessConfig(StageConfig):
-    """The steps before and after the model.
+    """The preprocessing and postprocessing of a model.
 
-    ``mean`` and ``std`` have one number for all channels or one number for each channel. They apply to pixels in 0..1;
-    bytes are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images. ``resize`` is the (height,
-    width) that the model takes. Images of any size are scaled bilinearly between pixel centers, as OpenCV does.
-    ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims`` has the ranges of
-    ``height`` and ``width`` before the resize.
+    ``mean`` and ``std`` have one number for all channels or one number for each channel. ``mean`` and ``std`` apply to
+    pixels from 0 to 1, so bytes are divided by 255 first. ``layout`` and ``dtype`` describe the incoming images.
+    ``resize`` is the (height, width) that the model takes. Images of any size are scaled bilinearly between pixel
+    centers, as OpenCV does. ``postprocess`` applies ``softmax``, ``argmax`` or ``topk:K`` to the only output. ``dims``
+    has the ranges of ``height`` and ``width`` before the resize.
     """
 
     mean: tuple[float, ...] = ()
@@ -100,7 +100,7 @@ def image_input(signature: Signature) -> tuple[TensorSpec, int]:
     images = [spec for spec in signature.inputs if len(spec.shape) == 4 and spec.dtype in ("float32", "float16")]
     if len(images) != 1:
         given = ", ".join(map(str, signature.inputs))
-        raise NotPreprocessed(f"preprocessing needs one float image (four dims) as input, the model takes {given}")
+        raise NotPreprocessed(f"preprocessing needs one float image (four dims) as input, but the model takes {given}")
     axes = [axis for axis in (1, 3) if images[0].shape[axis] in _CHANNELS]
     if len(axes) != 1:
         raise NotPreprocessed(
@@ -164,7 +164,7 @@ def _before(model: onnx.ModelProto, signature: Signature, config: PreprocessConf
         sizes = steps.constant("resize", np.array(config.resize, dtype=np.int64))
         if opset_of(model) < 18:
             raise NotPreprocessed(
-                f"a resize needs opset 18, the model has {opset_of(model)}; pass {option('opset', 18)}"
+                f"a resize needs opset 18, but the model has {opset_of(model)}; pass {option('opset', 18)}"
             )
         steps.add("Resize", "", "", sizes, mode="linear", coordinate_transformation_mode="half_pixel", axes=[2, 3])
     around = (channels, 1, 1) if layout == "NCHW" else (channels,)
@@ -253,7 +253,7 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
     kind, count = parse_postprocess(what)
     if len(signature.outputs) != 1 or not signature.outputs[0].dtype.startswith("float"):
         given = ", ".join(map(str, signature.outputs))
-        raise NotPreprocessed(f"postprocessing needs one output of scores, the model gives {given}")
+        raise NotPreprocessed(f"postprocessing needs one output of scores, but the model gives {given}")
     spec = signature.outputs[0]
     classes = spec.shape[-1] if spec.shape else 1
     if isinstance(classes, int) and count > classes:
@@ -282,7 +282,7 @@ def _after(model: onnx.ModelProto, signature: Signature, what: str) -> None:
 def parse_postprocess(text: str) -> tuple[str, int]:
     """Returns the kind and the number of a text such as ``topk:5``; the number is 0 for ``softmax`` and ``argmax``.
 
-    Raises ``BadInputSpec`` for any other text.
+    Raises ``BadInputSpec`` for a text of another form.
     """
     kind, colon, number = text.partition(":")
     if (

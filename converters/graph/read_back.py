@@ -1,12 +1,12 @@
 """Reads the signature and properties of the files that stages write.
 
-``accel.stage`` compares the signature with the stage's input, so that no stage vouches for its own work. Each function
-reads one kind of file. ``path`` is the file, and ``known`` is the signature of the source model. ``known`` supplies
-only the facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that accel writes. Exported
-programs and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
+``accel.stage`` compares the signature with the stage's input, so that no stage checks its own work. Each function reads
+one kind of file. ``path`` is the file, and ``known`` is the signature of the source model. ``known`` supplies only the
+facts that a format can't hold. Dynamic dims have names only in ONNX and in the IR that accel writes. Exported programs
+and ncnn nets identify tensors by position, and an ncnn net has neither dtypes nor a batch.
 
-Engines have no reader, because only a machine with their GPU can open them. ``engine_from_onnx`` describes an engine by
-its TensorRT network.
+This module has no reader for engines, because an engine can only be opened on a machine with the right GPU.
+``engine_from_onnx`` describes an engine by its TensorRT network.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _named(
     outputs: Sequence[Row],
     known: Signature,
 ) -> Signature:
-    """Returns the rows as a signature. Dynamic axes get their names from ``known``."""
+    """Makes a signature of the rows. Dynamic axes get their names from ``known``."""
     symbols: dict[str, str] = {}
 
     def specs(rows: Sequence[Row], role: str) -> tuple[TensorSpec, ...]:
@@ -156,8 +156,8 @@ def _shape(
 
 
 def _may_be(size: int, dim: str, known: Signature, output: bool) -> bool:
-    """Tells whether the file may fix ``dim`` to ``size``. The file may fix a dim that allows no other size, or that no
-    input has."""
+    """Tells whether the file may fix ``dim`` to ``size``. The file may fix a dim whose range has only this size, and a
+    dim of an output that no input has."""
     allowed = known.dims.get(dim)
     return output if allowed is None else allowed.min == allowed.max == size
 

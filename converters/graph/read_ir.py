@@ -23,7 +23,7 @@ _DTYPES = {
 }  # fmt: skip
 _PRECISIONS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 _QUANTIZED = ("i8", "u8", "i4", "u4")
-_WEIGHTS = 16  # a constant of fewer 8-bit numbers is an axis or a flag, not a weight
+_WEIGHTS = 16  # a constant of fewer 8-bit numbers than this is an axis or a flag, not a weight
 
 
 def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
@@ -36,14 +36,14 @@ def describe(path: Path) -> tuple[Signature, dict[str, Any]]:
     ov = load_openvino()
     for file in (path, path.with_suffix(".bin")):
         if not file.is_file():
-            raise InvalidModel(f"{file} does not exist; an IR is an .xml and a .bin file, put both in one folder")
+            raise InvalidModel(f"{file} does not exist; an IR is an .xml and a .bin file, so put both in one folder")
     try:
         model = ov.Core().read_model(str(path))
         known = _recorded(model)
         inputs = tuple(_spec(port, known["inputs"]) for port in model.inputs)
         outputs = tuple(_spec(port, known["outputs"]) for port in model.outputs)
     except RuntimeError as error:
-        raise InvalidModel(f"{path} is no OpenVINO IR that can be read ({reason(error)}); convert it again") from error
+        raise InvalidModel(f"{path} can't be read as an OpenVINO IR ({reason(error)}); convert it again") from error
     return Signature(inputs, outputs), {"precision": _precision(model)}
 
 
@@ -75,7 +75,8 @@ def _spec(port: Any, known: Mapping[str, list[Dim]]) -> TensorSpec:
             shape.append(int(size.get_length()))
             continue
         recorded = dims[axis] if len(dims) == len(sizes) else None
-        # OpenVINO may leave a size open that ONNX declared. The recorded size is used unless OpenVINO rules it out.
+        # OpenVINO may leave open a size that the ONNX file declared. The recorded size is used unless OpenVINO rules it
+        # out.
         open_to_it = isinstance(recorded, int) and recorded in _bounds(size)
         shape.append(recorded if isinstance(recorded, str) or open_to_it else f"{name}_{axis}")  # type: ignore[arg-type]
     return TensorSpec(name, _DTYPES[kind], tuple(shape))
@@ -87,8 +88,8 @@ def _bounds(size: Any) -> range:
 
 
 def _precision(model: Any) -> str:
-    """Returns the precision of ``model``. A model with a FakeQuantize is ``int8``. Otherwise, the precision is the
-    dtype of the quantized weights (``int4`` or ``int8``), or without quantized weights the dtype of most weights."""
+    """Returns the precision of ``model``. A model with a FakeQuantize is ``int8``. A model with quantized weights has
+    the dtype of these weights (``int4`` or ``int8``). Any other model has the dtype of most weights."""
     counts: dict[str, int] = {}
     for op in model.get_ops():
         kind = op.get_type_name()

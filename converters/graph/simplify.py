@@ -78,8 +78,8 @@ def simplify(src: Artifact, config: SimplifyConfig, out: Path) -> Artifact:
 def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> None:
     """Simplifies ``path`` into ``out`` and restores the header. Runs in a child process.
 
-    If ``light``, the large weights stay in their file, and onnxsim takes them for inputs that it can't fold.
-    Models over 2 GB need ``light``, because a protobuf message can't be larger.
+    With ``light``, the large weights stay in their file. onnxsim then takes these weights for inputs, and can't fold
+    them. Models over 2 GB need ``light``, because a protobuf message can't be larger.
     """
     import onnxsim
 
@@ -102,7 +102,7 @@ def run_onnxsim(path: Path, out: Path, skip: list[str], light: bool = False) -> 
 def _restore_dims(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
     """Gives the dims of ``after`` their names from ``before``.
 
-    If a Reshape computes a dim, onnxsim names the dim ``unk__0``. The batch dim may lose its name in this way.
+    If a Reshape computes a dim, onnxsim names the dim ``unk__0``. Even the batch dim may lose its name to ``unk__0``.
     """
     had = {value.name: value for value in before.graph.input}
     names: dict[str, str] = {}

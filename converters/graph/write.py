@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 # A protobuf message can't exceed 2 GB, and shape inference adds its results to the message.
 SINGLE_FILE_BYTES = 1_800_000_000
 
-# Detached weights that are written into one message take four times their size in memory while the message grows.
+# Writing detached weights into one message takes memory of four times the size of the weights.
 _ATTACHED_BYTES = 1 << 29
 
-# Smaller tensors stay in the model: shape inference reads some of them.
+# Tensors with fewer bytes than this stay in the main file, because shape inference reads some of them.
 _APART_BYTES = 1024
 
 
@@ -48,9 +48,10 @@ def onnx_artifact(src: Artifact, model: onnx.ModelProto, out: Path, notes: dict[
 
 
 def keep_scopes(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
-    """Copies the torch scopes from the nodes of ``before`` to the nodes of ``after``. The exporter noted the scopes.
+    """Copies the torch scopes that the exporter noted from the nodes of ``before`` to the nodes of ``after``.
 
-    Nodes are matched by name, or else by output. Stack traces are dropped: they name files of the exporting machine.
+    Nodes are matched by name, or else by output. Stack traces are dropped, because they name files of the exporting
+    machine.
     """
     known = [
         (node, prop.value) for node in before.graph.node for prop in node.metadata_props if prop.key == NAME_SCOPES
@@ -70,8 +71,8 @@ def write_onnx(model: onnx.ModelProto, out: Path, *, limit: int | None = None) -
     """Writes ``model`` to ``out``; returns the names of the files beside ``out`` that hold its weights.
 
     The weights go into a second file if the model exceeds ``limit`` bytes (``SINGLE_FILE_BYTES`` by default), or if too
-    many weights are detached. The second file is named by a hash of its content, so that two models of one name never
-    mix their weights. ``model`` must not be used afterwards.
+    many weights are detached. The second file is named by a hash of its content, so that two models of the same name
+    never mix their weights. ``model`` must not be used afterwards.
     """
     import onnx
 
@@ -128,7 +129,7 @@ def as_weights(model: onnx.ModelProto, apart: list[onnx.TensorProto]) -> None:
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
-    """Returns the approximate size of the file, which is nearly all constants."""
+    """Returns the approximate size of the file, which is the size of its weights and nodes."""
     inside = sum(int(part.ByteSize()) for part in (*model.graph.initializer, *model.graph.node))
     return inside + detached_bytes(model)
 

@@ -66,7 +66,7 @@ def _save(collector: Collector, done: int, path: Path) -> None:
 def _resume(collector: Collector, path: Path | None) -> int:
     """Restores ``collector`` from ``path``; returns the number of batches in the file.
 
-    Ignores a damaged file: the checksums of the zip archive are verified.
+    Ignores a damaged file. Reading the file verifies the checksums of the zip archive.
     """
     if path is None or not path.is_file():
         return 0

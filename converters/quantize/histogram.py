@@ -1,8 +1,8 @@
 """Histograms of a fixed size that need no range beforehand. Calibration takes its ranges from these histograms.
 
 A tensor's values are counted in ``BINS`` bins of equal width over [-2**e, 2**e). If a value lies outside this range, e
-grows and neighboring bins are merged. Every edge is a multiple of a power of two, so the counts equal those of a
-histogram that had the final range from the start. The order and the size of the batches therefore make no difference.
+grows and neighboring bins are merged. Every edge is a multiple of a power of two, so merged bins have the same counts
+as bins that had the final range from the start. The order and the size of the batches therefore make no difference.
 ``minmax`` is exact, and the other methods are off by less than one bin, at most 1/2048 of the largest absolute value.
 """
 
@@ -98,8 +98,8 @@ def value_range(
     ``minmax`` takes the range of all values. ``percentile`` takes the range of ``percentile`` percent of the values,
     and cuts off equal shares on both sides. ``entropy`` takes the range [-t, t] in which 128 levels have the least
     Kullback-Leibler divergence from the absolute values (Migacz, "8-bit inference with TensorRT", GTC 2017). ``mse``
-    takes the range with the least sum of squared errors. A value inside the range adds step**2 / 12, the mean squared
-    rounding error. A value outside the range adds its squared distance to the range.
+    takes the range with the least sum of squared errors. In the sum, a value inside the range counts as step**2 / 12,
+    the mean squared rounding error. A value outside the range counts as its squared distance to the range.
     """
     if found.exponent is None:  # only zeros, or no values
         return 0.0, 0.0
@@ -155,7 +155,7 @@ def _entropy(found: Histogram) -> float:
 def _divergence(inside: np.ndarray, outside: float) -> float:
     """Returns the divergence between the counts ``inside`` and the same counts in ``_ENTROPY_LEVELS`` levels.
 
-    ``outside`` is the number of cut-off values beyond the last bin. The last bin takes these values too.
+    ``outside`` is the number of cut-off values beyond the last bin. The last bin also counts the cut-off values.
     """
     wanted = inside.copy()
     wanted[-1] += outside
@@ -187,7 +187,7 @@ def _smoothed(counts: np.ndarray) -> np.ndarray | None:
 
 
 def _least_squares(found: Histogram, symmetric: bool) -> tuple[float, float]:
-    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # eleven octaves: smaller ranges lie within one bin
+    shrunk = 2.0 ** (-np.arange(11 * 16) / 16)  # tries eleven octaves, because smaller ranges lie within one bin
     if symmetric:
         top = max(abs(found.low), abs(found.high))
         errors = [_squared_error(found, np.array([-t]), np.array([t]))[0, 0] for t in shrunk * top]
@@ -206,7 +206,8 @@ def _squared_error(found: Histogram, lows: np.ndarray, highs: np.ndarray) -> np.
     counts = found.counts.astype(np.float64)
 
     def beyond(ends: np.ndarray, upwards: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the number of values beyond each end, and the sum of their squared distances to the end."""
+        """Returns the number of values beyond each end, and the sum of the squared distances from these values to the
+        end."""
         outside = centers > ends[:, None] if upwards else centers < ends[:, None]
         distances = np.square(centers - ends[:, None])
         return outside @ counts, (outside * distances) @ counts

@@ -56,8 +56,8 @@ def unsigned_where_pooled(model: onnx.ModelProto) -> int:
     """Turns int8 activations of ``model`` into uint8 with a zero point higher by 128, which gives the same numbers.
 
     Changes the model only if a pooling node and another node read the same int8 tensor, because OpenVINO (2026.4)
-    computes both nodes wrongly. This happens in a U-Net: NNCF quantizes a skip tensor to int8 if a Concat joins the
-    skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
+    computes both nodes wrongly. The fault occurs in U-Nets, because NNCF quantizes a skip tensor to int8 if a Concat
+    joins the skip tensor with a tensor that may be negative. Returns the number of tensors that were changed.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     signed = []

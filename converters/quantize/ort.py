@@ -29,8 +29,8 @@ from .stage import QuantizeFailed, Task, calibration_feeds
 _BATCH = 4
 
 # Operators that may stand between two convolutions. The operators in this list are quantized, too, so that values stay
-# int8 from one convolution to the next. Softmax, normalizations and Where are left out: a mask in a Where would take up
-# the whole int8 range.
+# int8 from one convolution to the next. Softmax, normalizations and Where are left out, because a mask in a Where would
+# take up the whole int8 range.
 _BETWEEN = (
     "Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Pad",
     "Relu", "Reshape", "Resize", "Sigmoid", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",
@@ -41,7 +41,8 @@ def run_static(task: Task) -> dict[str, Any]:
     """Quantizes to QDQ for ONNX Runtime on CPUs. Weights become int8, and activations become uint8 with a zero point.
     Returns the notes."""
     if task.transformer:
-        # In a transformer, only products are quantized: other quantized operators cost more time than they save.
+        # In a transformer, only products are quantized, because other quantized operators cost more time than they
+        # save.
         return _static(task, task.config.ops or PRODUCTS, ort.QuantType.QUInt8, inputs_only=True)
     return _static(task, task.config.ops or (*PRODUCTS, *_BETWEEN), ort.QuantType.QUInt8)
 
@@ -60,7 +61,7 @@ def run_dynamic(task: Task) -> dict[str, Any]:
     config = task.config
     # The quantizer turns a Gemm into a MatMul called ``<name>_MatMul`` before it applies the list of excluded nodes.
     excluded = [name for own in task.excluded for name in (own, f"{own}_MatMul")]
-    if _is_large(task.path):  # otherwise the library holds the weights in memory three times
+    if _is_large(task.path):  # otherwise, ONNX Runtime's quantizer holds the weights in memory three times
         onnx_quantizer.save_and_reload_model_with_shape_infer = _with_shapes
     ort.quantize_dynamic(
         str(_preprocessed(task)),
@@ -203,7 +204,7 @@ def _calibrate(task: Task, path: Path, ops: tuple[str, ...], ranges: Path, *, sy
 
 
 def _tensors(model: onnx.ModelProto, ops: tuple[str, ...]) -> list[str]:
-    """Returns the names of the float32 activations that nodes with these operators read or produce."""
+    """Returns the names of the float32 activations that nodes with the operators ``ops`` read or produce."""
     types = elem_types(tensor_types(model).graph)
     constants = {tensor.name for tensor in model.graph.initializer}
     around = (name for node in model.graph.node if node.op_type in ops for name in (*node.input, *node.output))

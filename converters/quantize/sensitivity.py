@@ -37,8 +37,8 @@ _ROWS_A_READ = 16
 @dataclass(frozen=True)
 class Sensitivity:
     """``error`` is the largest relative l2 error of an output on any batch if only this node is int8. ``error_in_base``
-    is the same error if only this node is fp16 or bf16. ``work`` is the larger of two numbers: the node's multiply-adds
-    for a sample, and the reads of its weights expressed in multiply-adds."""
+    is the same error if only this node is fp16 or bf16. ``work`` is the number of the node's multiply-adds for a
+    sample. If reading the node's weights takes longer, ``work`` is the equivalent number of multiply-adds."""
 
     node: str
     op: str
@@ -102,8 +102,8 @@ def measure(task: Task) -> list[Sensitivity]:
 
 
 def _work(node: onnx.NodeProto, model: onnx.ModelProto, histograms: Any, samples: int) -> float:
-    """Returns the multiply-adds of ``node`` for a sample. Every input position meets every weight, except positions
-    that a stride skips."""
+    """Returns the multiply-adds of ``node`` for a sample. Every weight is multiplied at every input position, except
+    the positions that a stride skips."""
     dims = next(tensor.dims for tensor in model.graph.initializer if tensor.name == node.input[1])
     weights = math.prod(dims)
     if node.op_type in ("Conv", "Gemm"):
@@ -139,7 +139,7 @@ def _with_all_forms(
 ) -> dict[tuple[str, str], str]:
     """Replaces each layer, in place, by an If between int8 and float32.
 
-    If the base of ``task`` has 16 bits, the float32 branch holds a second If between that base and float32. Returns the
+    If the base of ``task`` has 16 bits, the float32 branch holds a second If, between the base and float32. Returns the
     name of each flag by node name and precision.
     """
     import onnx
@@ -230,7 +230,7 @@ def _quantized(
     config: QuantizeConfig,
     symmetric: bool,
 ) -> list[onnx.NodeProto]:
-    """Returns the nodes that compute ``node`` in int8. Adds the constants of these nodes to the initializers of
+    """Returns the nodes that compute ``node`` in int8. Adds the constants of the new nodes to the initializers of
     ``model``."""
     import numpy as np
     import onnx

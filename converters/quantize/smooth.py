@@ -123,7 +123,7 @@ def _scale_rows(
     if not shared:
         old.CopyFrom(numpy_helper.from_array(scaled, old.name))
         return
-    new = model.graph.initializer.add()  # tied weights: the other reader keeps the unscaled weights
+    new = model.graph.initializer.add()  # another node that shares the weights keeps the unscaled weights
     new.CopyFrom(numpy_helper.from_array(scaled, f"{old.name}/{node.name}"))
     weights[new.name] = new
     node.input[1] = new.name

@@ -51,14 +51,14 @@ class Form:
     module: str = "onnxruntime"
 
 
-# The quantization for each kind of target. On its target, a model that was quantized for another kind was up to four
-# times slower.
-# For ort-cpu, activations are uint8 with a zero point and weights are int8. Everything between two
-#     convolutions is quantized, too. Mode dynamic quantizes activations at run time, without calibration.
+# The quantization for each kind of target. A model that was quantized for the wrong kind was up to four times slower.
+# For ort-cpu, activations are uint8 with a zero point and weights are int8. Operators between two convolutions are
+#     quantized, too. Mode dynamic quantizes activations at run time, without calibration.
 # For openvino, NNCF decides where to quantize, by rules made for OpenVINO's kernels.
-# For tensorrt, only the inputs of products with weights are int8, without zero points. The products of attention are
-#     fused only if they stay float. TensorRT refuses an int32 or int8 bias or output, or never fuses it. Cast to fp16
-#     after this stage, not before, because the cast gives the scales the dtype of the engine's layers.
+# For tensorrt, only the inputs of products with weights are int8, without zero points. Biases and outputs stay float,
+#     because TensorRT refuses or never fuses an int32 or int8 bias or output. The products of attention stay float,
+#     because TensorRT fuses them only in float. Cast to fp16 after this stage, not before, because the cast gives the
+#     scales the dtype of the engine's layers.
 FORMS = {
     "ort-cpu": Form(
         runs={
@@ -117,8 +117,8 @@ class QuantizeConfig(StageConfig):
     keep: tuple[str, ...] = ()
     block_size: int = 32
     smallest: int = 1 << 16
-    # Whether weights for ort-cpu have 7 bits, because sums of 8-bit products saturate on some CPUs. None: decide by
-    # this CPU.
+    # Whether weights for ort-cpu have 7 bits instead of 8 (None: decide by this CPU). On some CPUs, sums of 8-bit
+    # products saturate.
     reduce_range: bool | None = None
 
     def __post_init__(self) -> None:
@@ -297,7 +297,7 @@ _NO_RANGE = "only support input_high == output_high"
 def run_task(function: str, task: Task, model: onnx.ModelProto) -> Any:
     """Writes ``model`` to the folder of ``task``, calls ``function`` in a child process, and returns its result.
 
-    The temporary files of the child go into the same folder. ``model`` must not be used afterwards.
+    The child process writes its temporary files into this folder, too. ``model`` must not be used afterwards.
     """
     from ..graph.write import write_onnx
 

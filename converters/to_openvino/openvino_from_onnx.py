@@ -40,8 +40,8 @@ class IrNotBuilt(BuildFailed):
 def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Converts ``src`` (kind ``onnx``) to ``out`` (.xml) with its weights beside it (.bin), in a child process.
 
-    The notes have the OpenVINO version and the number of operations. They also count the rewritten reductions and the
-    removed softmax guards (see the modules ``reductions`` and ``softmax_guard``). Raises ``MissingExtra`` without
+    The notes have the OpenVINO version and the number of operations. The notes also count the rewritten reductions and
+    the removed softmax guards (see the modules ``reductions`` and ``softmax_guard``). Raises ``MissingExtra`` without
     OpenVINO, ``InvalidModel`` if the file is not ONNX, and ``IrNotBuilt`` if OpenVINO can't convert the model.
     """
     _, declared = describe_onnx(src.path)
@@ -49,7 +49,7 @@ def openvino_from_onnx(src: Artifact, config: OpenVinoFromOnnxConfig, out: Path)
     weights = out.with_suffix(".bin")
     report("openvino_from_onnx: converting")
     try:
-        # The two files belong together: both are written to a folder, and the .xml that names the .bin is moved last.
+        # Both files are first written to a folder of their own. The .xml is moved last, because it names the .bin.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             inside = Path(folder) / out.name
             notes: dict[str, Any] = run_in_child(

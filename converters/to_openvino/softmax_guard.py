@@ -20,10 +20,10 @@ def remove_softmax_guards(model: Any) -> int:
 
     Returns the number of removed guards. PyTorch's exporter puts a guard behind each softmax, because a row that is
     -inf everywhere gives NaN. With a finite mask (transformers adds the dtype's lowest number) no row gives NaN.
-    OpenVINO fuses an attention into one kernel only without the guard.
+    OpenVINO fuses an attention into one kernel only if the attention has no guard.
 
-    The mask is raised to the lowest number of bfloat16, so that it is finite in bfloat16, too. If the scores are below
-    1e30, the sum of scores and mask is still the same float32 row, up to a constant that softmax ignores.
+    The mask is raised to the lowest number of bfloat16, so that the mask is finite in bfloat16, too. If the scores are
+    below 1e30, the sum of scores and mask is still the same float32 row, up to a constant that softmax ignores.
     """
     count = 0
     for guard in model.get_ordered_ops():
@@ -41,7 +41,7 @@ def remove_softmax_guards(model: Any) -> int:
 
 
 def _guarded(op: Any) -> Any | None:
-    """Returns the softmax whose NaN ``op`` turns into zeros, or None if ``op`` is not such a guard."""
+    """Returns the softmax whose NaN ``op`` turns into zeros, or None if ``op`` is not a softmax guard."""
     if op.get_type_name() != "Select":
         return None
     condition, replacement, value = (op.input_value(i).get_node() for i in range(3))

@@ -91,7 +91,7 @@ def _check_signature(signature: Signature) -> None:
         if spec.dtype not in _DTYPES:
             raise NcnnFailed(f"ncnn can't take the {spec.dtype} input {spec.name!r}; cast it inside the model")
         if not 2 <= len(spec.shape) <= _MAX_RANK:
-            raise NcnnFailed(f"ncnn needs a batch dim and 1 to 4 others, the input is {spec}; use another target")
+            raise NcnnFailed(f"ncnn takes inputs with a batch dim and 1 to 4 more dims, not {spec}; use another target")
     firsts = {spec.shape[0] for spec in (*signature.inputs, *signature.outputs) if spec.shape}
     if len(firsts) != 1 or any(not spec.shape for spec in signature.outputs):
         raise NcnnFailed(
@@ -111,7 +111,7 @@ def _pnnx(folder: Path, signature: Signature, timeout: float) -> str:
         shapes = [f"[{','.join(map(str, spec.resolve(one)))}]{_DTYPES[spec.dtype]}" for spec in signature.inputs]
         words.append(f"{option}={','.join(shapes)}")
         if set(signature.dims) <= {batch}:
-            break  # only the batch is dynamic: one shape is enough
+            break  # one shape is enough, because only the batch is dynamic
     try:
         return run_program(words, folder=folder, timeout=timeout)
     except TimeoutError as error:
@@ -136,8 +136,8 @@ def _advice(src: Artifact) -> str:
 
 
 def _left_over(param: Path) -> list[str]:
-    """Returns the layer types that ncnn lacks. If pnnx can't translate an operator, it writes the operator's own name
-    as layer type."""
+    """Returns the layer types that ncnn lacks. For an operator that pnnx can't translate, pnnx writes the operator's
+    own name as layer type."""
     found: dict[str, None] = {}
     for line in param.read_text(encoding="utf-8", errors="replace").splitlines()[2:]:
         kind = line.split()[0] if line.split() else ""

@@ -20,8 +20,9 @@ from accel.tables.limits import AXES_LIMIT
 
 from .keras2_process import NotTensorFlow, run_with_keras2
 
-# onnx2tf can't be an extra: the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) conflict with every
-# other part of accel. But onnx2tf runs with newer versions, too, so it is installed without its dependencies.
+# onnx2tf can't be an extra, because the pins of onnx2tf 1.29 (numpy 1.26, TensorFlow 2.19, protobuf 4...) conflict with
+# every other part of accel. onnx2tf also runs with newer versions than its pins, so this command installs onnx2tf
+# without its dependencies.
 ONNX2TF = (
     "pip install --no-deps onnx2tf==1.29.24 ai-edge-litert==2.3.0 backports.strenum==1.2.8 tf-keras==2.21.0 "
     "onnx-graphsurgeon==0.6.1 sng4onnx==2.0.1 psutil==7.2.2"
@@ -97,7 +98,7 @@ def _require_onnx2tf() -> None:
     for name in ("onnx2tf", "tf_keras", "ai_edge_litert", "onnx_graphsurgeon", "sng4onnx"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedHere(
-                f"{name} is not installed, and is no extra because its pins exclude accel's libraries; run: {ONNX2TF}"
+                f"{name} is not installed, and no extra has it (its pins exclude accel's libraries); run: {ONNX2TF}"
             )
 
 
@@ -158,8 +159,8 @@ def run_onnx2tf(path: Path, signature: Signature, rung: str, out: Path) -> None:
 def _layout_option(rung: str, signature: Signature) -> dict[str, list[str]]:
     """Returns the arguments of onnx2tf for the layout option ``rung``.
 
-    The option to keep channels first takes only inputs of rank 3 to 5. The channels of other inputs stay in place
-    anyway.
+    The option to keep channels first takes only inputs of rank 3 to 5. onnx2tf never moves the channels of an input of
+    another rank.
     """
     names = [s.name for s in signature.inputs if rung != "channels last inside" or len(s.shape) in (3, 4, 5)]
     return {_RUNGS[rung]: names} if names else {}

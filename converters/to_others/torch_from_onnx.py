@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import onnx
 
 # Below this opset, some operators differ from their translation in ``OPERATORS``. For example, Softmax flattens its
-# input.
+# input below opset 13.
 _OPSET = 13
 
 
@@ -37,8 +37,8 @@ class NotTorch(BuildFailed):
 
 
 def torch_from_onnx(src: Artifact, config: TorchFromOnnxConfig, out: Path) -> Artifact:  # noqa: ARG001
-    """Writes ``src`` to ``out`` (``.pt2``): ``torch.export.load(out).module()`` is a module whose float weights are
-    parameters.
+    """Writes ``src`` to ``out`` (``.pt2``) for ``torch.export.load(out).module()``, which returns a module whose float
+    weights are parameters.
 
     Raises ``OperatorNotThere`` with the operators that have no translation, and ``NotTorch`` for other failures.
     """
@@ -102,7 +102,7 @@ def _symbol(name: str, index: int) -> str:
 
 
 class OnnxModule(torch.nn.Module):
-    """An ONNX graph, run node by node. Float weights are parameters, other constants are buffers or lists."""
+    """An ONNX graph, run node by node. Float weights are parameters. Other constants are buffers or lists."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__()

@@ -33,8 +33,9 @@ from .preflight import empty_network, known_operators
 from .requirements import check_onnx
 from .timing_cache import keep_timing_cache, timing_file, use_timing_cache
 
-# The parser walks the graph by recursion: a chain of some 3500 nodes overflows the usual stack of 8 MB. Only used pages
-# take memory. The smaller sizes are for machines that limit the address space.
+# The parser walks the graph by recursion, and a chain of some 3500 nodes overflows the usual stack of 8 MB. A large
+# stack costs nothing, because only the used pages of a stack take memory. The smaller stacks are for machines that
+# limit the address space.
 STACK_MEGABYTES = (1024, 256, 64)
 
 # Texts in the errors of TensorRT's parser, each with the fix. The first text that occurs in an error gives the fix.
@@ -143,7 +144,8 @@ def check(path: Path, toolkit: str, plugins: bool = False) -> str | None:
     log.errors.clear()
     if runtime.deserialize_cuda_engine(data) is not None:
         return None
-    # Header and layout are read before the first call to CUDA, so without a GPU a good file fails only at that call.
+    # Header and layout are read before the first call to CUDA, so without a GPU, loading a good file fails only at the
+    # first call to CUDA.
     if log.errors and "Cuda Runtime" in log.errors[0]:
         return None
     return f"the file is corrupt or truncated ({_first_reason(log.errors)})"
@@ -174,7 +176,7 @@ def with_big_stack(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     for megabytes in STACK_MEGABYTES:
         threading.stack_size(megabytes << 20)
         thread = threading.Thread(target=context.run, args=(run,), name="build")
-        with contextlib.suppress(RuntimeError):  # not enough memory: try the next smaller stack
+        with contextlib.suppress(RuntimeError):  # not enough memory, so the loop tries the next smaller stack
             thread.start()
             break
     else:
@@ -241,7 +243,7 @@ def _config(
 def _make_compatible(trt: Any, config: Any, version_compatible: bool, hardware: str | None) -> None:
     """Makes the engine run with later versions of the toolkit, and on other GPUs than this machine's.
 
-    (TensorRT's developer guide, "Engine compatibility".)
+    The options are described in TensorRT's developer guide, "Engine compatibility".
     """
     if version_compatible:
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
@@ -316,8 +318,8 @@ def _watch(trt: Any, config: Any, toolkit: str) -> Any:
 def _capability_here(trt: Any) -> list[str]:
     """Returns the compute capability of an engine that was built without a list of compute capabilities.
 
-    A toolkit that offers no choice of compute capabilities builds for this machine's GPU. Returns an empty list for any
-    other toolkit.
+    A toolkit that offers no choice of compute capabilities builds for this machine's GPU. Returns an empty list for a
+    toolkit that offers a choice.
     """
     if offered_capabilities(trt):
         return []

@@ -31,13 +31,13 @@ class EngineFromOnnxConfig(StageConfig):
     ``toolkit`` is ``tensorrt-rtx`` or ``tensorrt``. ``profiles`` has a text for each dynamic input: the shapes for min,
     opt and max, as in ``input_ids=1x8,8x128,64x512``. A repeated input starts the next profile. If ``profiles`` is
     empty, the engine has one profile with the signature's ranges. ``compute_capabilities`` lists the GPUs to build for,
-    such as ``8.6``. If the list is empty, the toolkit chooses the GPUs. ``workspace_bytes`` limits the device memory
-    that a kernel may use as scratch (None: no limit). ``builder_level`` is 0 (quick to build) to 5 (quick to run), or
-    None for the toolkit's default. ``version_compatible`` lets later versions of TensorRT run the engine. ``hardware``
-    (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If ``kernels`` is set, accel's operators
-    become plugins where possible. An operator without a plugin is built from its function body. Then ``plugin_library``
-    is the sha256 of this machine's plugin library, or empty if there is no library, so that the cache keeps engines of
-    different libraries apart.
+    such as ``8.6``. If ``compute_capabilities`` is empty, the toolkit chooses the GPUs. ``workspace_bytes`` limits the
+    device memory that a kernel may use as scratch (None: no limit). ``builder_level`` is 0 (quick to build) to 5 (quick
+    to run), or None for the toolkit's default. ``version_compatible`` lets later versions of TensorRT run the engine.
+    ``hardware`` (``ampere-plus`` or ``same-capability``) lets other GPUs run the engine. If ``kernels`` is set, accel's
+    operators become plugins where possible. An operator without a plugin is built from its function body. With
+    ``kernels``, ``plugin_library`` is the sha256 of this machine's plugin library, or empty if there is no library. The
+    sha256 keeps engines of different libraries apart in the cache.
     """
 
     toolkit: str = "tensorrt-rtx"
@@ -92,12 +92,13 @@ def engine_from_onnx(src: Artifact, config: EngineFromOnnxConfig, out: Path) -> 
     """Builds an engine from ``src`` (kind ``onnx``) into ``out``.
 
     The artifact has the signature of the built network. The network's dims have the names of the dims of ``src``, and
-    the ranges of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. If
-    an operator uses both the plugin library and another implementation, ``plugins`` names the library, which the engine
-    needs. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
+    the ranges of the profiles. In the properties, ``plugins`` has the implementation of each of accel's operators. For
+    an operator with two implementations, ``plugins`` names the plugin library, because the engine needs the library to
+    run. The notes have the ONNX nodes of each kernel, the warnings, and the reason for each function body.
 
-    Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, ``UnsupportedHere`` for an
-    unsupported compute capability, ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` for other failures.
+    Raises ``MissingExtra`` without the toolkit, ``BadInputSpec`` for a wrong profile, and ``UnsupportedHere`` for an
+    unsupported compute capability. Raises ``InvalidModel`` for a broken file, and ``EngineNotBuilt`` if the build
+    fails.
     """
     if not toolkit_runtime(config.toolkit).installed:
         raise MissingExtra(config.toolkit, config.toolkit)
@@ -138,7 +139,7 @@ def _precision(path: Path) -> str:
 
 
 def build_options(config: EngineFromOnnxConfig) -> dict[str, Any]:
-    """Returns the options of the builder that differ from its defaults. A rebuild needs these options, too."""
+    """Returns the options of the builder that differ from its defaults. A rebuild of the engine needs these options."""
     names = ("builder_level", "workspace_bytes", "version_compatible", "hardware", "kernels")
     said = {name: getattr(config, name) for name in names}
     return {name: value for name, value in said.items() if value is not None and value is not False}
@@ -198,11 +199,12 @@ def _signature(source: Signature, built: Mapping[str, Any], profiles: Sequence[O
 def check_engine(path: Path, *, toolkit: str | None = None) -> str | None:
     """Returns the fault of an engine file in one line, or None. Needs no GPU.
 
-    First compares the bytes with the manifest beside the file, if present. Only this comparison finds a flipped bit in
-    the weights. Then the toolkit (default: the toolkit that the manifest names, else ``tensorrt-rtx``) reads the file
-    in a child process. Without a GPU the toolkit reads only header and layout, which is enough to find a truncated or
-    foreign file, or a damaged header. If an engine calls accel's plugins, they are loaded first. Raises ``BadConfig``
-    or ``UnsupportedHere`` if there is a plugin library that can't be loaded.
+    First compares the bytes with the manifest beside the file, if present. Only the comparison with the manifest finds
+    a flipped bit in the weights. After the comparison, ``toolkit`` reads the file in a child process. By default,
+    ``toolkit`` is the toolkit that the manifest names, or else ``tensorrt-rtx``. Without a GPU the toolkit reads only
+    header and layout, which is enough to find a truncated or foreign file, or a damaged header. If the engine calls
+    accel's plugins, the plugin library is loaded before the engine. Raises ``BadConfig`` or ``UnsupportedHere`` if the
+    plugin library can't be loaded.
     """
     if not path.is_file():
         return f"{path} does not exist; check the path"

@@ -38,8 +38,8 @@ class FitTensorRtConfig(StageConfig):
 
 @dataclass
 class _Scale:
-    """A scale and zero point. ``symmetric`` returns the scale for int8 with zero point 0, which covers the larger half
-    of the old range."""
+    """A scale and zero point. ``symmetric`` returns a scale for int8 with zero point 0. The new scale covers the larger
+    half of the old range."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -59,11 +59,12 @@ class _Scale:
 def fit_tensorrt(src: Artifact, config: FitTensorRtConfig, out: Path) -> Artifact:  # noqa: ARG001
     """Rewrites the quantization and the float64 parts of ``src`` (kind ``onnx``) for TensorRT.
 
-    An int32 bias becomes float, exactly. Uint8 and asymmetric int8 become symmetric int8. This is exact for uint8 with
-    zero point 128. Any other range gets a coarser scale, and the gate compares the outputs. Nodes in float64 become
-    float32, as they silently would in an engine, unless an input or output of the model is float64. The notes count the
-    changed ``biases``, ``weights`` and ``activations``, and have an entry ``float64`` if nodes in float64 were changed.
-    Raises ``NotFitted`` if the result fails the checker.
+    An int32 bias becomes float, exactly. Uint8 and asymmetric int8 become symmetric int8. The change from uint8 to int8
+    is exact for zero point 128. For other zero points, the scale becomes coarser, and the gate compares the outputs.
+    Nodes in float64 become float32, because TensorRT would silently compute them in float32. If an input or output of
+    the model is float64, nodes in float64 stay unchanged. The notes count the changed ``biases``, ``weights`` and
+    ``activations``, and have an entry ``float64`` if nodes in float64 were changed. Raises ``NotFitted`` if the result
+    fails the checker.
     """
     model = read_proto(src.path, weights=True)
     # A local function with float64 inside is inlined first, so that its nodes can be rewritten.

@@ -27,7 +27,7 @@ from accel.sources.onnx.file import all_nodes
 
 from .transposed_weights import transpose_weights
 
-DOMAIN = "accel"  # The domain of accel.kernels.onnx.function. To import that module would load torch.
+DOMAIN = "accel"  # A copy from accel.kernels.onnx.function, because importing that module loads torch.
 # The library's plugins. Plugin fields hold the options that an operator's name encodes.
 CONVOLUTION, PRODUCT = "FusedConv2d", "FusedGemm"
 QUICK_PLUGIN = "quick plugin"
@@ -40,7 +40,8 @@ _ALIGNED = 16
 @dataclass(frozen=True, kw_only=True)
 class PluginChoice:
     """``operator`` is a name in the domain ``accel``. ``nodes`` counts the operator's nodes that this choice covers.
-    ``by`` is ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason`` explains a function body."""
+    ``by`` is ``PLUGIN_LIBRARY``, ``QUICK_PLUGIN`` or ``FUNCTION_BODY``. ``reason`` tells why the operator uses its
+    function body."""
 
     operator: str
     nodes: int
@@ -54,9 +55,9 @@ class PluginChoice:
 def choose_plugins(trt: Any, model: onnx.ModelProto, capability: str) -> list[PluginChoice]:
     """Chooses an implementation for each of accel's operators in ``model``, and registers the plugins with TensorRT.
 
-    ``capability`` is the compute capability of the GPU. An operator with two implementations has two choices, and the
-    library's choice is the last. Returns an empty list if the model has none of accel's operators. Raises the errors of
-    ``load_plugin_library``.
+    ``capability`` is the compute capability of the GPU. If the nodes of an operator use two implementations, the result
+    has two choices for the operator, the plugin library's last. Returns an empty list if the model has none of accel's
+    operators. Raises the errors of ``load_plugin_library``.
     """
     nodes = defaultdict(list)
     for node in all_nodes(model.graph):
@@ -170,9 +171,9 @@ def with_plugins(
 
     ``model`` was read from ``source``. The path is in ``folder`` if some weights are transposed.
 
-    Some versions of the parser prefer function bodies to plugins. So nodes with a plugin name the plugin, and the
-    function bodies of these nodes are removed. The library has one plugin for all products and one for all
-    convolutions, so the options in an operator's name become attributes.
+    A node with a plugin gets the plugin's version and namespace as attributes. Function bodies that no node uses any
+    more are removed, because some versions of the parser prefer function bodies to plugins. The library has one plugin
+    for all products and one for all convolutions, so the options in an operator's name become attributes.
     """
     takers: dict[str, set[str]] = {}
     for choice in choices:

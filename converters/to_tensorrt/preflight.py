@@ -19,7 +19,7 @@ NO_BIAS = "quantize it without quantizing biases (accel optimize and accel prefl
 IN_FLOAT32 = "compute it in float32 (accel optimize and accel preflight --fix do, and compare)"
 STANDARD = "rewrite it with standard ONNX operators or export with another opset"
 
-# The fixes to advise if the rewritten graph computes other outputs.
+# The fixes to advise if the rewritten graph computes other outputs than the original.
 NEEDS_FLOAT64 = "change the model so that float32 is enough, or use the target ort-cpu, which computes in float64"
 NEEDS_OWN_SCALES = "quantize the float model again, with accel optimize --precision int8 --data"
 
@@ -29,7 +29,7 @@ FIRST_WITH = {"bfloat16": PRECISIONS["bf16"].min_capability, "float8": PRECISION
 # The dtypes that TensorRT lacks. TensorRT has uint8, but only for inputs and outputs of a graph.
 _UNKNOWN = ("UINT16", "INT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128")
 
-# The parser is recursive. Its largest stack (1 GiB) is enough for a chain of this many nodes.
+# The parser is recursive. The largest stack of a build (1 GiB) is enough for a chain of this many nodes.
 LONGEST_CHAIN = 400_000
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -58,9 +58,9 @@ def preflight(
 ) -> list[Refusal]:
     """Returns every node of ``path`` that TensorRT refuses or silently computes as something else.
 
-    ``capabilities`` lists the GPUs to build for. ``supported`` maps an operator to whether the toolkit's parser knows
-    it, and may be empty. ``read`` is the model in the file, if already loaded. Raises ``InvalidModel`` if ``path`` is
-    not an ONNX file.
+    ``capabilities`` lists the GPUs to build for. ``supported`` tells for each operator whether the toolkit's parser
+    knows the operator, and may be empty. ``read`` is the model in the file, if already loaded. Raises ``InvalidModel``
+    if ``path`` is not an ONNX file.
     """
     from accel.runtimes.onnx_rounded import elem_types, inlined, tensor_types
 
@@ -183,8 +183,8 @@ def _nonzero(tensor: onnx.TensorProto | None) -> bool:
 
 
 def computes_in_float64(graph: onnx.GraphProto) -> bool:
-    """Tells whether ``fit_tensorrt`` can rewrite the float64 parts of ``graph``: whether ``graph`` has float64 inside,
-    but not at inputs or outputs."""
+    """Tells whether ``graph`` has float64 parts that ``fit_tensorrt`` can rewrite. Float64 parts can be rewritten if no
+    input and no output is float64."""
     from onnx import TensorProto
 
     if any(v.type.tensor_type.elem_type == TensorProto.DOUBLE for v in (*graph.input, *graph.output)):
@@ -242,7 +242,7 @@ def _types(graph: onnx.GraphProto, types: Mapping[str, int], capabilities: Seque
 
 
 def _unknown_type(node: onnx.NodeProto, types: Mapping[str, int], ends: Collection[str]) -> str:
-    """Returns an input's or output's dtype that TensorRT lacks, or "" if TensorRT has all dtypes of ``node``.
+    """Returns the first dtype of an input or output that TensorRT lacks, or "" if TensorRT has all dtypes of ``node``.
 
     Ignores QuantizeLinear and DequantizeLinear, because ``_quantization`` checks these nodes.
     """

@@ -50,7 +50,7 @@ class InputShapes:
     def parse(cls, text: str) -> InputShapes:
         """Reads min, opt and max of an input from a text such as ``input_ids=1x8,8x128,64x512``.
 
-        Raises ``BadInputSpec`` for any other text.
+        Raises ``BadInputSpec`` for a text of another form.
         """
         name, equals, rest = text.strip().rpartition("=")  # a tensor's name may contain "=", and a shape can't
         shapes = rest.split(",")
@@ -75,8 +75,9 @@ class OptimizationProfile:
 def parse_profiles(texts: Iterable[str], signature: Signature) -> tuple[OptimizationProfile, ...]:
     """Reads profiles from texts such as ``input_ids=1x8,8x128,64x512``, one for each input of each profile.
 
-    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, a wrong rank, a
-    changed fixed dim, min > opt or opt > max, and different ranges for one dim.
+    A repeated input starts the next profile. Raises ``BadInputSpec`` for an unknown or missing input, and for a shape
+    of the wrong rank. Also raises ``BadInputSpec`` if a fixed dim is changed, if min > opt or opt > max, or if one dim
+    has different ranges.
     """
     groups: list[dict[str, InputShapes]] = []
     for text in texts:
@@ -96,7 +97,7 @@ def default_profile(signature: Signature) -> OptimizationProfile | None:
 
 
 def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> OptimizationProfile:
-    """Returns a profile of these shapes. Raises ``BadInputSpec`` if the shapes contradict ``signature`` or one
+    """Returns the profile with the given shapes. Raises ``BadInputSpec`` if the shapes contradict ``signature`` or one
     another."""
     specs = {spec.name: spec for spec in signature.inputs}
     dims: dict[str, DimRange] = {}
@@ -107,7 +108,7 @@ def checked_profile(inputs: Sequence[InputShapes], signature: Signature) -> Opti
         spec = specs[shapes.name]
         if len(shapes.min) != len(spec.shape):
             raise BadInputSpec(
-                f"profile {shapes} has rank {len(shapes.min)}, the model takes {spec}; give {len(spec.shape)} sizes"
+                f"profile {shapes} has rank {len(shapes.min)}, but the model takes {spec}; give {len(spec.shape)} sizes"
             )
         for axis, dim in enumerate(spec.shape):
             found = shapes.range(axis, signature.dims[dim].step if isinstance(dim, str) else 1)
@@ -141,8 +142,8 @@ def merged_dims(profiles: Sequence[OptimizationProfile]) -> dict[str, DimRange]:
 def _all_covered(signature: Signature, given: set[str], dims: Mapping[str, DimRange]) -> None:
     """Raises ``BadInputSpec`` if a dynamic input isn't ``given``, and names the shapes to add.
 
-    The shapes to add use the range of each dim in ``dims``, which comes from the shapes of other inputs. A dim that is
-    not in ``dims`` has its range in the signature.
+    The shapes to add use the ranges in ``dims``, which come from the shapes of other inputs. For a dim that is not in
+    ``dims``, the shapes use the range in the signature.
     """
     ranges = {**signature.dims, **dims}
     missing = [shapes for shapes in _shapes_at(signature, ranges) if shapes.name not in given]

@@ -1,8 +1,8 @@
 """TensorRT's timing cache: the builder's measurements of kernels on this GPU, saved for later builds.
 
-(TensorRT's developer guide, "The timing cache".) Only the data-center toolkit has a timing cache. TensorRT for RTX
-measures nothing during a build, and caches kernels where the engine runs. The file name holds the version of the
-toolkit and the compute capability of the GPU. TensorRT checks the version and the GPU itself, too.
+TensorRT's developer guide describes timing caches in "The timing cache". Only the data-center toolkit has a timing
+cache. TensorRT for RTX measures nothing during a build, and caches kernels where the engine runs. The file name holds
+the version of the toolkit and the compute capability of the GPU. TensorRT itself also checks the version and the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def timing_file(folder: Path, version: str, capability: str) -> Path:
 def use_timing_cache(config: Any, file: Path) -> None:
     """Gives the saved measurements to the builder's ``config``, or an empty timing cache to fill.
 
-    Ignores a timing cache that is damaged or of another GPU, because a timing cache only makes builds quicker.
+    Ignores a damaged timing cache and a timing cache of another GPU, because a timing cache only makes builds quicker.
     """
     for known in (_read(file), b""):
         cache = config.create_timing_cache(known)

@@ -105,8 +105,8 @@ def shipped() -> Iterator[tuple[Config, str, int]]:
 class HandWritten:
     """A kernel of ``csrc`` that uses no tensor cores. Every compiled library has this kernel.
 
-    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled. gemv takes at most as many rows as its
-    tile has.
+    ``tile`` has M and N in elements and K in bytes, where 0 means not tiled. The kernel gemv takes at most as many rows
+    as its tile has.
     """
 
     name: str

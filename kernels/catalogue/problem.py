@@ -22,8 +22,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def out_dtype(asked: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """Returns the output dtype: ``asked`` if it is given, else the dtype of ``a``. For int8 and fp8 inputs, ``asked``
-    is required."""
+    """Returns the output dtype, which is ``asked`` or by default the dtype of ``a``. Int8 and fp8 inputs need
+    ``asked``."""
     found = a.dtype if asked is None else asked
     if NAMES.get(found) not in OUT_DTYPES:
         wanted = "pass out_dtype=torch.float16, torch.bfloat16 or torch.float32"
@@ -72,7 +72,9 @@ def conv_spec(
             "use torch.nn.functional.conv2d for a grouped convolution"
         )
     if x.dtype != weight.dtype:
-        raise BadFeeds(f"x is {x.dtype} and weight {weight.dtype}; cast one of them, as a kernel never casts silently")
+        raise BadFeeds(
+            f"x is {x.dtype} and weight {weight.dtype}; cast one of them, because a kernel never casts silently"
+        )
     stride, padding, dilation = geometry
     spec = ConvSpec(
         images=x.shape[0],

@@ -1,7 +1,7 @@
 """The reference for all kernels: a product and its epilogue in float64, once in numpy and once in torch.
 
-The torch version is also the implementation for the CPU. There it sums and applies the epilogue in fp32, as the GPU
-kernels do. ``gemm_bound`` gives the error that tests allow in a product.
+The torch version is also the implementation for the CPU. On the CPU, the torch version sums products and computes the
+epilogue in fp32, as the GPU kernels do. ``gemm_bound`` gives the error that tests allow in a product.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32
 
 # For each output dtype, the largest relative rounding error, and the smallest step near zero.
 ROUNDING = {"fp32": (2.0**-24, 2.0**-149), "fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
-# The largest slope |act'| of each activation, rounded up. It is 1.129 for GELU (at x = 1.41) and 1.0998 for SiLU (at x
-# = 2.40), where the second derivative is zero.
+# The largest slope |act'| of each activation, rounded up. The largest slope is 1.129 for GELU (at x = 1.41) and 1.0998
+# for SiLU (at x = 2.40), the points where the second derivative is zero.
 SLOPE = {"none": 1.0, "relu": 1.0, "gelu_tanh": 1.13, "gelu_erf": 1.13, "silu": 1.1}
 
 
@@ -63,8 +63,8 @@ def gemm_numpy(spec: GemmSpec, a: npt.NDArray[Any], b: npt.NDArray[Any], **opera
 def conv2d_numpy(
     spec: ConvSpec, x: npt.NDArray[Any], weight: npt.NDArray[Any], **operands: npt.NDArray[Any]
 ) -> Float64:
-    """Computes ``spec`` in float64, one position of the kernel after the other. ``x`` is NHWC and ``weight`` (O, kh,
-    kw, C).
+    """Computes ``spec`` in float64, by adding up one position of the kernel after the other. ``x`` is NHWC and
+    ``weight`` (O, kh, kw, C).
 
     Returns (images, out height, out width, O).
     """
@@ -102,7 +102,7 @@ def act_torch(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def epilogue_torch(spec: EpilogueSpec, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Applies scales, bias, activation and residual to ``x`` (..., N). The result keeps the dtype of ``x``, and isn't
+    """Applies scales, bias, activation and residual to ``x`` (..., N). The result has the dtype of ``x``, and isn't
     rounded to the output dtype."""
     if spec.row_scale:
         x = x * operands["row_scale"].to(x.dtype).unsqueeze(-1)
@@ -165,14 +165,14 @@ def quantize_rowwise_torch(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, t
 def gemm_bound(
     spec: GemmSpec, a: torch.Tensor, b: torch.Tensor, operands: Operands, *, unit: float = 2.0**-23
 ) -> torch.Tensor:
-    """Returns, for each element of the output, the largest error that a correct implementation can have: (M, N) in
-    float64.
+    """Returns the largest error that a correct implementation can have, for each element of the output. The result is
+    (M, N) in float64.
 
     In any order, a sum of K products has an error of at most K*u*|a|@|b| (Higham, Accuracy and Stability, section 3.1).
-    ``unit`` is u. Its default is for tensor cores, which truncate. A CPU rounds, with half of this error. The scales
-    and the bias add four roundings. The activation multiplies the error by its slope. Its exp or erf adds an error of
-    2**-20 of the input, as a GPU's fast exp does. The residual and the rounding to the output dtype add the last
-    errors.
+    ``unit`` is u. The default of ``unit`` is for tensor cores, which truncate. For a CPU, half of the default is
+    enough, because a CPU rounds. The scales and the bias add four roundings. The activation multiplies the error by its
+    slope. The exp or erf in the activation adds an error of 2**-20 of the input, as a GPU's fast exp does. The residual
+    and the rounding to the output dtype add the last errors.
     """
     e = spec.epilogue
     magnitude = a.double().abs() @ b.double().abs()

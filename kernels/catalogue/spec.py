@@ -7,7 +7,7 @@ and ``out`` (M, N). Products are summed in fp32 (int8: exactly, in int32), the e
 rounded once.
 
 A convolution is a product with M = images * output height * output width, K = kernel height * kernel width * input
-channels and N = output channels. The images that a convolution takes and returns are NHWC.
+channels and N = output channels. The input and the output of a convolution are NHWC.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EpilogueSpec:
     """The operations between the product and the output.
 
     ``act`` is one of ``ACTS``, and ``out_dtype`` one of ``OUT_DTYPES``. The four flags tell which operands exist.
-    Raises ``UnknownName`` for another activation or dtype.
+    Raises ``UnknownName`` for an unknown activation or dtype.
     """
 
     act: str = "none"
@@ -58,7 +58,7 @@ class EpilogueSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSpec:
-    """A product: the sizes M, N, K >= 1, the dtype of both operands, the epilogue.
+    """A product, with the sizes M, N and K (at least 1), the dtype of both operands, and the epilogue.
 
     Raises ``BadFeeds`` for a size under 1, ``UnknownName`` for an unknown dtype, and ``UnsupportedHere`` if the int8
     sum could overflow its int32 accumulator.
@@ -96,7 +96,8 @@ class GemmSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvSpec:
-    """A convolution: NHWC input, weights (output channels, kernel height, kernel width, input channels), one group.
+    """A convolution of one group. The input is NHWC, and the weights are (output channels, kernel height, kernel width,
+    input channels).
 
     ``stride``, ``padding`` and ``dilation`` are (height, width). Raises ``BadFeeds`` if the output would be empty.
     """

@@ -121,7 +121,7 @@ class Unit:
 
     @property
     def dtypes(self) -> str:
-        """Returns the pair of dtypes as the names of configurations have it, such as ``fp16`` or ``int8_bf16``."""
+        """Returns the pair of dtypes as spelled in the names of configurations, such as ``fp16`` or ``int8_bf16``."""
         return self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
 
     @property

@@ -1,8 +1,8 @@
 """Chooses the implementation that computes a problem.
 
 Compute capability and layout decide which kernels can run. The tuner's choice is preferred. Without a tuner's choice,
-the sizes of the problem decide. If no kernel can run, the reference computes the problem. The dtypes are the same for
-every choice.
+the sizes of the problem decide. If no kernel can run, the reference computes the problem. The dtype of the output
+doesn't depend on the choice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..catalogue.units import NATIVE, NativeConfig
 
 SMALL_M = 16
 # The number of tiles that fill a GPU, which is the number of multiprocessors of the smallest data-center GPU. A tile is
-# too large for a problem that needs fewer tiles.
+# too large for a problem that needs fewer tiles than this.
 ENOUGH_TILES = 108
 AnyConfig = Config | NativeConfig | HandWritten
 
@@ -137,8 +137,8 @@ def choose(
     operands, or the weights of a convolution, are dense and at addresses that are multiples of 16. ``native`` names the
     kernels of the compiled library, both CUTLASS's and those of ``HAND_WRITTEN``. ``residual_dtype`` is None if the
     residual has the output's dtype. ``tuned_name`` is the tuner's choice for this problem. ``vectors`` is True if
-    Triton can load both operands in vectors (see ``in_vectors``): each operand has one stride of 1, and its address and
-    its other strides are multiples of 16.
+    Triton can load both operands in vectors (see ``in_vectors``). For this, each operand needs one stride of 1, and an
+    address and other strides that are multiples of 16.
     """
     if capability is None:
         return Choice(config=None, reason="the CPU runs the reference")

@@ -44,8 +44,8 @@ def why(
 ) -> str:
     """Says in one sentence which implementation would run, and why. The arguments are those of ``choose``.
 
-    If ``native`` is None, the kernels are those of the built library. If ``tuned_name`` is None, the tuner's choice for
-    the current GPU is used, unless this GPU has another compute capability.
+    If ``native`` is None, the kernels are those of the built library. If ``tuned_name`` is None and the current GPU has
+    the compute capability ``capability``, the tuner's choice for the current GPU is used.
     """
     if native is None:
         native = native_names(capability)

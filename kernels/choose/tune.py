@@ -1,4 +1,4 @@
-"""The tuner: times every configuration of a problem, and verifies the fastest before it is stored.
+"""The tuner times every configuration of a problem, and verifies the fastest configuration before storing the result.
 
 ``choose_fastest`` picks one of the given candidates with the given timer. ``tune`` calls ``choose_fastest`` with the
 kernels of a product or a convolution on this machine's GPU.
@@ -43,9 +43,9 @@ CONVOLUTIONS = (
 ADDED = ("none", "bias", "residual", "bias+residual")
 ROTATED_BYTES = 256 << 20  # more than any GPU's L2 cache, so that each call reads its operands from memory
 BLOCK_MICROSECONDS = 10_000.0
-LAUNCH_MICROSECONDS = 500.0  # If a call takes less than this, Python's overhead may be most of its time.
-MOST_SETS = 256  # With 1 MiB each, as for BERT-base's smallest layer, so many sets fill ROTATED_BYTES.
-RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, and takes milliseconds or more.
+LAUNCH_MICROSECONDS = 500.0  # In a shorter call, Python's overhead may be most of the time.
+MOST_SETS = 256  # So many sets of 1 MiB (BERT-base's smallest layer) fill ROTATED_BYTES.
+RECORDED_CALLS = MOST_SETS  # A CUDA graph has one call for each set, so a replay takes milliseconds or more.
 BLOCKS = 5
 
 
@@ -77,8 +77,8 @@ class Tuned:
 
 
 def choose_fastest(key: Key, candidates: Sequence[Candidate], *, timer: Callable[[Run], float], table: Table) -> Tuned:
-    """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct one into
-    ``table``.
+    """Times every candidate, then verifies the candidates from the fastest on, and puts the first correct candidate
+    into ``table``.
 
     ``timer`` returns the microseconds of a call. A candidate that fails, or whose error is over the bound, is refused.
     """
@@ -116,7 +116,7 @@ def specs(
     decoder.
 
     ``added`` lists the terms added to the product, each one of ``ADDED``. Products in int8 and fp8 are tuned for fp16
-    and bf16 output. Raises ``UnknownName`` for another term.
+    and bf16 output. Raises ``UnknownName`` for an unknown term.
     """
     for words in added:
         if words not in ADDED:
@@ -209,7 +209,7 @@ def rotated_operands(spec: GemmSpec | ConvSpec, device: torch.device) -> list[Op
     """Returns several sets of operands. All sets together have ``ROTATED_BYTES``, so that no call finds its set in a
     cache.
 
-    Returns at most ``MOST_SETS`` sets, even if they have fewer bytes together.
+    Returns at most ``MOST_SETS`` sets, even if all sets together have fewer bytes than ``ROTATED_BYTES``.
     """
     first = operands_for(spec, device)
     bytes_each = sum(operand.numel() * operand.element_size() for operand in first[:2])
@@ -266,7 +266,7 @@ def patches(spec: ConvSpec, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Returns ``x`` viewed as integers of the same size.
 
-    Few operators take float8. In some versions of torch, even indexing doesn't take it.
+    Few operators take float8 tensors. In some versions of torch, float8 tensors can't even be indexed.
     """
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
@@ -289,7 +289,7 @@ def microseconds(run: Run) -> float:
     events.
 
     Replays a CUDA graph of the calls, because Python's overhead for a launch often takes longer than the kernel. Calls
-    ``run`` directly if it can't be recorded.
+    ``run`` directly if the calls can't be recorded.
     """
 
     def block(calls: int, step: Run = run) -> float:
@@ -314,11 +314,11 @@ def microseconds(run: Run) -> float:
 
 
 def recorded(run: Run, calls: int) -> Run | None:
-    """Returns ``calls`` calls of ``run`` as one CUDA graph, or None if they can't be recorded."""
+    """Returns ``calls`` calls of ``run`` as one CUDA graph, or None if the calls can't be recorded."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
-        # torch.cuda.graph would empty the allocator's cache each time.
+        # Doesn't use torch.cuda.graph, which would empty the allocator's cache each time.
         with torch.cuda.stream(torch.cuda.Stream()):
             graph.capture_begin(capture_error_mode="thread_local")  # CUDA calls of other threads don't end the capture
             try:

@@ -134,7 +134,7 @@ def find_tensorrt_plugins(capability: tuple[int, int] | None, cache: Path | None
     """Returns the library of TensorRT plugins to load, or None. ``$ACCEL_TENSORRT_LIBRARY`` is preferred to the newest
     library that fits.
 
-    Plugins fit if they were built from the present sources, and their kernel library has tensor-core GEMMs for this
+    Plugins fit if they were built from the present sources. Their kernel library also needs tensor-core GEMMs for this
     compute capability (None for any).
     """
     given = os.environ.get(TENSORRT_CHOSEN)

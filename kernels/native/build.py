@@ -68,9 +68,9 @@ def build(
 ) -> Built:
     """Builds the library for architectures such as ``sm_90a``, or takes it from the cache if the sources are the same.
 
-    ``units`` names the CUTLASS units to compile, by default all units of these architectures. With ``()``, no unit is
-    compiled, and CUTLASS isn't needed. ``jobs`` is the number of files to compile at a time, by default one per core.
-    Compiling a file takes up to 3 GB of memory.
+    ``units`` names the CUTLASS units to compile, by default all units of these architectures. If ``units`` is ``()``,
+    no unit is compiled, and CUTLASS isn't needed. ``jobs`` is the number of files to compile at a time, by default one
+    per core. Compiling a file takes up to 3 GB of memory.
 
     Raises ``UnknownName`` for an unknown architecture or unit, ``UnsupportedHere`` without nvcc, ``MissingExtra``
     without the headers of CUTLASS, and ``BuildFailed`` with the compiler's first error.
@@ -138,8 +138,8 @@ def find_library(cache: Path | None = None, *, capability: tuple[int, int] | Non
     """Returns the library to run, or None. If ``$ACCEL_KERNEL_LIBRARY`` names a library, returns that library.
     Otherwise returns the best library that was built from the present sources.
 
-    The best library has the most tensor-core GEMMs. Of libraries with equally many, the newest is taken. Libraries
-    without code for the compute capability ``capability`` (None for any) are left out.
+    The best library has the most tensor-core GEMMs. Among libraries with the same number of GEMMs, the newest is the
+    best. Libraries without code for the compute capability ``capability`` (None for any) are left out.
     """
     given = os.environ.get(CHOSEN)
     if given:

@@ -95,7 +95,8 @@ class Compilers:
         with self._changing:
             if self._ended:
                 raise BuildFailed("the build was stopped before this file was compiled; run the build again")
-            # A separate process group, because nvcc starts other compilers, which have to end with the build.
+            # Runs in a separate process group, because nvcc starts other compilers, and they have to end with the
+            # build.
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,

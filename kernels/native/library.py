@@ -42,8 +42,8 @@ class Problem(ctypes.Structure):
 
 
 class Library:
-    """A library made by ``accel kernels build``. The library loads without a GPU, but calls of the library then raise
-    ``UnsupportedHere``.
+    """A library made by ``accel kernels build``. The library loads without a GPU, but without a GPU, calls of the
+    library raise ``UnsupportedHere``.
 
     Raises ``BuildFailed`` if the file is not a kernel library, or has another interface version.
     """

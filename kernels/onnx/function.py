@@ -90,8 +90,8 @@ class FusedGemm:
     ``product`` is ``matmul`` if A can have any rank, and ``gemm_nn`` or ``gemm_nt`` if A is a matrix. B is (N, K) in
     ``gemm_nt``. ``dtype``, one of ``DTYPES``, is the dtype of the output and the residual. ``operand`` is the dtype of
     A and B, by default ``dtype``. The body computes in fp32 if ``operand`` differs from ``dtype``, or if there are
-    scales. Then bias and scales are fp32, and otherwise the bias has ``dtype``. The inputs are in the order A, B, bias,
-    row_scale, col_scale, residual, of which the last four are optional.
+    scales. In a body that computes in fp32, bias and scales are fp32. In any other body, the bias has ``dtype``. The
+    inputs are in the order A, B, bias, row_scale, col_scale, residual, of which the last four are optional.
     """
 
     product: str
@@ -153,7 +153,7 @@ class FusedGemm:
         a, b = formal["a"], formal["b"]
         if self.operand == TensorProto.INT8 or (self.operand == TensorProto.FLOAT8E4M3FN and tensorrt):
             # A DequantizeLinear with a scale of 1 converts to fp32, because TensorRT takes neither MatMulInteger nor a
-            # Cast from these dtypes. ONNX Runtime fuses the nodes to MatMulInteger.
+            # Cast from int8 or fp8. ONNX Runtime fuses the int8 nodes to MatMulInteger.
             unit = body.constant(1.0, "unit")
             a, b = (body.add("DequantizeLinear", [v, unit], f"wide_{n}") for n, v in (("a", a), ("b", b)))
         else:
@@ -269,7 +269,7 @@ class FusedConv2d:
 
 
 def parse(name: str) -> FusedGemm | FusedConv2d | QuantizeRowwise:
-    """Returns the operator called ``name``. Raises ``UnknownName`` for any other name."""
+    """Returns the operator called ``name``. Raises ``UnknownName`` if ``name`` is not the name of an operator."""
     by_name = {text: dtype for dtype, text in DTYPES.items()}
     operands = {text: dtype for dtype, text in OPERANDS.items()}
     epilogue = rf"(_bias)?(?:_({'|'.join(ACTS[1:])}))?(_residual)?_({'|'.join(by_name)})"

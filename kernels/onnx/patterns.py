@@ -116,7 +116,7 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
     """Replaces every chain of nodes that can be fused in ``model``, in place. Returns the names of the functions, in
     graph order.
 
-    Raises ``UnsupportedHere`` below opset 13 or IR 8, which can't hold functions.
+    Raises ``UnsupportedHere`` below opset 13 or IR 8, because such a model can't hold accel's functions.
     """
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
     if opset < MIN_OPSET or model.ir_version < MIN_IR:
@@ -162,8 +162,8 @@ def fuse_products(model: onnx.ModelProto, *, residual: bool = True) -> list[str]
 
 
 def _drop_unused_constants(model: onnx.ModelProto) -> None:
-    """Removes constants that no node reads any more, such as the numbers in a fused GELU. Runtimes would warn of
-    them."""
+    """Removes constants that no node reads any more, such as the numbers in a fused GELU, because runtimes warn of
+    unused constants."""
     used = _names(model.graph) | {value.name for value in model.graph.input}
     for held in (model.graph.initializer, model.graph.node):
         for at in reversed(range(len(held))):
@@ -267,8 +267,8 @@ def _written_out(x: str, graph: _Graph) -> tuple[str, list[onnx.NodeProto]] | No
     the node of the result last.
 
     GELU can be written in many ways, so the computed values identify the activation. Computes the nodes after ``x``
-    until a single value remains. Compares this value with the activation whose formula has the same function, such as
-    Erf.
+    until a single value remains. A function among these nodes, such as Erf, tells which activation to compare the value
+    with.
     """
     values: dict[str, Any] = {x: _POINTS}
     nodes: list[onnx.NodeProto] = []

@@ -101,8 +101,8 @@ def gemm(
         config = replace(config, block_m=min(config.block_m, 32), block_n=32, block_k_bytes=16 * BYTES[dtype])
     got = run_gemm(spec, a, b, operands, config, kernels, interpreted=True)
     exact = reference.gemm_torch(spec, a, b, operands)
-    # The interpreter truncates to bfloat16, with an error of up to a whole unit. A GPU rounds, with an error of up to
-    # half a unit.
+    # The interpreter truncates to bfloat16, so its error is up to one unit in the last place. A GPU rounds, so its
+    # error is at most half a unit in the last place.
     return reference.error_over_bound(
         got, exact, reference.gemm_bound(spec, a, b, operands) * (2 if out == "bf16" else 1)
     )
@@ -214,7 +214,8 @@ def plugin_conv(dtype: str, given: tuple[str, ...], geometry: dict[str, Any], de
     tiles = -(-spec.gemm.m // 32) * 2
     kernel[(tiles,)](first(x), first(w), *map(first, operands.values()), *scalars, out, **constants)
     exact = reference.conv2d_torch(spec, x, w, operands)
-    # The limit covers fp32 sums and one rounding of the result. The interpreter truncates a bfloat16 result.
+    # The limit covers fp32 sums and one rounding of the result. The limit for bfloat16 is larger, because the
+    # interpreter truncates to bfloat16 instead of rounding.
     unit = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-7}[dtype]
     limit = unit * exact.abs() + 1e-5 * float(exact.abs().max())
     return reference.error_over_bound(out.cpu().permute(0, 2, 3, 1), exact, limit)
@@ -231,7 +232,7 @@ def cases(kernels: Any) -> dict[str, Any]:
                     full, out = sizes[0] > 1, "bf16" if dtype == "bf16" else "fp16"
                     arguments = (kernels, config.name, dtype, sizes, ACT[dtype], out, full)
                     found[f"{config.name} {dtype} {sizes} {ACT[dtype]}"] = (gemm, arguments)
-                # K is 16 elements longer than one step, so that TMA can load such rows too.
+                # K is one step and 16 elements, so that row lengths are multiples of 16 bytes, as TMA needs.
                 over = (config.block_m + 5, config.block_n + 3, config.block_k(dtype) + 16)
                 arguments = (kernels, config.name, dtype, over, ACT[dtype], out, True, False)
                 found[f"{config.name} {dtype} shipped tile"] = (gemm, arguments)

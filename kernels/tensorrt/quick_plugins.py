@@ -113,7 +113,7 @@ def without_scratch(ptx: str, kept: int) -> str:
     """Returns ``ptx`` with only the first ``kept`` parameters of its entry.
 
     Triton appends pointers to scratch memory, which TensorRT would leave unset. Raises ``BuildFailed`` if the code
-    reads such a pointer.
+    reads one of the appended pointers.
     """
     entry = re.search(r"\.entry\s+([\w$]+)\(\s*(.*?)\s*\)", ptx, re.DOTALL)
     if entry is None:

@@ -1,8 +1,8 @@
 """``fused_gemm``, ``fused_conv2d`` and ``quantize_rowwise``, the Python interface of the kernels.
 
-The three functions are PyTorch operators (``torch.ops.accel``), which ``torch.compile`` doesn't split. ``fused_gemm``
-and ``fused_conv2d`` are differentiable. On the CPU, an operator runs the reference with the GPU's arithmetic. On a GPU,
-an operator runs the kernel that ``accel.kernels.choose.dispatch`` chooses.
+The three functions are PyTorch operators (``torch.ops.accel``), and ``torch.compile`` keeps each call as a single node.
+``fused_gemm`` and ``fused_conv2d`` are differentiable. On the CPU, an operator runs the reference with the GPU's
+arithmetic. On a GPU, an operator runs the kernel that ``accel.kernels.choose.dispatch`` chooses.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def quantize_rowwise(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> tuple[
 
     ``x`` is about ``q * scale[:, None]``, where scale is max|row| / 127 (int8) or max|row| / 448 (float8).
     ``fused_gemm`` takes q as ``a`` and the scale as ``row_scale``. Raises ``BadFeeds`` for an ``x`` that isn't a float
-    matrix, and for any other ``dtype``.
+    matrix, and for an unsupported ``dtype``.
     """
     return operators.quantize_rowwise(x, dtype)  # type: ignore[no-any-return]
 

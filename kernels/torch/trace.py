@@ -48,7 +48,7 @@ def trace(module: nn.Module, example_inputs: Sequence[Any] | None) -> fx.GraphMo
 def adds_in_place(module: nn.Module) -> bool:
     """Tells whether the code of a submodule, or of functions called in the same file, has operators such as ``x += y``.
 
-    A trace has ``x + y`` instead, which doesn't change x for other users of x.
+    A trace records ``x + y`` instead, and then the other users of x get the unchanged x.
     """
     return any(map(_kind_adds_in_place, {type(part) for part in module.modules()}))
 

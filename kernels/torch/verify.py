@@ -1,4 +1,4 @@
-"""Verifies a fused module: runs it and the original on the same inputs and compares the outputs."""
+"""Verifies a fused module, by comparing its outputs with those of the original module on the same inputs."""
 
 from __future__ import annotations
 

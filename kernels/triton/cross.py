@@ -20,9 +20,9 @@ from .launch import GROUP, PARTS_TILE, flags, tile
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8", "fp8_e4m3": "*fp8e4nv"}
 FULL = EpilogueSpec(act="gelu_erf", bias=True, residual=True, row_scale=True, col_scale=True)
 MOST_IMPRECISE = 128  # The most elements of K that a sum in 14 bits may cover, as in csrc/cutlass/sm90.cu.
-# The arguments that are multiples of 16 when dispatch chooses a large tile. One stride of each operand is 1 instead.
-# ``DIVISIBLE`` also has the pointers to memory that the launch allocates. The number of rows or pixels, and the
-# addresses of the epilogue's operands, can be any number.
+# The arguments that are multiples of 16 when dispatch chooses a large tile. Each operand also has a stride of 1, which
+# is not in this set. ``DIVISIBLE`` also has the pointers to memory that the launch allocates. The number of rows or
+# pixels and the addresses of the epilogue's operands need not be multiples of 16.
 OPERANDS = frozenset({"a", "b", "x", "weight", "stride_am", "stride_bn", "stride_m", "N", "K", "C"})
 DIVISIBLE = OPERANDS | {"out", "q", "scales", "parts"}
 CONV = {"KH": 3, "KW": 3, "SH": 1, "SW": 1, "PH": 1, "PW": 1, "DH": 1, "DW": 1, "FIRST": False}
@@ -44,7 +44,8 @@ class Compiled:
     instruction: str
     kernel: str = ""
     imprecise: int = 0
-    """For an fp8 product on sm_90: how much of K the tensor cores sum up in 14 bits before fp32 takes over."""
+    """In an fp8 product on sm_90, the number of elements of K that the tensor cores sum up in 14 bits before the sum
+    continues in fp32."""
 
     @property
     def problem(self) -> str:
@@ -141,7 +142,8 @@ def _kind(config: Config, kernel: str, name: str, dtype: str, epilogue: Epilogue
 
 
 def _imprecise(ttgir: str) -> int:
-    """Reads from Triton's intermediate code how much of K the fp8 tensor cores sum up before fp32 takes over."""
+    """Reads from Triton's intermediate code how many elements of K the fp8 tensor cores sum up before the sum continues
+    in fp32."""
     products = [line for line in ttgir.splitlines() if "ttng.warp_group_dot " in line and "f8E4M3" in line]
     return max((int(k) for line in products for k in re.findall(r"maxNumImpreciseAcc = (\d+)", line)), default=0)
 

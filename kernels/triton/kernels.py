@@ -3,8 +3,8 @@
 
 The kernels are a pointer GEMM (with split-K), a persistent GEMM on TMA descriptors, an implicit-GEMM convolution, and
 row-wise quantization. For a missing operand, the caller passes any pointer and turns off the ``HAS_`` flag. Upper-case
-arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` multiplies in fp32. The interpreter needs it,
-because its dot products of bfloat16 and float8 are wrong.
+arguments of type ``constexpr`` are compile-time constants. ``UPCAST`` multiplies in fp32. The interpreter needs
+``UPCAST``, because the interpreter's dot products of bfloat16 and float8 are wrong.
 """
 
 import triton
@@ -211,8 +211,8 @@ def store_quotients(v, scale, q, at, K, QMAX: tl.constexpr, INTEGER: tl.constexp
 def quantize_rowwise(x, q, scales, K, stride_m, stride_k, QMAX: tl.constexpr, INTEGER: tl.constexpr, BK: tl.constexpr):
     """Quantizes one row per program: finds its largest magnitude, then its quotients.
 
-    A NaN in the row makes the scale NaN. The first BK elements stay in registers. Only the rest of a longer row is read
-    twice.
+    A NaN in the row makes the scale NaN. The first BK elements stay in registers. If a row is longer than BK, the
+    elements after the first BK are read twice.
     """
     row = tl.program_id(0).to(tl.int64)
     steps = tl.arange(0, BK)

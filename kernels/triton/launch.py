@@ -130,7 +130,7 @@ def run_quantize(x: torch.Tensor, dtype: str, kernels: Any) -> tuple[torch.Tenso
 def row_config(columns: int, dtype: str) -> Config:
     """Returns the configuration whose block holds a row in registers, at most 16 elements a thread.
 
-    The block has at least 1024 elements and at most as many as the largest shipped block.
+    The block has at least 1024 elements, and is at most as large as the largest shipped block.
     """
     largest = get("quantize_8192")
     block = min(max(1 << (columns - 1).bit_length(), 1024), largest.block_k(dtype))
