@@ -48,7 +48,7 @@ NAMES = [
 
 
 def make(name: str) -> Case:
-    """Returns the model with random weights. The detectors need torchvision's own operators."""
+    """Returns the model with random weights. The zoo can't make detectors, which need torchvision's C++ operators."""
     import torchvision
 
     part, _, model_name = name.rpartition("/")
