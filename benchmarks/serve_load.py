@@ -6,8 +6,8 @@ VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 can't s
 h2load sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes
 its turn in every round. Needs a quiet machine. All requests go to 127.0.0.1.
 
-h2load can't see an error in a gRPC call's trailers. So after each run of accel, the script compares the server's
-statistics with the answers that h2load counted. serve_goals.py tells whether the goals are met.
+After each run of accel, the script compares the server's statistics with the answers that h2load counted, because
+h2load can't see an error in a gRPC call's trailers. serve_goals.py tells whether the goals are met.
 """
 
 from __future__ import annotations
@@ -418,7 +418,7 @@ def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
 
 
 def why_missed(rows: list[Row]) -> list[str]:
-    """Returns lines that compare the goals with the bare servers of the same run."""
+    """Returns lines that tell which figures the bare servers reached in the same run."""
     found = {(r.scenario, r.server, r.concurrency): r for r in rows}
 
     def ratio(scenario: str, server: str, others: tuple[str, ...]) -> float | None:
