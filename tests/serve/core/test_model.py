@@ -87,7 +87,7 @@ def test_retiring_waits_for_a_request_that_is_being_taken(tmp_path: Path) -> Non
 
 
 class Context:
-    """The fields of an RPC context that a stream uses."""
+    """Has the fields of an RPC context that a stream uses."""
 
     def add_callback(self, callback: Any) -> bool:
         return True

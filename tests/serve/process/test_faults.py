@@ -153,8 +153,8 @@ LEVELS = """{"max_batch_size": 1, "dynamic_batching": {"priority_levels": 2, "de
 
 
 def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
-    """Fails if the ``timeout`` of a request (gRPC or HTTP) behind a hung session doesn't end the wait, isn't read as
-    microseconds, or is applied although the model's config forbids timeouts."""
+    """Fails if a request that waits behind a hung session doesn't end after its ``timeout`` in microseconds. Also fails
+    if the ``timeout`` has an effect although the model's config forbids timeouts."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [3] * 4}
     body = json.dumps({"parameters": {"timeout": 200_000}, "inputs": [x]}).encode()
     with (
