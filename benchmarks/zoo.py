@@ -69,7 +69,7 @@ def main() -> None:
             if family not in FAMILIES:
                 raise SystemExit(f"no family {family}; the families are {', '.join(FAMILIES)}")
             families.setdefault(family, []).extend([name] if name else [])
-        if len(families) > 1:  # the families import different packages, so each gets its own process
+        if len(families) > 1:  # one process for each family, because families import different packages
             for family, names in families.items():
                 models = [f"{family}/{name}" for name in names] or [family]
                 others = [word for word in sys.argv[1:] if word not in (asked.models or ())]

@@ -1,4 +1,4 @@
 """The models of ``benchmarks/zoo.py``, with one module for each family.
 
-Each module has a function ``make(name)`` that returns a ``Case``, and the names in ``NAMES`` or from ``names()``.
+In each module, ``make(name)`` returns a ``Case``. ``NAMES`` or ``names()`` has the names of the models.
 """

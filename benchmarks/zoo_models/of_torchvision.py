@@ -53,7 +53,7 @@ def make(name: str) -> Case:
 
     part, _, model_name = name.rpartition("/")
     if part == "detection":
-        raise NotMade("its operators in C++ need another build of torch")
+        raise NotMade("torchvision's C++ operators need another build of torch")
     place = getattr(torchvision.models, part) if part else torchvision.models
     options = {"weights_backbone": None} if part == "segmentation" else {}
     if model_name in ("googlenet", "inception_v3"):

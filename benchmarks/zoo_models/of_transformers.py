@@ -106,7 +106,7 @@ def _model(name: str, few: bool) -> Any:
     if hasattr(config, "use_cache"):
         config.use_cache = False  # exports a single pass without a cache
     count = 0
-    with contextlib.suppress(Exception), torch.device("meta"):  # some constructors read values, which meta tensors lack
+    with contextlib.suppress(Exception), torch.device("meta"):  # some constructors fail on meta tensors
         count = sum(p.numel() for p in getattr(transformers, kind)(config).parameters())
     if count > 30_000_000:
         raise NotMade(f"{count / 1e6:.0f} million parameters")
@@ -162,7 +162,7 @@ def _case(model: Any) -> Case:
     if decoded:
         dynamic["decoder_input_ids"] = {0: "batch"}
     if not dynamic:
-        raise NotMade(f"inputs of another kind: {main}")
+        raise NotMade(f"the zoo can't make the input {main}")
     boxes = "bbox" in takes and text
 
     def example(batch: int, size: int) -> dict[str, torch.Tensor]:

@@ -89,7 +89,7 @@ class AllPairs(nn.Module):
 
 
 class WideAndDeep(nn.Module):
-    """Adds a linear and a deep part over the cross layers of a dict of features."""
+    """Takes a dict of features, and adds the results of cross layers and of a deep net."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ def _calls(case: Case) -> Calls:
             found.append((batch, size, arguments, leaves(call(case.module, copied(arguments)))))
         except Exception as error:  # a model may raise anything
             if index < 2:
-                raise NotMade(f"it fails in eager mode: {type(error).__name__}: {_line(error)}") from error
+                raise NotMade(f"the model fails in eager mode: {type(error).__name__}: {_line(error)}") from error
     if not found[0][3]:
         raise NotMade("it returns no tensor")
     if any(not bool(torch.isfinite(t).any()) for t in found[0][3] if t.is_floating_point() and t.numel()):

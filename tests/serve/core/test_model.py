@@ -97,7 +97,7 @@ class Context:
 
 
 class Held:
-    """A server that answers its requests on command, in any order."""
+    """A server that answers each request only when the test asks for the answer."""
 
     def __init__(self, decoupled: bool) -> None:
         self.tracing = None

@@ -229,8 +229,8 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
 @pytest.mark.parametrize("mark", ["2", "3"])
 def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
     """Fails if a killed client's request stays pending, or if the session runs a waiting request of a killed client.
-    Also fails if the kill affects the server or another caller. The killed client's request is running if ``mark`` is
-    2, and waiting if ``mark`` is 3."""
+    Also fails if killing the client affects the server or another caller. The killed client's request is running if
+    ``mark`` is 2, and waiting if ``mark`` is 3."""
     address = f"127.0.0.1:{faulty.ports['grpc']}"
     model = faulty.server.repository.get("bad")
     with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:

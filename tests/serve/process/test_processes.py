@@ -271,8 +271,8 @@ process.stop()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
-    """Fails if a serving process maps memory for each large tensor. Before the server starts, malloc maps 31 MiB
-    separately. Afterwards, malloc takes 31 MiB from the heap."""
+    """Fails if a serving process maps memory for each large tensor. Before the server starts, malloc maps a block of 31
+    MiB. After the start, malloc takes such a block from the heap."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],
