@@ -135,8 +135,8 @@ def run(name: str, artifacts: Mapping[str, Artifact], settings: Mapping[str, Any
 
 @dataclass(frozen=True)
 class Claim:
-    """A goal and its result: ``right`` of ``runs`` runs gave the right verdict, and ``wrong`` names the other runs.
-    ``holds`` tells whether enough runs were right."""
+    """A goal and its result. ``right`` is the number of runs with the right verdict, out of ``runs``. ``wrong`` names
+    the runs with a wrong verdict. ``holds`` is true if the goal is met."""
 
     text: str
     right: int

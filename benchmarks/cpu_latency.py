@@ -8,7 +8,8 @@ Each row is a model at one batch size. In paired blocks, a row compares PyTorch 
 (fp32, quantize_static, quantize_dynamic), OpenVINO by hand with NNCF, and accel's choice. Each measured row is written
 at once (benchmarks/results/cpu_latency.json and .md), so an interrupted run continues later. The page tells whether the
 goal is met. The script needs a quiet machine. The page shows the time of each row. On two cores the script should take
-less than 25 minutes. The options ``--rounds 7 --seconds 0`` make it shorter.
+less than 25 minutes. The options ``--rounds 7 --seconds 0`` make the run
+shorter.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
     asked = parser.parse_args()
     names = {f"{model}-b{batch}": (model, batch) for model, batch in ROWS}
 
-    # The rows of a model share its files. The cache is empty, so that this run reuses no older stage.
+    # All rows of a model use the same files. The cache is empty, so that this run reuses no older stage.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ACCEL_CACHE_DIR"] = f"{folder}/cache"
         made: dict[str, Made] = {}
@@ -68,8 +69,8 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A model with its data and the artifacts that the other tools made of the model. ``failed`` maps a tool that
-    failed to the tool's error."""
+    """A model with its data and the artifacts that the other tools made of the model. ``failed`` maps the
+    name of each failed tool to the error."""
 
     model: Model
     folder: Path
@@ -207,7 +208,7 @@ def markdown(body: dict[str, Any]) -> str:
     lines += [f"{line}  " for line in (shared.pop() if len(shared) == 1 else ["The machine is said with each row."])]
     lines += ["Made by `python benchmarks/cpu_latency.py`. Medians over paired blocks in separate processes.", ""]
     lines += [goal(rows)]
-    lines += ["", body["remark"]] if "remark" in body else []  # handwritten notes about this machine
+    lines += ["", body["remark"]] if "remark" in body else []  # a remark that a person has added to the results
     for name, found in rows.items():
         chosen = found["optimize"]["chosen"]["name"]
         lines += ["", f"## {found['title']}, batch {found['batch']} (`{name}`, {found['seconds']} s)", ""]

@@ -125,7 +125,7 @@ def runs(spec: GemmSpec, sets: list[tune.Operands]) -> dict[str, Run]:
 
 def compiled(spec: GemmSpec, sets: list[tune.Operands]) -> Run:
     """Returns the same computation compiled by torch.compile with max-autotune."""
-    # Without a reset, torch.compile no longer compiles the lambda from the ninth call of ``compiled`` on.
+    # Without this reset, torch.compile would compile only the lambdas of the first eight calls.
     torch._dynamo.reset()
     out = reference.TORCH_DTYPES[spec.epilogue.out_dtype]
     act = spec.epilogue.act
@@ -328,7 +328,7 @@ def supervise(
             body |= {"rows": [*body["rows"], named(spec, why) | {"goals": {}}], "left": body["left"] - 1}
         elif waiting := uncompiled(body["rows"]):
             waiting[0].setdefault("errors", {})["torch.compile"] = why
-        else:  # every row, also with torch.compile, was already measured
+        else:  # every row was measured, with and without torch.compile
             return False
         write(body, folder)
         return True
@@ -337,8 +337,10 @@ def supervise(
 
 
 def earlier(folder: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """Returns the results of an earlier run, so that this run can add rows. Exits if the earlier run had another
-    setup than ``here`` or other rows: one table can't mix results of two GPUs or library versions."""
+    """Returns the results of an earlier run, so that this run can add rows.
+
+    Exits if the earlier run measured other problems, or if its GPU or library versions differ from ``here``.
+    """
     before = read(folder)
     other = [name for name, value in here.items() if before and before.get(name) != value]
     rows = [(row["shape"], row["dtype"]) for row in before.get("rows", ())]

@@ -7,8 +7,8 @@
 
 Steps run one after another. The commands of a step run side by side. If a step fails or takes too long, the next step
 still runs. The files are written after each step, so an interrupted run keeps its results. Nothing is downloaded. The
-library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu). If this folder has no
-library, nvcc builds one there.
+library is $ACCEL_KERNEL_LIBRARY, or else the library in $ACCEL_CACHE_DIR (default: build/gpu). If neither exists, nvcc
+builds the library in $ACCEL_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 PYTHON = sys.executable
-# A GPU machine may have other versions than constraints.txt. Warnings of other versions must not fail a test.
+# The versions on a GPU machine may differ from constraints.txt, and their warnings must not fail a test.
 PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
 # -v prints each test on a separate line, because a run that is cut off or crashes prints no summary with the names.
 TESTS = (*PYTEST, "-v", "-rfEs", "--durations=5")
@@ -70,7 +70,7 @@ def run_steps(
             try:
                 row["commands"] = _side_by_side(step.commands(left), started + left, environment())
                 row["result"] = _result(row["commands"])
-            except Exception as error:  # the function that returns the commands may raise as well
+            except Exception as error:  # the function that makes the commands may raise, too
                 row |= {"result": "FAILED", "commands": [{"command": [], "code": 1, "said": f"{error}", "failed": []}]}
             row["seconds"] = round(time.monotonic() - started, 1)
         rows.append(row)
@@ -147,7 +147,7 @@ def _words(command: dict[str, Any]) -> list[str]:
 
 
 def gpu_files(root: Path = ROOT) -> list[str]:
-    """Returns the files with tests for a GPU. The other test files need packages that such a machine may not have."""
+    """Returns the files with tests for a GPU. Files without such tests may need packages that the machine lacks."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [
         str(file.relative_to(root)) for file in files if re.search(r"mark\.gpu\b", file.read_text(encoding="utf-8"))
@@ -206,7 +206,7 @@ def steps(cores: int, out: Path, go_on: bool = False) -> list[Step]:
     build = [PYTHON, "-m", "accel", "kernels", "build", "--arch", "native"]
     benchmark = [PYTHON, "benchmarks/gpu_gemm.py", "--out", str(out)]
     side_by_side = max(1, min(14, cores - 2))
-    # Runs only these files, because a file that can't be imported ends pytest before the first test.
+    # pytest gets only the files with such a test, because a file that can't be imported ends pytest at once.
     checked = [
         file for file in gpu_files() if "def test_compute_sanitizer" in (ROOT / file).read_text(encoding="utf-8")
     ]

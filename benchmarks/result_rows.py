@@ -1,4 +1,4 @@
-"""Benchmarks of several rows. Each measured row is written at once, so an interrupted run continues later."""
+"""Runs a benchmark row by row. Each measured row is written at once, so an interrupted run continues later."""
 
 from __future__ import annotations
 

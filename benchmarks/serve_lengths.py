@@ -49,7 +49,7 @@ parameters {{ key: "length_grouping" value {{ string_value: "{grouping}" }} }}
 @dataclass(frozen=True)
 class Row:
     """The results of one model: medians over the rounds. ``rates`` are the requests per second of each round.
-    ``p50_ms`` and ``p99_ms`` are latencies at half of the rate. At half of the rate, ``waited_in_bound`` is the share
+    ``p50_ms`` and ``p99_ms`` are latencies at half of the largest rate. At this load, ``waited_in_bound`` is the share
     of all requests that waited in the queue for at most ``BOUND_MS``. ``in_bound`` has, for each round, the share of
     requests that waited for at most ``BOUND_MS``."""
 

@@ -6,8 +6,8 @@ VENV has mlserver, litserve, onnxruntime and uvloop<0.22 (MLServer 1.7.1 can't s
 h2load sends the requests (apt: nghttp2-client), because it takes far less CPU than a Python client. Each server takes
 its turn in every round. Needs a quiet machine. All requests go to 127.0.0.1.
 
-h2load can't see an error in a gRPC call's trailers. So after each run of accel, the script compares the server's
-statistics with the answers that h2load counted. serve_goals.py tells whether the goals are met.
+After each run of accel, the script compares the server's statistics with the answers that h2load counted, because
+h2load can't see an error in a gRPC call's trailers. serve_goals.py tells whether the goals are met.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ SCENARIOS = (
 class Row:
     """The results of one server: medians over the rounds. ``rates`` are the requests per second of each round.
     ``spread`` is (max - min) / median of ``rates``. ``lost`` and ``twice`` come from the server's counts over all
-    rounds, None for a server without counts."""
+    rounds, and are None for a server without counts."""
 
     scenario: str
     server: str
@@ -174,9 +174,9 @@ def counted(port: int, model: str) -> Iterator[list[tuple[int, int]]]:
     """Compares the requests sent inside this context with the server's own counts.
 
     The caller appends two numbers to the list: the answers that h2load counted, and the largest possible number of open
-    requests when h2load stopped. On exit, this context appends two numbers to the list: the requests that were lost or
-    whose failure h2load didn't see, and the requests that the server answered more than once. Raises RuntimeError if
-    either of the numbers appended on exit is not 0.
+    requests when h2load stopped. On exit, this context appends two more numbers. The first counts the requests that
+    were lost, or that failed without h2load seeing the failure. The second counts the requests that the server answered
+    more than once. Raises RuntimeError if one of these two numbers is not 0.
     """
     before, sent = settled(port, model), list[tuple[int, int]]()
     yield sent
@@ -418,7 +418,7 @@ def markdown(rows: list[Row], overheads: list[Overhead]) -> str:
 
 
 def why_missed(rows: list[Row]) -> list[str]:
-    """Returns lines that compare the goals with the bare servers of the same run."""
+    """Returns lines that tell which figures the bare servers reached in the same run."""
     found = {(r.scenario, r.server, r.concurrency): r for r in rows}
 
     def ratio(scenario: str, server: str, others: tuple[str, ...]) -> float | None:

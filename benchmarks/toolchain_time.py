@@ -4,10 +4,10 @@
     python benchmarks/toolchain_time.py accel --again
 
 The row of accel measures export and optimize, and then both again from the cache. The row of optimum measures its
-export and its ONNX Runtime quantizer. The row of Olive measures its export with dynamic int8. Each of the other tools
-is installed into a separate virtual environment below ``--environments``. If a tool can't be installed, the tool's row
-gives the reason. Times are in seconds and cover the whole commands, imports included. Memory is the largest sum over a
-command's processes. Needs a quiet machine.
+export and its ONNX Runtime quantizer. The row of Olive measures its export with dynamic int8. Olive and
+optimum are installed into separate virtual environments below ``--environments``. If a tool can't be installed, the
+tool's row gives the reason. Times are in seconds and cover the whole commands, imports included. Memory is the largest
+memory that all processes of a command use at one time. Needs a quiet machine.
 """
 
 from __future__ import annotations

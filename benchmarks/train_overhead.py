@@ -7,13 +7,14 @@ Two gloo ranks of one thread train a GPT of 10.7 M parameters with AdamW in floa
 in one process group. The order rotates from turn to turn, so that a disturbance of the machine slows all loops alike.
 accel's loop is a complete training step: data, forward and backward pass, the check that the gradient is finite, the
 log. The bare loop is DDP at ZeRO 0, FSDP2 by block at ZeRO 3, and FSDP2 without resharding after forward at ZeRO 2. The
-loss of the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. DeepSpeed takes part
-with the same stage and optimizer if it is installed beside accel. DeepSpeed may also be in a separate environment of
-the same Python, whose interpreter ``--deepspeed`` names. These commands make the environment: `python -m venv PATH &&
-PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson py-cpuinfo einops msgpack`. Torch and the
-other packages come from accel's environment. This script sets DS_ACCELERATOR=cpu. In each turn, a loop's time is
-divided by the bare loop's time. Each result is the median of this ratio over the turns, less 1, with the 95 % bootstrap
-interval. Needs a quiet machine: other work on the cores makes the interval wider than the result.
+loss of the bare loop is the mean of the batch. The bare loop has no check, no clipping and no log. If DeepSpeed is
+installed, a DeepSpeed loop with the same stage and optimizer takes part. DeepSpeed may also be in a separate
+environment of the same Python, whose interpreter ``--deepspeed`` names. These commands make the environment for
+DeepSpeed: `python -m venv PATH && PATH/bin/pip install --no-deps deepspeed==0.19.8 && PATH/bin/pip install hjson
+py-cpuinfo einops msgpack`. Torch and the other packages come from accel's environment. This script sets
+DS_ACCELERATOR=cpu. In each turn, a loop's time is divided by the bare loop's time. Each result is the median ratio of
+all turns, minus 1, with the 95 % bootstrap interval. Needs a quiet machine: other work on the cores makes the interval
+wider than the result.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def rank_main(out: Path) -> None:
         steps = {"accel": accel_step(zero, out), "bare": bare_step(zero)}
         if importlib.util.find_spec("deepspeed") is not None:
             steps["deepspeed"] = deepspeed_step(zero)
-        gc.collect()  # so that no loop spends time on the garbage of another loop
+        gc.collect()  # so that no loop has to collect the garbage of another loop
         gc.freeze()
         names = list(steps)
         seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -1,16 +1,16 @@
-"""Does accel work the first time, on models that people use?
+"""On how many common models does accel work the first time?
 
-    python benchmarks/zoo.py                                  # the families that need nothing extra
-    python benchmarks/zoo.py own transformers/bert            # a family, one model
-    python benchmarks/zoo.py timm --packages FOLDER           # a family whose packages are in a folder of their own
+    python benchmarks/zoo.py                                  # the families without extra packages
+    python benchmarks/zoo.py own transformers/bert            # a family and one more model
+    python benchmarks/zoo.py timm --packages FOLDER           # a family whose packages are in FOLDER
     python benchmarks/zoo.py --report                         # writes only the page
 
-Each model has small random weights. ``accel.export`` takes the live model, the file is compared with PyTorch at batches
-and sizes that the export didn't see, and ``torch.onnx.export`` alone does the same. Each try is a child process with
-limits of time and memory, forked from a process that has imported the libraries. A result is a line of
-``results/zoo.jsonl``; a run that was interrupted goes on with the models that have no line yet.
+Each model is small and has random weights. The script exports each model twice: with ``accel.export`` and with
+``torch.onnx.export`` alone. Each file is compared with PyTorch at batches and sizes that the export didn't see. Each
+try runs in a child process with limits of time and memory, forked from a process that has imported the libraries. Each
+result is a line of ``results/zoo.jsonl``. After an interruption, the next run tries the models that have no line yet.
 
-The families torchvision, timm, segmentation and diffusers need their packages:
+The families torchvision, timm, segmentation and diffusers need extra packages:
 ``pip install --no-deps --target FOLDER torchvision timm segmentation-models-pytorch diffusers``.
 """
 
@@ -37,7 +37,7 @@ from zoo_models.case import FAMILIES, names_of
 RESULTS = Path(__file__).parent / "results"
 TOOLS = ("accel", "torch.onnx")
 DEFAULT = ("own", "transformers")
-# What the forking process of a family imports beside accel and torch.
+# The modules that a family's forking process imports beside accel and torch.
 PRELOAD = {
     "transformers": "transformers,transformers.modeling_utils,transformers.models.auto.modeling_auto",
     "torchvision": "torchvision,torchvision.models",
@@ -58,7 +58,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Tries the requested models, and writes the page."""
+    """Tries the requested models, and writes the page of results."""
     asked = arguments()
     asked.results.mkdir(parents=True, exist_ok=True)
     path = asked.results / "zoo.jsonl"
@@ -69,7 +69,7 @@ def main() -> None:
             if family not in FAMILIES:
                 raise SystemExit(f"no family {family}; the families are {', '.join(FAMILIES)}")
             families.setdefault(family, []).extend([name] if name else [])
-        if len(families) > 1:  # the forking process of each family imports other packages
+        if len(families) > 1:  # one process for each family, because families import different packages
             for family, names in families.items():
                 models = [f"{family}/{name}" for name in names] or [family]
                 others = [word for word in sys.argv[1:] if word not in (asked.models or ())]
@@ -95,28 +95,28 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("models", nargs="*", help="families or FAMILY/NAME; default: own transformers")
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--packages", default="", help="the folder that has a family's packages")
-    parser.add_argument("--seconds", type=float, default=180, help="the limit of one try")
-    parser.add_argument("--memory", type=float, default=6000, help="the limit of one try in MiB")
-    parser.add_argument("--again", default="", help="try again what has one of these classes: failed,wrong,crashed")
-    parser.add_argument("--optimize", nargs="*", metavar="NAME", help="optimize these models too, or all")
-    parser.add_argument("--limit", type=int, default=None, help="try at most so many")
+    parser.add_argument("--packages", default="", help="the folder with the family's packages")
+    parser.add_argument("--seconds", type=float, default=180, help="the time limit of one try")
+    parser.add_argument("--memory", type=float, default=6000, help="the memory limit of one try in MiB")
+    parser.add_argument("--again", default="", help="repeat the tries with these results, such as failed,wrong")
+    parser.add_argument("--optimize", nargs="*", metavar="NAME", help="also optimize these models, or all")
+    parser.add_argument("--limit", type=int, default=None, help="the largest number of tries")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="write only the page")
+    parser.add_argument("--report", action="store_true", help="only write the page of results")
     return parser.parse_args()
 
 
 def prepare(family: str, packages: str) -> None:
-    """Sets what the forking process reads, and makes the packages importable here."""
+    """Sets the environment variables of the forking process, and makes the packages importable here."""
     if family in WITH_PACKAGES and packages:
         os.environ["ACCEL_ZOO_PACKAGES"] = packages
     os.environ["ACCEL_ZOO_PRELOAD"] = PRELOAD.get(family, "")
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    import zoo_models.preload  # noqa: F401 - the names of some families come from their package
+    import zoo_models.preload  # noqa: F401 - some families read their names from a package
 
 
 def read(path: Path) -> dict[tuple[str, str, str], Row]:
-    """Returns the last result of each model and tool. Leaves out a line that was cut by an interruption."""
+    """Returns the last result of each model and tool. Ignores a line that an interruption left incomplete."""
     found: dict[tuple[str, str, str], Row] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
@@ -130,7 +130,7 @@ def read(path: Path) -> dict[tuple[str, str, str], Row]:
 def pending(
     family: str, names: Iterable[str], tools: Sequence[str], done: Mapping[tuple[str, str, str], Row], again: str
 ) -> list[tuple[str, str, str]]:
-    """Returns the tries without a result, and those whose class is one of ``again``."""
+    """Returns the tries without a result, and the tries whose result has one of the classes in ``again``."""
     repeat = set(filter(None, again.split(",")))
     found = []
     for name in names:
@@ -143,7 +143,7 @@ def pending(
 
 
 class Limits:
-    """The most seconds and MiB of one try."""
+    """The largest time in seconds and memory in MiB of one try."""
 
     def __init__(self, seconds: float, memory: float) -> None:
         self.seconds = seconds
@@ -153,7 +153,7 @@ class Limits:
 def try_all(
     wanted: Sequence[tuple[str, str, str]], path: Path, limits: Limits, budget: float, optimize: set[str]
 ) -> None:
-    """Makes each try in a child, and appends its result to ``path`` at once."""
+    """Runs each try in a child process, and appends the result to ``path`` at once."""
     from zoo_models.trial import run
 
     context = multiprocessing.get_context("forkserver")
@@ -164,7 +164,7 @@ def try_all(
             continue
         seconds = budget or (20.0 if name in optimize else 0.0)
         row = in_child(context, run, (family, name, tool, seconds, False), limits)
-        if row["class"] == "crashed" and "SIG" in row["message"]:  # accel survives a crash in its own child
+        if row["class"] == "crashed" and "SIG" in row["message"]:  # perhaps in code that accel runs in a child
             row = in_child(context, run, (family, name, tool, seconds, True), limits)
         if row["class"] == "not made":
             unmade.add(name)
@@ -176,8 +176,10 @@ def try_all(
 
 
 def in_child(context: Any, target: Callable[..., None], words: Sequence[Any], limits: Limits) -> Row:
-    """Runs ``target(*words, out)`` in a child within ``limits``. Returns the result that the child writes to ``out``,
-    or the class ``crashed`` with the reason."""
+    """Runs ``target(*words, out)`` in a child process within ``limits``.
+
+    Returns the result that the child writes to ``out``, or a result of the class ``crashed`` with the reason.
+    """
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         out = Path(folder, "result.json")
         child = context.Process(target=target, args=(*words, str(out)))
@@ -215,7 +217,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def tree_mib(pid: int) -> float:
-    """Returns the resident memory of a process and its descendants in MiB, without what they share."""
+    """Returns the resident memory of a process and its descendants in MiB, without memory-mapped files."""
     total = 0.0
     for here in descendants(pid):
         try:
@@ -265,7 +267,7 @@ def page(rows: Mapping[tuple[str, str, str], Row], machine: Mapping[str, Any]) -
 
 
 def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
-    """Returns the lines about the models that didn't work at once with accel, and the peer's result."""
+    """Returns a line for each model that didn't work at once with accel, with the result of torch.onnx."""
     lines = ["## What did not work the first time", "", "| model | accel | message | torch.onnx |", "|---|---|---|---|"]
     for (family, name, tool), row in sorted(rows.items()):
         if tool == "accel" and row["class"] in CLASSES and row["class"] != "first":
@@ -276,7 +278,7 @@ def others(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
 
 
 def not_counted(rows: Mapping[tuple[str, str, str], Row]) -> list[str]:
-    """Returns the list of models that the zoo itself can't make."""
+    """Returns a sentence that names the models that the zoo itself can't make."""
     names = [f"{family}/{name}" for (family, name, _), row in sorted(rows.items()) if row["class"] == "not made"]
     names = list(dict.fromkeys(names))
     if not names:

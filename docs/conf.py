@@ -19,11 +19,11 @@ author = "the accel developers"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["myst.xref_missing"]  # allows links to files outside docs/, which a test checks
+suppress_warnings = ["myst.xref_missing"]  # allows links to files outside docs/; a test checks these links
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 smartquotes = False  # smart quotes turn the two hyphens of an option into an en dash
-autodoc_typehints = "none"  # the signature has them
+autodoc_typehints = "none"  # the signature already shows the types
 autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = f"accel {version}"

@@ -1,4 +1,4 @@
-"""The models of ``benchmarks/zoo.py``, a module for each family.
+"""The models of ``benchmarks/zoo.py``, with one module for each family.
 
-A module has ``NAMES`` or a function ``names()``, and a function ``make(name)`` that returns a ``Case``.
+In each module, ``make(name)`` returns a ``Case``. ``NAMES`` or ``names()`` has the names of the models.
 """

@@ -1,4 +1,4 @@
-"""A model of the zoo, and how its inputs are made."""
+"""Builds the zoo's models and their inputs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ FAMILIES = {
 
 
 class NotMade(Exception):
-    """The zoo can't make the model. Such a model says nothing about an exporter, and isn't counted."""
+    """The zoo can't make the model. The counts leave out such models, because no exporter was tried."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A model with its inputs.
 
-    ``example(batch, size)`` returns the arguments of a call, a tuple or a dict, drawn with torch's generator. ``size``
-    is one of ``sizes``, or 0 without sizes. The first size is exported, and all are compared. ``dynamic`` names the
-    dynamic axes of the arguments as ``accel.export`` takes them. Without it, only the batch may be dynamic. ``refusal``
-    is a part of the right message about a model that ONNX can't express; a model that draws random numbers is known
-    without it.
+    ``example(batch, size)`` draws the arguments of a call, a tuple or a dict, with torch's generator. ``size`` is one
+    of ``sizes``, or 0 for a model without sizes. The model is exported at the first size, and compared at every size.
+
+    ``dynamic`` names the dynamic axes of the arguments as ``accel.export`` takes them. If ``dynamic`` is None, only the
+    batch may be dynamic.
+
+    If ONNX can't express the model, ``refusal`` is a part of the message that ``accel.export`` has to give. A model
+    that draws random numbers needs no ``refusal``, because the zoo detects such models itself.
     """
 
     module: Any

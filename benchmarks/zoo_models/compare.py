@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# A relative error that rounding in float32 doesn't reach in these small nets.
+# The largest relative error that counts as rounding: float32 rounds less in the small nets of the zoo.
 LIMIT = 1e-3
 
 
@@ -69,7 +69,7 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
             continue
         a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (one, other))
         odd = [~torch.isfinite(t) for t in (one, other)]
-        # A mask of -1e38 may be minus infinity in one of the two.
+        # The value -1e38 of a mask may be minus infinity in one of the two results.
         if bool((odd[0] != odd[1]).any()):
             odd = [t.abs() > 1e30 for t in (a, b)]
             if bool((odd[0] != odd[1]).any()):
@@ -82,8 +82,11 @@ def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 
 def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> tuple[float, bool]:
-    """Returns the error against the model in float32, and whether ``found`` is right. If the error is large, the model
-    in float64 decides: ``found`` may be four times as far from it as the model in float32."""
+    """Returns the error against the model in float32, and whether ``found`` is right.
+
+    If the error is large, both float32 results are compared with the model in float64. The error of ``found`` may then
+    be four times the error of the model in float32.
+    """
     apart = error(found, wanted)
     if apart <= LIMIT:
         return apart, True
@@ -91,5 +94,5 @@ def judged(module: Any, arguments: Any, found: list[torch.Tensor], wanted: list[
         exact = leaves(call(copy.deepcopy(module).double(), in_double(arguments)))
         own = error(wanted, exact)
         return apart, error(found, exact) <= max(LIMIT, 4 * own) if own < 0.1 else False
-    except Exception:  # the model's code may need float32
+    except Exception:  # the model may not run in float64
         return apart, False

@@ -23,7 +23,7 @@ NAMES = [
 
 
 def make(name: str) -> Case:
-    """Returns the decoder on a small encoder, with random weights, for images of another size than the exported."""
+    """Returns the decoder on a small encoder, with random weights."""
     import segmentation_models_pytorch as smp
 
     encoder = {"DPT": "tu-vit_tiny_patch16_224"}.get(name, "resnet18")

@@ -8,7 +8,7 @@ from .case import Case, NotMade
 
 
 def names() -> list[str]:
-    """Returns the first architecture of each family, by the part of its name before the size."""
+    """Returns one architecture of each family, and prefers small architectures."""
     import timm
 
     found: dict[tuple[str, str], str] = {}
@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def make(name: str) -> Case:
-    """Returns the architecture for small images, if it takes another size, with 10 classes."""
+    """Returns the architecture with 10 classes, for small images if the architecture takes small images."""
     import timm
 
     reasons = []
@@ -29,7 +29,7 @@ def make(name: str) -> Case:
             with torch.device("meta"):
                 probe = timm.create_model(name, num_classes=10, **({"img_size": size} if size else {}))
             options = {"img_size": size}
-        except Exception as error:  # most networks of convolutions take any size and have no such option
+        except Exception as error:  # most convolutional networks take any size and have no option img_size
             reasons.append(str(error)[:100])
             with torch.device("meta"):
                 probe = timm.create_model(name, num_classes=10)

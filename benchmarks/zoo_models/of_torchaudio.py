@@ -1,4 +1,4 @@
-"""Models of torchaudio, whose extension in C++ these models don't use."""
+"""The models of torchaudio that don't use its C++ extension."""
 
 from __future__ import annotations
 

@@ -48,12 +48,12 @@ NAMES = [
 
 
 def make(name: str) -> Case:
-    """Returns the model with random weights. The detectors need torchvision's own operators."""
+    """Returns the model with random weights. The zoo can't make detectors, which need torchvision's C++ operators."""
     import torchvision
 
     part, _, model_name = name.rpartition("/")
     if part == "detection":
-        raise NotMade("its operators in C++ need another build of torch")
+        raise NotMade("torchvision's C++ operators need another build of torch")
     place = getattr(torchvision.models, part) if part else torchvision.models
     options = {"weights_backbone": None} if part == "segmentation" else {}
     if model_name in ("googlenet", "inception_v3"):

@@ -1,4 +1,4 @@
-"""The architectures of transformers, each with the head that people use, from small random configs."""
+"""The architectures of transformers, with small configs and random weights, each with its most common head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from .case import Case, NotMade
 
-# The first of these mappings that has an architecture gives its head.
+# An architecture gets its head from the first of these mappings that contains the architecture.
 _HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ", "MODEL_FOR_MASKED_LM", "MODEL_FOR_CAUSAL_LM",
     "MODEL_FOR_CTC", "MODEL_FOR_AUDIO_CLASSIFICATION", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL_FOR_OBJECT_DETECTION",
@@ -21,7 +21,7 @@ _HEADS = (
     "MODEL_FOR_VIDEO_CLASSIFICATION", "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION", "MODEL_FOR_IMAGE_TO_IMAGE",
     "MODEL_FOR_TOKEN_CLASSIFICATION", "MODEL_FOR_TIME_SERIES_PREDICTION", "MODEL",
 )  # fmt: skip
-# The heads of models that are known for another task than the mappings' order gives.
+# The heads of architectures whose best-known task isn't that of the first mapping.
 _OWN_HEADS = {
     "bert": "MODEL_FOR_SEQUENCE_CLASSIFICATION", "roberta": "MODEL_FOR_TOKEN_CLASSIFICATION",
     "distilbert": "MODEL_FOR_QUESTION_ANSWERING", "deberta-v2": "MODEL_FOR_SEQUENCE_CLASSIFICATION",
@@ -45,10 +45,10 @@ _SMALL = {
     "moe_num_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "sliding_window": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
-# Parts of right messages about models that ONNX can't express. Without padding, aimv2's text encoder also attends to
-# later tokens; with padding, it does not. So its result depends on whether any value of the mask is zero.
+# For each model that ONNX can't express, a part of the message that accel.export has to give. aimv2's text encoder
+# attends to later tokens only if no value of the mask is zero, and a traced graph can't depend on the mask's values.
 _REFUSED = {"aimv2": "the file's outputs are off"}
-# Only the number of layers and rows, for architectures whose sizes depend on each other.
+# The only sizes that are reduced in architectures whose other sizes depend on each other.
 _FEW = ("layers", "layer", "vocab_size", "image_size", "num_labels", "token_id", "max_position_embeddings")
 
 
@@ -78,7 +78,7 @@ NAMES = tuple(
 
 
 def make(name: str) -> Case:
-    """Returns the architecture with a small config, or with few layers if the sizes of a small config don't fit."""
+    """Returns the architecture with a small config, or with few layers if the small sizes don't fit together."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     reasons = []
     for few in (False, True):
@@ -104,9 +104,9 @@ def _model(name: str, few: bool) -> Any:
     small = _small(transformers.AutoConfig.for_model(name).to_dict(), few)
     config = type(transformers.AutoConfig.for_model(name)).from_dict(small)
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # one pass, as for scores; a decoder with its cache is another export
+        config.use_cache = False  # exports a single pass without a cache
     count = 0
-    with contextlib.suppress(Exception), torch.device("meta"):  # some models compute with values when they are made
+    with contextlib.suppress(Exception), torch.device("meta"):  # some constructors fail on meta tensors
         count = sum(p.numel() for p in getattr(transformers, kind)(config).parameters())
     if count > 30_000_000:
         raise NotMade(f"{count / 1e6:.0f} million parameters")
@@ -162,7 +162,7 @@ def _case(model: Any) -> Case:
     if decoded:
         dynamic["decoder_input_ids"] = {0: "batch"}
     if not dynamic:
-        raise NotMade(f"inputs of another kind: {main}")
+        raise NotMade(f"the zoo can't make the input {main}")
     boxes = "bbox" in takes and text
 
     def example(batch: int, size: int) -> dict[str, torch.Tensor]:

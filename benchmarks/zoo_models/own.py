@@ -1,4 +1,4 @@
-"""Modules that people write themselves, by what is special about them."""
+"""Modules such as people write themselves. Each module is named after its special feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control flow, random numbers, and odd arguments and results."""
+"""Modules with control flow, random numbers, or unusual arguments and results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .case import Case
 
 
 class Cond(nn.Module):
-    """Chooses a branch by the values of its input with torch.cond."""
+    """Chooses a branch by the input's values, with torch.cond."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LoopOverLength(nn.Module):
 
 
 class Branch(nn.Module):
-    """An if on a value of the input, which a traced file can't hold."""
+    """Chooses a branch by the input's values, with ``if``, which a traced graph can't express."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Branch(nn.Module):
 
 
 class BranchOnShape(nn.Module):
-    """An if on a size."""
+    """Chooses a branch by a size of the input, with ``if``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class InPlace(nn.Module):
 
 
 class Item(nn.Module):
-    """A number of Python out of a tensor."""
+    """Computes with a Python number read from a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = x.abs().max().item()
@@ -97,21 +97,21 @@ class Item(nn.Module):
 
 
 class MaskedSelect(nn.Module):
-    """Means over the rows that a mask selects, sample by sample."""
+    """Averages the rows that a mask selects, for each sample."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.stack([row[keep].mean(0) for row, keep in zip(x, mask, strict=True)])
 
 
 class NonZero(nn.Module):
-    """The places of positive values: a number of rows that depends on the values."""
+    """Returns the positions of positive values. The number of rows depends on the values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x > 0).nonzero()
 
 
 class Experts(nn.Module):
-    """A mixture of experts that sends each token to its best two."""
+    """A mixture of experts that sends each token to its best two experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Experts(nn.Module):
 
 
 class Options(nn.Module):
-    """Arguments with defaults, flags and None."""
+    """Takes arguments with defaults, a flag and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,14 +144,14 @@ class Options(nn.Module):
 
 
 class Lists(nn.Module):
-    """Lists in and out."""
+    """Takes and returns lists of tensors."""
 
     def forward(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [part.cumsum(-1) for part in parts] + [torch.cat(parts, -1)]
 
 
 class Sorting(nn.Module):
-    """sort, argsort, searchsorted, bucketize, unique values by comparison, quantile."""
+    """Operators that sort or rank: sort, bucketize, median, kthvalue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Sorting(nn.Module):
 
 
 class Algebra(nn.Module):
-    """Products, norms, inverses."""
+    """Linear algebra: products, norms, distances, a trace, a determinant."""
 
     def forward(self, a: torch.Tensor) -> dict[str, torch.Tensor]:
         spd = a @ a.transpose(1, 2) + 4 * torch.eye(4)
@@ -185,7 +185,7 @@ class Inverse(nn.Module):
 
 
 class Half(nn.Module):
-    """Weights in bfloat16, float32 in and out."""
+    """Has bfloat16 weights, and float32 inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Half(nn.Module):
 
 
 class Activations(nn.Module):
-    """Every activation that people use."""
+    """Computes all common activations."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         f = nn.functional

@@ -17,7 +17,7 @@ def conv(a: int, b: int, stride: int = 1) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Two levels down and up, with transposed convolutions or interpolation to the size of the skip."""
+    """A U-Net with two levels, upsampled by transposed convolutions or by interpolation."""
 
     def __init__(self, interpolate: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class UNet(nn.Module):
 
 
 class Vit(nn.Module):
-    """A vision transformer whose positions are interpolated to the image's size."""
+    """A vision transformer that interpolates its position embeddings to the image's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Variants(nn.Module):
 
 
 class Pools(nn.Module):
-    """Pools of every kind, to a list of sizes."""
+    """Returns a list with the results of six pooling operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Pools(nn.Module):
 
 
 class Unpooled(nn.Module):
-    """SegNet: max pooling whose indices place the values again."""
+    """A SegNet: max unpooling with the indices of max pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Warp(nn.Module):
 
 
 class Windows(nn.Module):
-    """Shifted windows with a table of relative positions."""
+    """Attention in shifted windows, with a bias for relative positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Windows(nn.Module):
 
 
 class Yolo(nn.Module):
-    """A head on two scales with a grid of anchors, decoded to boxes and scores, without NMS."""
+    """A YOLO head on two scales that returns boxes and scores, without non-maximum suppression."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class MatrixNms(nn.Module):
-    """The best 20 boxes, whose scores decay by their overlap with better ones: fixed shapes."""
+    """Returns the best 20 boxes, and lowers a box's score by its overlap with better boxes."""
 
     def forward(self, boxes: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best, index = scores.topk(20)
@@ -195,7 +195,7 @@ class MatrixNms(nn.Module):
 
 
 class GreedyNms(nn.Module):
-    """Plain NMS of the best 10 boxes in a loop of fixed length."""
+    """Non-maximum suppression of the best 10 boxes, in a loop of fixed length."""
 
     def forward(self, boxes: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         best, index = scores.topk(10)
@@ -209,7 +209,7 @@ class GreedyNms(nn.Module):
 
 
 class NmsThatSelects(nn.Module):
-    """Boxes above a threshold and not suppressed: the number of rows depends on the values."""
+    """Non-maximum suppression that drops boxes. The number of rows depends on the values."""
 
     def forward(self, boxes: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         best, index = scores.sort(descending=True)
@@ -218,7 +218,7 @@ class NmsThatSelects(nn.Module):
 
 
 class CenterNet(nn.Module):
-    """Peaks of a heat map by a max pool and topk."""
+    """Finds the peaks of a heat map with max pooling and topk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class CenterNet(nn.Module):
 
 
 class DetrHead(nn.Module):
-    """Queries that attend to an image, boxes and classes in a dict."""
+    """Attends from queries to an image, and returns a dict with boxes and classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class DetrHead(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Images of bytes, normalised in the model, and features by the names of layers."""
+    """Normalizes images of bytes, and returns a dict with the features of each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Normalized(nn.Module):
 
 
 class Style(nn.Module):
-    """AdaIN of two images with weight and spectral norms."""
+    """Adaptive instance normalization of two images, with weight norm and spectral norm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from .case import Case
 
 
 class Tagger(nn.Module):
-    """A bidirectional recurrent net over packed sequences, with a label for each token."""
+    """A bidirectional recurrent net that gives each token of a packed sequence a label."""
 
     def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, layers: int = 1) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Tagger(nn.Module):
 
 
 class LastState(nn.Module):
-    """Classifies a sequence by the last state of an LSTM, picked by its length."""
+    """Classifies a sequence by the LSTM's output at the sequence's last token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class WithState(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """An encoder, attention, and a decoder of a fixed number of steps that feeds back its argmax."""
+    """An encoder, attention, and a greedy decoder with a fixed number of steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotated_as_complex(x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x`` with rotary positions as products of complex numbers, as the first Llama has it."""
+    """Returns ``x`` with rotary positions, computed with complex numbers as in the first Llama."""
     half = x.shape[-1] // 2
     angle = torch.outer(torch.arange(x.shape[-2]).float(), 10000.0 ** (-torch.arange(half) / half))
     turn = torch.polar(torch.ones_like(angle), angle)
@@ -187,7 +187,7 @@ class Output:
 
 
 class Gpt(nn.Module):
-    """A GPT with a causal mask in a buffer and learned positions, that returns a dataclass."""
+    """A GPT with learned positions and a causal mask in a buffer. Returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Fourier(nn.Module):
 
 
 class Spectral(nn.Module):
-    """A Fourier neural operator: products of the low modes with complex weights."""
+    """A Fourier neural operator, which multiplies the low frequencies by complex weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Spectral(nn.Module):
 
 
 class Mel(nn.Module):
-    """A log spectrogram by torch.stft, and a convolution."""
+    """A convolution over a log spectrogram from torch.stft."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Mel(nn.Module):
 
 
 class Complex(nn.Module):
-    """A complex linear layer between two real ones."""
+    """Multiplies complex numbers by complex weights, and returns real numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Complex(nn.Module):
 
 
 class Scan(nn.Module):
-    """A state space model by cumulative sums."""
+    """A state space model, computed with cumulative sums and products."""
 
     def __init__(self) -> None:
         super().__init__()

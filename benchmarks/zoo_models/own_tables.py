@@ -11,7 +11,7 @@ from .case import Case
 
 
 class Bag(nn.Module):
-    """Sums the embeddings of a fixed number of items per row."""
+    """Combines the embeddings of each row's items. All rows have the same number of items."""
 
     def __init__(self, mode: str = "mean") -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Bag(nn.Module):
 
 
 class BagWithOffsets(nn.Module):
-    """Sums the embeddings of items whose rows start at offsets."""
+    """Sums the embeddings of each row's items. ``offsets`` has the index of each row's first item."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class BagWithOffsets(nn.Module):
 
 
 class WeightedBag(nn.Module):
-    """Sums embeddings with a weight for each item."""
+    """Sums the weighted embeddings of each row's items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class WeightedBag(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """Dense features, embeddings, and the products of all pairs."""
+    """A DLRM: products of all pairs of a dense feature vector and six embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Dlrm(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """Scores of users and items by the cosine of two vectors."""
+    """Scores each user and item by the cosine of their vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class TwoTower(nn.Module):
 
 
 class AllPairs(nn.Module):
-    """Scores of each query with each document: two batches."""
+    """Scores each query with each document. Queries and documents are two batches of different size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class AllPairs(nn.Module):
 
 
 class WideAndDeep(nn.Module):
-    """A linear part, crosses of DCN, and a deep part over named features."""
+    """Takes a dict of features, and adds the results of cross layers and of a deep net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class WideAndDeep(nn.Module):
 
 
 class Factorization(nn.Module):
-    """DeepFM over fields with offsets into one table."""
+    """A DeepFM whose fields share one embedding table. Each field has an offset in the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class TabTransformer(nn.Module):
 
 
 class Gated(nn.Module):
-    """GLU blocks with sparse masks, as TabNet has them."""
+    """Blocks with gated linear units and feature masks, as in TabNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class TreeEnsemble(nn.Module):
 
 
 class Gcn(nn.Module):
-    """Messages along edges, added with index_add."""
+    """A graph convolution that sums the messages along edges with index_add."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Gcn(nn.Module):
 
 
 class Gat(nn.Module):
-    """Attention over neighbours, with scatter_reduce for the softmax."""
+    """Graph attention, whose softmax over neighbors uses scatter_reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Gat(nn.Module):
 
 
 class Pooled(nn.Module):
-    """GraphSAGE with a mean for each graph, whose number comes from the nodes' graph ids."""
+    """A GraphSAGE layer, and a sum over the nodes of each of four graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Pooled(nn.Module):
 
 
 class Dense(nn.Module):
-    """A graph net over an adjacency matrix, with a residual of einsum."""
+    """A graph net over an adjacency matrix, computed with einsum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Scores(NamedTuple):
 
 
 class Tuple(nn.Module):
-    """Returns a named tuple with integers."""
+    """Returns a named tuple that has an integer tensor."""
 
     def __init__(self) -> None:
         super().__init__()

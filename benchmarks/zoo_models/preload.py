@@ -1,5 +1,7 @@
-"""What the server of forked children imports once, so that a child doesn't. The environment names packages of an own
-folder, whose operators in C++ are declared here instead of loaded."""
+"""Imports the libraries once, in the process from which the children are forked.
+
+$ACCEL_ZOO_PACKAGES names the folder of a family's packages. torchvision's C++ operators are only declared, not loaded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def _declare_torchvision() -> None:
     library = torch.library.Library("torchvision", "DEF")
     for schema in _TORCHVISION:
         library.define(schema)
-    globals()["_library"] = library  # the operators end with it
+    globals()["_library"] = library  # the operators exist as long as the library object
 
 
 import onnxscript  # noqa: E402, F401
@@ -51,8 +53,10 @@ import accel.sources.torch.live  # noqa: E402, F401
 
 
 def _warm_up() -> None:
-    """Exports a small net, because the first export of a process takes seconds more. One thread, because a fork loses
-    the threads of OpenMP."""
+    """Exports a small net, because the first export of a process takes seconds longer than the next.
+
+    Uses one thread, because a forked child lacks the OpenMP threads of its parent.
+    """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     net, x = torch.nn.Linear(2, 2), torch.ones(2, 2)
@@ -64,6 +68,6 @@ if folder := os.environ.get("ACCEL_ZOO_PACKAGES"):
     sys.path.insert(0, folder)
     _declare_torchvision()
 for name in filter(None, os.environ.get("ACCEL_ZOO_PRELOAD", "").split(",")):
-    with contextlib.suppress(Exception):  # a family without its package says so for each model
+    with contextlib.suppress(Exception):  # if the package is missing, each model of the family fails with this error
         importlib.import_module(name)
 _warm_up()

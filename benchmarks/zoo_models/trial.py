@@ -1,4 +1,4 @@
-"""What one child process of the zoo does: one exporter with one model."""
+"""Tries one exporter with one model, in a child process of the zoo."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from accel.converters.graph import simplify
 from zoo_models.case import Case, NotMade, make
 
 EXPORT_BATCH, OTHER_BATCHES = 2, (3, 5)
-# What a message may ask for, as an argument of accel.export.
+# The arguments of accel.export that an error message may ask for.
 _ADVICE = re.compile(r"\b(limit|dims|inputs|opset)=")
 
 
 def run(family: str, name: str, tool: str, optimize: float, apart: bool, out: str) -> None:
     """Tries ``tool`` with a model, and writes the result as JSON to ``out``.
 
-    accel simplifies in a child process. Unless ``apart``, this process does, which saves the start of an interpreter.
+    If ``apart`` is true, accel simplifies in a child process, as it does for users. Otherwise accel simplifies in this
+    process, which saves the start of an interpreter.
     """
-    os.setsid()  # the parent ends the whole group
+    os.setsid()  # the parent kills the whole process group
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         os.environ["ACCEL_CACHE_DIR"] = str(Path(folder, "cache"))
         with contextlib.nullcontext() if apart else mock.patch.object(simplify, "run_in_child", _here):
             found = outcome(family, name, tool, optimize, Path(folder))
     Path(out).write_text(json.dumps(found))
-    os._exit(0)  # threads of a library may keep the process
+    os._exit(0)  # a library's threads could keep the process alive
 
 
 def _here(target: str, /, **arguments: Any) -> Any:
-    """Calls ``target`` in this process, without the arguments that are about a child."""
+    """Calls ``target`` in this process, without the arguments that only a child process needs."""
     return resolve(target)(**{name: value for name, value in arguments.items() if name not in ("timeout", "hidden")})
 
 
@@ -80,13 +81,14 @@ def _line(error: object) -> str:
     return " ".join(text.split())[:700]
 
 
-Calls = list[tuple[int, int, Any, Any]]  # batch, size, the arguments, the tensors of the model's result
+Calls = list[tuple[int, int, Any, Any]]  # each call: batch, size, arguments, and the tensors of the model's result
 
 
 def _calls(case: Case) -> Calls:
     """Runs the model at the exported size, with other numbers at the same size, and at other batches and sizes.
 
-    A batch at which the model fails is left out. Raises ``NotMade`` if the model fails, or returns no tensor.
+    Raises ``NotMade`` if the model fails at the exported size or returns no finite tensor. Leaves out other batches and
+    sizes at which the model fails.
     """
     import torch
 
@@ -102,7 +104,7 @@ def _calls(case: Case) -> Calls:
             found.append((batch, size, arguments, leaves(call(case.module, copied(arguments)))))
         except Exception as error:  # a model may raise anything
             if index < 2:
-                raise NotMade(f"it fails in eager mode: {type(error).__name__}: {_line(error)}") from error
+                raise NotMade(f"the model fails in eager mode: {type(error).__name__}: {_line(error)}") from error
     if not found[0][3]:
         raise NotMade("it returns no tensor")
     if any(not bool(torch.isfinite(t).any()) for t in found[0][3] if t.is_floating_point() and t.numel()):
@@ -111,8 +113,10 @@ def _calls(case: Case) -> Calls:
 
 
 def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
-    """Exports the model as users do, follows the message of an error once, and compares at sizes that the export
-    didn't see."""
+    """Exports the model as a user does, and compares outputs at sizes that the export didn't see.
+
+    If the export fails with advice, repeats the export once with the advised arguments.
+    """
     import accel
     from accel.errors import AccelError
 
@@ -152,7 +156,7 @@ def _with_accel(case: Case, calls: Calls, folder: Path) -> dict[str, Any]:
 
 
 def _advice(message: str) -> dict[str, Any]:
-    """Returns the arguments that a message names with a value, such as ``limit=0.002``."""
+    """Returns the arguments that an error message gives with their values, such as ``limit=0.002``."""
     found: dict[str, Any] = {}
     for match in _ADVICE.finditer(message):
         rest = message[match.end() :]
@@ -176,7 +180,7 @@ def _draws_random_numbers(case: Case, arguments: Any) -> bool:
 
 
 def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, Any]:
-    """Compares ``run`` with the model in each call. Without dynamic dims, only in calls of the exported size."""
+    """Compares ``run`` with the model in each call, or only in calls of the exported size unless ``any_size``."""
     from zoo_models.compare import call, copied, judged, leaves
 
     worst = 0.0
@@ -199,7 +203,7 @@ def _compared(case: Case, calls: Calls, run: Any, any_size: bool) -> dict[str, A
 
 
 def _with_torch(case: Case, calls: Calls, _: Path) -> dict[str, Any]:
-    """Exports the model with ``torch.onnx.export`` alone, and compares in the same calls."""
+    """Exports the model with ``torch.onnx.export`` alone, and compares outputs in the same calls."""
     import torch
 
     if not case.is_torch:
@@ -223,7 +227,7 @@ def _with_torch(case: Case, calls: Calls, _: Path) -> dict[str, Any]:
 
 
 def _dynamic_shapes(case: Case, arguments: Any, takes_batches: bool) -> Any:
-    """Returns the dynamic shapes of all tensors that hold the batch. torch may find that an axis is fixed."""
+    """Returns dynamic shapes for all tensors with a batch axis. torch itself decides whether an axis stays fixed."""
     import torch
 
     auto = torch.export.Dim.AUTO
@@ -252,6 +256,6 @@ def _optimized(path: Path, seconds: float, folder: Path) -> dict[str, Any]:
     try:
         with _silent():
             fast = accel.optimize(path, out=folder / "fast", budget_seconds=seconds)
-    except Exception as error:  # the message goes into the table
+    except Exception as error:  # the result records the message
         return {"optimize": "failed", "optimize_message": f"{type(error).__name__}: {_line(error)}"}
     return {"optimize": f"{fast.speedup:.2f}", "optimize_seconds": round(time.monotonic() - started, 1)}

@@ -1,8 +1,8 @@
 """Proves the tuner's decisions on the CPU, with a stand-in for the timer and the candidates.
 
-These tests fail if a fast wrong candidate wins, or if a problem gets an entry of another bucket, epilogue, GPU, driver
-or library. The tests fail if a damaged file raises an error, or if a half-written file remains. The tests also fail if
-dispatch uses a tuned configuration that can't run the problem.
+These tests fail if a fast wrong candidate wins, or if a problem gets the entry of another bucket of sizes, epilogue,
+GPU, driver or library. The tests fail if a damaged table raises an error, or if a half-written table remains. The tests
+also fail if dispatch uses a tuned configuration that can't run the problem.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_nothing_right_means_nothing_remembered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 @pytest.mark.parametrize("act", ACTS)
 def test_a_real_result_is_verified_against_the_reference(dtype: str, act: str) -> None:
-    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result that lacks a scale, the
-    bias or the residual, has another activation, or has an element that is off by four units of its dtype."""
+    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result without a scale, the bias
+    or the residual, with another activation, or with an element that is off by four units in the last place."""
     for spec in tune.specs([dtype], [act], [(300, 40, 56)], added=("bias", "none", "bias+residual")):
         verified(spec, act)
 
@@ -281,8 +281,9 @@ GEOMETRY = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", "fp8_e4m3", "fp32"])
 def test_a_convolution_is_verified_against_the_reference(dtype: str) -> None:
-    """Fails if the tuner rejects the CPU's result, or accepts a result with another padding, a missing operand, a NaN
-    in the last pixel or a wrong shape. The output has more than 256 pixels, so the tuner checks only some pixels."""
+    """Fails if the tuner rejects the CPU's result. Also fails if the tuner accepts a result with another padding, a
+    missing operand, a NaN in the last pixel or a wrong shape. The output has more than 256 pixels, so the tuner checks
+    only some pixels."""
     shape = ConvSpec(images=3, height=17, width=12, c_in=5, c_out=7, **GEOMETRY)
     for spec in tune.conv_specs([dtype], ["silu"], [shape], added=("bias+residual",)):
         operands = tune.operands_for(spec, torch.device("cpu"))

@@ -1,8 +1,8 @@
 """Proves that the CUTLASS tiles match the table, compile to tensor-core instructions and reject wrong calls.
 
-These tests fail if a tile is in the sources but not in the table, or in the table but not in the sources. The tests
-fail if a family doesn't compile, loses its tensor-core instruction, spills registers or has its wgmma serialized. The
-tests also fail if the library doesn't load without a GPU, or if a wrong call doesn't return its error code.
+These tests fail if the sources and the table don't have the same tiles. The tests fail if a family doesn't compile,
+loses its tensor-core instruction, spills registers or has its wgmma serialized. The tests also fail if the library
+doesn't load without a GPU, or if a wrong call doesn't return its error code.
 """
 
 from __future__ import annotations

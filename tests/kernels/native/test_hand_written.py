@@ -60,8 +60,8 @@ def test_gemv_takes_few_rows_that_no_vector_load_takes() -> None:
     ],
 )
 def test_gemv_takes_nothing_that_it_would_compute_wrongly(spec: GemmSpec, given: dict[str, Any]) -> None:
-    """Fails if dispatch chooses gemv for too many rows, unsupported strides, a library without gemv, or an unsupported
-    dtype of the operands, the output or the residual."""
+    """Fails if dispatch chooses gemv although the rows are too many, the strides or a dtype are unsupported, or the
+    library lacks gemv."""
     assert "gemv" not in chosen(spec, **given)
     assert chosen(spec, triton_installed=False, **given).startswith("reference: Triton is not installed")
 
@@ -165,8 +165,8 @@ def test_the_operator_runs_gemv(dtype: str, act: str, ran: list[str]) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", FLOATS)
 def test_the_operator_quantizes(source: str, dtype: torch.dtype, ran: list[str]) -> None:
-    """Fails if a quantized value differs from the reference, even for rows with gaps, columns with gaps, a repeated
-    row, or a single row."""
+    """Fails if a quantized value differs from the reference. The inputs have gaps between rows, gaps between columns, a
+    repeated row, or a single row."""
     whole = (torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 30).to(TORCH_DTYPES[source])
     whole[1] = 0
     for x in (whole, whole[:, :17], whole[::2], whole[:, ::3], whole[:1].expand(4, 40), whole[2:3, 5:9]):

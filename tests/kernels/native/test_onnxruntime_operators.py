@@ -1,8 +1,9 @@
 """Proves that the C++ operators, built against ONNX Runtime's headers, match the reference and the bodies.
 
-These tests fail if a name from ``accel.kernels.onnx.function`` has no operator, if an operator differs from the float64
-reference, or if ONNX Runtime inlines the body of an existing operator. The tests fail if operands with wrong shapes
-give numbers instead of an error, or if a wrong operator passes the gate of ``accel optimize``.
+These tests fail if a name from ``accel.kernels.onnx.function`` has no operator, or if an operator differs from the
+float64 reference. The tests fail if ONNX Runtime inlines the body although the operator exists. The tests also fail if
+operands with wrong shapes give numbers instead of an error, or if a wrong operator passes the gate of ``accel
+optimize``.
 
 ONNX Runtime's wheels lack the headers. Set $ACCEL_ONNXRUNTIME_INCLUDE to the folder of the headers.
 """

@@ -158,8 +158,8 @@ def operands(function: FusedGemm, m: int | tuple[int, ...], n: int, k: int) -> d
 @needs_compiler
 @pytest.mark.proof
 def test_every_name_has_a_creator(plugins: Plugins) -> None:
-    """Fails if an operator with b as (N, K) and an fp16 or bf16 output doesn't have exactly one creator, or if a
-    creator has a name that accel never generates."""
+    """Fails if an operator with b as (N, K) and an fp16 or bf16 output has no creator. Also fails if two creators have
+    the same name, or if a creator has a name that accel never generates."""
     assert plugins.names[:2] == ["FusedGemm", "FusedConv2d"]
     named = plugins.names[2:]
     assert len(named) == len(set(named)) == 2 * 3 * len(ACTS) * 16
@@ -205,9 +205,9 @@ def test_a_layer_is_the_reference(act: str, dtype: str, plugins: Plugins) -> Non
 @needs_compiler
 @pytest.mark.proof
 def test_rows_are_those_of_all_dimensions(plugins: Plugins) -> None:
-    """Fails if the rows are counted in one dim only. Each dim is small, but the product of the dims, or of their
-    maxima, is too large for the kernel for few rows. The bound is ``gemm_bound`` of the stand-in for a tensor-core
-    GEMM."""
+    """Fails if the plugin takes the number of rows from a single dim instead of the product of the row dims. Each dim
+    here is small, but the product of the dims, or of their maxima, is too large for the kernel for few rows. The bound
+    is ``gemm_bound`` of the stand-in for a tensor-core GEMM."""
     plain = FusedGemm(product="gemm_nt", act="none", bias=False, residual=True, dtype=TensorProto.FLOAT16)
     n, k = 24, 16
     for rows, largest, wanted in (((2, 9), 2, 1), ((2, 3), 8, 1), ((2, 3), 2, 2)):

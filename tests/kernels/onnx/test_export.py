@@ -1,8 +1,8 @@
 """Proves that ``torch.onnx.export`` turns fused modules into operator nodes with bodies and the same outputs.
 
-These tests fail if an operator has no translation, if a body differs from the operator (a scale, a cast, the order of
-the operands), or if a name doesn't identify its operator. The tests also fail if ONNX Runtime can't run a fused module
-from ``accel export``.
+These tests fail if an operator has no translation, or if two operators have the same name. The tests fail if a body
+differs from its operator in a scale, a cast or the order of the operands. The tests also fail if ONNX Runtime can't run
+a fused module from ``accel export``.
 """
 
 from __future__ import annotations

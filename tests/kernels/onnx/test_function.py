@@ -1,8 +1,8 @@
 """Proves that ``accel::FusedGemm`` and ``accel::FusedConv2d`` replace the right ONNX patterns with correct bodies.
 
-These tests fail if a function body differs from the float64 reference, if a pattern is missed, or if a pattern is fused
-although a sum broadcasts or another node reads an inner value. The tests also fail if the checker, ONNX Runtime or
-TensorRT-RTX refuses the result, or if two matches use the same node.
+These tests fail if a function body differs from the float64 reference, or if a pattern is missed. The tests fail if a
+pattern is fused although its sum broadcasts, or although a node outside the pattern reads an inner value. The tests
+also fail if the checker, ONNX Runtime or TensorRT-RTX refuses the result, or if two matches use the same node.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Proves, without a GPU, that TensorRT-RTX fuses the function bodies into few kernels for three GPU architectures.
 
-These tests fail if a body doesn't build, if the epilogue of a product is no longer in the product's kernel, or if int8
-or fp8 operands are converted to another type before the product.
+These tests fail if a body doesn't build, or if the epilogue of a product isn't in the product's kernel. The tests fail
+if int8 or fp8 operands are converted to another type before the product.
 """
 
 from __future__ import annotations

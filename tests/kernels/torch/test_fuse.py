@@ -1,8 +1,8 @@
 """Proves that ``fuse`` replaces the right patterns, reports why other patterns stay, and keeps the outputs.
 
-These tests fail if a pattern is missed or wrongly matched (a sum that broadcasts, an output used twice, a batch norm in
-training mode). The tests also fail if batch norm is folded with a wrong formula, or if the verification accepts a wrong
-copy.
+These tests fail if a pattern is missed. The tests fail if a pattern is fused although a sum broadcasts, an output is
+used twice, or a batch norm is in training mode. The tests also fail if batch norm is folded with a wrong formula, or if
+the verification accepts a wrong copy.
 """
 
 from __future__ import annotations
@@ -153,15 +153,15 @@ def test_the_residual_of_a_convolution_is_inside_the_operation(monkeypatch: pyte
         return right(*a, **k)
 
     monkeypatch.setattr(modules, "fused_conv2d", spy)
-    longer = torch.randn(5, 3, 12, 10)  # the trace used other sizes
+    longer = torch.randn(5, 3, 12, 10)  # the module was traced at other sizes
     torch.testing.assert_close(fused(longer), model(longer), rtol=1e-5, atol=1e-5)
     assert sorted(inside) == [False, True]
     layer = modules.FusedConv2d(torch.randn(4, 3, 3, 2), None, "relu", (2, 1), (1, 2), (2, 1))
     plain = layer(longer[:, :2])
     channels = torch.randn(1, 4, 1, 1)
-    # the sum broadcasts and so is outside the kernel
+    # the sum broadcasts, so the kernel doesn't compute the sum
     torch.testing.assert_close(layer(longer[:, :2], channels), plain + channels)
-    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # a float64 residual is added outside
+    assert layer(longer[:, :2], plain.double()).dtype == torch.float64  # PyTorch adds the residual
     assert inside[2:] == [False] * 3
     torch.testing.assert_close(layer(longer[:, :2], plain), 2 * plain)
     assert inside[-1]
@@ -216,7 +216,7 @@ def test_autocast_is_followed(inside: torch.dtype) -> None:
 
 
 class Written(nn.Module):
-    """A module with statements that write to their input and whose result is unused."""
+    """A module with statements that write to their input and have no other effect."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,8 +74,8 @@ def triton_runs(dtype: str) -> bool:
     return arch is not None and (dtype != "fp8_e4m3" or arch >= 89)
 
 
-# Triton compiles a kernel for each alignment of each epilogue, which takes seconds. So these are many small tests,
-# which can run side by side.
+# For each alignment of each epilogue, Triton compiles a kernel, which takes seconds. The cases are separate tests, so
+# that the compilations run side by side.
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triton_activations(dtype: str, act: str) -> None:

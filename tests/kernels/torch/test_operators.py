@@ -1,8 +1,8 @@
 """Proves that the PyTorch operators pass opcheck, have correct gradients and stay whole under torch.compile.
 
-These tests fail if a schema is wrong about mutation or aliasing, if a fake implementation gives another shape, dtype or
-stride than the real one, or if an autograd formula is wrong. The tests also fail if compiling breaks the graph or
-decomposes the operator.
+These tests fail if a schema is wrong about mutation or aliasing, or if an autograd formula is wrong. The tests fail if
+a fake implementation differs from the real implementation in shape, dtype or stride. The tests also fail if compiling
+breaks the graph or decomposes the operator.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def test_conv_gradients_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operators_whole(dynamic: bool) -> None:
-    """Fails if compiling breaks the graph (an error with fullgraph), if the captured graph doesn't call the operators
-    by name, or if a compiled result differs from the uncompiled result."""
+    """Fails if compiling breaks the graph, which raises an error with fullgraph. Also fails if the captured graph
+    doesn't call the operators by name, or if a compiled result differs from the uncompiled result."""
     calls: list[str] = []
 
     def capture(graph: torch.fx.GraphModule, _: list[Any]) -> Any:

@@ -20,7 +20,7 @@ from accel.serve.security.access import Access, Permission
 
 
 def refuse(_: Any, context: grpc.ServicerContext) -> None:
-    """Answers as the server answers a call without a token."""
+    """Answers every call as a server does if the token is missing."""
     try:
         Access((Permission("web", "0" * 64),)).check(None)
     except ServeError as error:
@@ -47,8 +47,8 @@ def test_a_call_without_a_token_is_told_where_the_token_goes(cli: Any, tmp_path:
 
 
 def test_the_progress_of_a_log_seems_finished(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Fails if the log of several requests ends with an unfinished count, such as "0 of 5 samples", if the log doesn't
-    give the number of samples, or if the bar doesn't end at 100%."""
+    """Fails if the log ends with an unfinished count, such as "0 of 5 samples", or doesn't give the number of samples.
+    Also fails if the progress bar doesn't end at 100%."""
     seen: list[float | None] = []
     log = PlainLines()
 

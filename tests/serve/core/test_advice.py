@@ -24,7 +24,8 @@ TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    """Makes two models. ``words`` looks tokens up in a table of 11 rows. ``later`` looks up the token plus three."""
+    """Makes two models. ``words`` looks tokens up in a table of 11 rows. ``later`` adds three to each token before the
+    lookup."""
     root = tmp_path / "models"
     for name, nodes in (
         ("words", [build.node("Gather", "table ids", "y")]),
@@ -67,8 +68,8 @@ def test_a_token_that_the_vocabulary_does_not_have(words: Path, start: Any) -> N
 
 @pytest.mark.parametrize("wrong", [-1, 8, 99])
 def test_a_declared_range(tmp_path: Path, start: Any, wrong: int) -> None:
-    """Fails if an integer outside the range that a manifest declares is answered, although the table has more rows, or
-    a negative integer silently counts from the end."""
+    """Fails if the server answers a request with an integer outside the manifest's range. The table has more rows than
+    the range, and a negative integer would count from the end of the table."""
     (tmp_path / "words" / "1").mkdir(parents=True)
     made = build.artifact(
         tmp_path / "words" / "1" / "model.onnx",

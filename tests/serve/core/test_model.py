@@ -87,7 +87,7 @@ def test_retiring_waits_for_a_request_that_is_being_taken(tmp_path: Path) -> Non
 
 
 class Context:
-    """The fields of an RPC context that a stream uses."""
+    """Has the fields of an RPC context that a stream uses."""
 
     def add_callback(self, callback: Any) -> bool:
         return True
@@ -97,7 +97,7 @@ class Context:
 
 
 class Held:
-    """A server that answers its requests on command, in any order."""
+    """A server that answers each request only when the test asks for the answer."""
 
     def __init__(self, decoupled: bool) -> None:
         self.tracing = None

@@ -42,7 +42,7 @@ def reason(root: Path) -> str:
     ],
 )
 def test_what_is_refused(tmp_path: Path, group: str, said: str) -> None:
-    """Fails if an unsupported setting is silently accepted, or a supported one is refused."""
+    """Fails if an unsupported setting is silently accepted, or if a supported setting is refused."""
     configure(tmp_path, group)
     found = reason(tmp_path)
     assert said in found

@@ -72,7 +72,7 @@ def test_models_that_share_a_resource(
 def test_sessions_share_the_cores(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, count: int, options: dict[str, int], threads: int
 ) -> None:
-    """Fails if each of several sessions takes all cores, which makes the sessions slower than a single session. Also
+    """Fails if several sessions each start threads for all cores, which makes them slower than a single session. Also
     fails if a single session doesn't get the number of threads of its manifest, or if a configured number is
     ignored."""
     seen = []

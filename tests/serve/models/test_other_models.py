@@ -161,7 +161,8 @@ def test_an_engine(tmp_path: Path, serve: Any) -> None:
 
 @pytest.mark.skipif(find_spec("ncnn") is None, reason="ncnn is not installed")
 def test_an_ncnn_net(tmp_path: Path, start: Start) -> None:
-    """Fails if the server can't name the platform of a net that accel export wrote for ncnn, or answers wrongly."""
+    """Fails if the metadata of an ncnn model from ``accel export`` lacks the platform, or if the model's answers are
+    wrong."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.ones(1, 4)

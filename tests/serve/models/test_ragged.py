@@ -30,8 +30,8 @@ def squares(folder: Path, *dims: str) -> None:
 
 
 def hold_first_run(monkeypatch: pytest.MonkeyPatch, model: Any, rows: int, waiting: int) -> None:
-    """Makes the next run of a session last until ``waiting`` requests are in the queue of ``model``. Lets a run of more
-    than ``rows`` rows go on, because it holds several requests already."""
+    """Makes the next run of a session last until ``waiting`` requests are in the queue of ``model``. A run of more than
+    ``rows`` rows isn't held, because the run already contains several requests."""
     run = BaseSession.run
     held = threading.Lock()
 
@@ -75,8 +75,8 @@ def test_a_ragged_input(tmp_path: Path, start: Start, monkeypatch: pytest.Monkey
 
 
 def test_which_dim_is_ragged(tmp_path: Path, start: Start) -> None:
-    """Fails if the server guesses which of two dynamic dims is ragged, if the error doesn't name the missing parameter,
-    or if adding the parameter doesn't help."""
+    """Fails if the server guesses which of two dynamic dims is ragged, instead of an error that names the missing
+    parameter. Also fails if the model isn't served after adding the parameter."""
     squares(tmp_path / "models" / "square" / "1", "height", "width")
     config = tmp_path / "models" / "square" / "config.pbtxt"
     config.write_text(RAGGED.format(dims="[-1, -1]", ragged="true"))

@@ -54,7 +54,7 @@ def put(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
                 assert response.status == 200
 
         yield send
-        store.stdin.close()  # this input ends the server
+        store.stdin.close()  # the server process ends when its stdin closes
 
 
 def check(address: str) -> subprocess.CompletedProcess[str]:

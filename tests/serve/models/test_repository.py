@@ -91,8 +91,8 @@ def test_a_batch_that_nobody_declared(tmp_path: Path, opened: Any) -> None:
 
 @pytest.mark.parametrize("config", ["", "max_batch_size: 8", "max_batch_size: 8 dynamic_batching { }"])
 def test_rows_that_share_a_scale_are_batched_only_on_request(tmp_path: Path, opened: Any, config: str) -> None:
-    """Fails if dynamic batching is on for a dynamic int8 model whose config lacks ``dynamic_batching``, or is off for a
-    model whose config has ``dynamic_batching``. Also fails if a caller can't send a batch."""
+    """Fails if a dynamic int8 model gets dynamic batching although its config lacks ``dynamic_batching``. Also fails if
+    a config with ``dynamic_batching`` doesn't turn dynamic batching on. Also fails if a caller can't send a batch."""
     folder = tmp_path / "int8"
     (folder / "1").mkdir(parents=True)
     build.artifact(

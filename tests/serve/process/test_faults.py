@@ -153,8 +153,8 @@ LEVELS = """{"max_batch_size": 1, "dynamic_batching": {"priority_levels": 2, "de
 
 
 def test_a_timeout_that_a_request_brings(faulty: Any) -> None:
-    """Fails if the ``timeout`` of a request (gRPC or HTTP) behind a hung session doesn't end the wait, isn't read as
-    microseconds, or is applied although the model's config forbids timeouts."""
+    """Fails if a request that waits behind a hung session doesn't end after its ``timeout`` in microseconds. Also fails
+    if the ``timeout`` has an effect although the model's config forbids timeouts."""
     x = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [3] * 4}
     body = json.dumps({"parameters": {"timeout": 200_000}, "inputs": [x]}).encode()
     with (
@@ -229,8 +229,8 @@ with triton.InferenceServerClient(sys.argv[1]) as client:
 @pytest.mark.parametrize("mark", ["2", "3"])
 def test_a_client_that_is_killed(faulty: Any, mark: str) -> None:
     """Fails if a killed client's request stays pending, or if the session runs a waiting request of a killed client.
-    Also fails if the kill affects the server or another caller. The killed client's request is running if ``mark`` is
-    2, and waiting if ``mark`` is 3."""
+    Also fails if killing the client affects the server or another caller. The killed client's request is running if
+    ``mark`` is 2, and waiting if ``mark`` is 3."""
     address = f"127.0.0.1:{faulty.ports['grpc']}"
     model = faulty.server.repository.get("bad")
     with client_of(faulty) as client, ThreadPoolExecutor(1) as pool:

@@ -46,7 +46,7 @@ def test_sigterm_under_load(repository: Path, serve: Any) -> None:
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_sigterm_while_requests_run(tmp_path: Path, serve: Any, processes: str) -> None:
-    """Fails if a request that the server accepted before SIGTERM is lost or gets an error."""
+    """Fails if a request is lost or gets an error although the server accepted the request before SIGTERM."""
     count = 4
     linear(tmp_path / "bad" / "1")
     (tmp_path / "bad" / "config.pbtxt").write_text(f"instance_group [{{ count: {count} }}]")
@@ -271,8 +271,8 @@ process.stop()
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="no glibc, or one before 2.33")
 def test_large_tensors_stay_in_the_heap(repository: Path) -> None:
-    """Fails if a serving process maps memory for each large tensor. Before the server starts, malloc maps 31 MiB
-    separately. Afterwards, malloc takes 31 MiB from the heap."""
+    """Fails if a serving process maps memory for each large tensor. Before the server starts, malloc maps a block of 31
+    MiB. After the start, malloc takes such a block from the heap."""
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(
         [sys.executable, "-c", MALLOPT, str(repository)],
@@ -322,8 +322,8 @@ def test_check(repository: Path, cli: Any) -> None:
     ],
 )
 def test_options_of_triton(cli: Any, words: list[str], says: str) -> None:
-    """Fails if the error for an option of Triton's doesn't name accel's option, or if --load-model is accepted without
-    --mode explicit."""
+    """Fails if the error for a command-line option of Triton doesn't name accel's option. Also fails if --load-model is
+    accepted without --mode explicit."""
     ran = cli("serve", *words)
     assert ran.code == 2
     assert says in ran.stderr

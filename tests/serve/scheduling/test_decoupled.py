@@ -62,8 +62,8 @@ def ask(executor: DecoupledExecutor, asked: InferenceRequest) -> list[InferenceR
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_parts_then_the_end(parts: int) -> None:
-    """Fails if a response is lost or delayed until the next response, or if the final response is missing or
-    repeated."""
+    """Fails if a response is lost, or is sent only with the next response. Also fails if the final response is missing
+    or repeated."""
     executor, session = decoupled(dynamic=True, allowed=(2, 4))
     answers = ask(executor, request(parts))
     assert not answers, "streams run on the instance's thread, not on the caller's"
@@ -94,7 +94,8 @@ def test_requests_are_not_mixed() -> None:
 
 
 def test_a_stream_that_breaks() -> None:
-    """Fails if an error after some responses is swallowed, or if a final response follows the error."""
+    """Fails if the caller doesn't get an error that occurs after some responses, or if a final response follows the
+    error."""
     executor, _ = decoupled()
     answers = ask(executor, request(POISON))
     executor.poll()

@@ -49,7 +49,7 @@ def test_costs_are_measured(budget: float) -> None:
 
 def test_an_interrupted_measurement() -> None:
     """Fails if a single run that another process slowed down makes larger batches look more expensive than they are.
-    Then requests wouldn't run together, because separate runs would seem cheaper."""
+    Such costs would make separate runs seem cheaper, and the requests wouldn't run together."""
     clock = FakeClock()
 
     class Interrupted(SlowText):

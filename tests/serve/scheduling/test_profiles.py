@@ -92,8 +92,8 @@ def test_the_rows_of_profiles() -> None:
     st.sampled_from(["rows", "grouped", "as they came"]),
 )
 def test_no_batch_is_off_the_profiles(given_shapes: list[tuple[int, int]], how: str) -> None:
-    """Fails if the engine gets a batch outside all profiles, if a fitting request is refused, if an unfitting request
-    is accepted, or if a caller gets another caller's rows."""
+    """Fails if the engine gets a batch outside all profiles, or if a caller gets another caller's rows. Also fails if a
+    request inside a profile is refused, or a request outside all profiles is accepted."""
     lengths = None if how == "rows" else LengthBatching(dim="length", outputs={"y": 1}, grouped=how == "grouped")
     executor, session = make(lengths)
     callers = [Caller(executor, request(i, *shape)) for i, shape in enumerate(given_shapes)]

@@ -85,8 +85,8 @@ SCRIPTS = st.lists(st.one_of(STEPS, STEPS, st.builds(Inside, STEPS)), max_size=4
 @given(SCHEDULINGS, SCRIPTS)
 def test_any_interleaving(scheduling: Scheduling, script: list[Any]) -> None:
     """Fails if a caller doesn't get exactly one answer with the caller's rows, or if a poisonous request makes another
-    request fail. Also fails if a request runs after it was canceled, expired or refused, if a batch has too many rows
-    or a size that isn't allowed, or if the counters don't add up."""
+    request fail. Also fails if a request runs after it was canceled, expired or refused. Also fails if a batch has a
+    wrong number of rows, or if the counters don't add up."""
     session = FakeSession()
     executor, _, clock = by_hand(scheduling, session)
     callers: list[Caller] = []

@@ -135,8 +135,8 @@ def test_instants_of_those_that_left_are_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.floats(0, 1), st.sampled_from("pret"))))
 def test_rows_and_bytes_add_up(steps: list[tuple[int, int, float, str]]) -> None:
-    """Requests leave the queue in every possible way. Fails if the sums of rows and bytes then differ from those of the
-    waiting requests."""
+    """Fails if the queue's sums of rows and bytes differ from the sums over the waiting requests. Requests leave the
+    queue in every possible way."""
     queue = RequestQueue(
         Scheduling(
             priority_levels=3,

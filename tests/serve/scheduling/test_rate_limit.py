@@ -76,7 +76,7 @@ def test_turns_by_priority() -> None:
 
 
 def test_a_large_need_is_not_starved_by_small_ones() -> None:
-    """Fails if a model that needs all of a resource waits for as long as other models use small amounts in turn."""
+    """Fails if a model that needs all of a resource never runs while other models use small amounts in turn."""
     limiter = RateLimiter({"R": 2})
     large, left, right = gates(limiter, (2, 1), (1, 1), (1, 1))
     assert left.enter()

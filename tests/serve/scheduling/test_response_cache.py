@@ -95,8 +95,8 @@ def test_a_failure_is_not_kept() -> None:
 
 
 def test_what_is_kept_cannot_be_changed() -> None:
-    """Fails if a caller that changes its answer, or a session that reuses its buffers, changes the next caller's
-    answer."""
+    """Fails if the next caller gets other numbers after a caller has changed its answer, or after a session has reused
+    its buffers."""
 
     class Reusing(FakeSession):
         buffer = np.zeros((1, 2), np.float32)

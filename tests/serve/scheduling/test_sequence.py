@@ -181,7 +181,7 @@ def test_the_queue_of_steps_is_bounded() -> None:
 
 
 def test_bytes_that_wait_are_free_again() -> None:
-    """Fails if a step that has run still counts as waiting. The queue would then refuse every later step."""
+    """Fails if a step that has run still counts as waiting, because the queue would then refuse every later step."""
     executor, _, _ = make(queue_bytes=60)
     for _ in range(10):
         callers = [Caller(executor, step(1, 1, "s" if i == 0 else "")) for i in range(6)]

@@ -151,8 +151,8 @@ def test_time_runs_out_while_all_instances_hang() -> None:
 
 
 def test_closing_a_session_that_hangs() -> None:
-    """Fails if closing waits for a session that never returns, leaves a caller without an answer, answers twice when
-    the session returns after all, or closes a session during its run."""
+    """Fails if closing waits for a session that never returns, or closes a session during its run. Also fails if a
+    caller gets no answer, or gets a second answer when the session returns after all."""
     gate = Gate()
     executor = threaded(Scheduling(max_batch_size=4, dynamic=True, eager=False), [gate])
     running = Caller(executor, request(1))

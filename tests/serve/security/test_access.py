@@ -85,8 +85,8 @@ def services(process: Any, token: str | None) -> set[str] | grpc.StatusCode:
 
 
 def test_what_is_beside_the_protocol(process: Any) -> None:
-    """Fails if reflection answers a caller without a valid token, or if the server has a service that neither this test
-    nor the previous test covers."""
+    """Fails if reflection answers a caller without a valid token. Also fails if the server has a service that neither
+    this test nor the previous test calls."""
     reflection = "grpc.reflection.v1alpha.ServerReflection"
     for token in (None, "wrong", ""):
         assert services(process, token) is grpc.StatusCode.UNAUTHENTICATED

@@ -222,7 +222,7 @@ def test_settings(client: Any) -> None:
 
 
 def test_cuda_memory_as_without_a_gpu(client: Any) -> None:
-    """Fails if, without a GPU, the CUDA memory status isn't empty or registering CUDA memory succeeds."""
+    """Fails if registering CUDA memory succeeds without a GPU, or if the status then lists CUDA memory."""
     assert not client.get_cuda_shared_memory_status().regions
     with pytest.raises(InferenceServerException, match="GPUs not supported"):
         client.register_cuda_shared_memory("r", b"aGFuZGxl", 0, 8)
@@ -249,8 +249,9 @@ def test_health(process: Any) -> None:
 
 
 def test_who_watches_the_health(repository: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a watching client is told that the server serves while models still load. Also fails if the client isn't
-    told that loading has ended, that the server drains, or that a model is broken while strict readiness is on."""
+    """Fails if a watching client is told that the server serves while models still load. Also fails if the watching
+    client doesn't learn that loading has ended or that the server drains. With strict readiness, the client also has to
+    learn that a model is broken."""
     released = threading.Event()
     real = Repository.start
 

@@ -73,7 +73,7 @@ def test_half_precision_is_binary(client: Any, process: Any) -> None:
 
 
 def test_the_rest_of_the_client(client: Any) -> None:
-    """Fails if Triton's client can't parse the answer to a call other than inference."""
+    """Fails if Triton's client can't parse the answer to a call that isn't an inference call."""
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("linear", "1")
