@@ -49,9 +49,9 @@ class SourceOptions(TypedDict, total=False):
 class Source:
     """The user's model, in any format. ``spec`` names the model. A PyTorch model is ``package.module:factory``,
     ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, or a folder of transformers'
-    ``save_pretrained`` or of ``accel train``, or the id of a model of the Hugging Face Hub (``org/name``,
-    ``org/name@revision``, ``org/name:onnx/model.onnx``). A TensorFlow model is a SavedModel, a Keras file, a frozen ``.pb``, a TF1
-    ``.meta``, a ``.tflite`` file or a factory. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
+    ``save_pretrained`` or of ``accel train``. A TensorFlow model is a SavedModel, a Keras file, a frozen ``.pb``, a TF1
+    ``.meta``, a ``.tflite`` file or a factory. A model of the Hugging Face Hub is ``org/name``, ``org/name@revision``
+    or ``org/name:onnx/model.onnx``. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
     artifact. A ``spec`` may also be a live model: a module of PyTorch, Keras or TensorFlow, a function of tensors, an
     exported program or an ONNX ``ModelProto``. accel writes a live model to the cache and works on this copy; ``spec``
     becomes the path of the copy.

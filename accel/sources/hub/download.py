@@ -27,7 +27,7 @@ _SECONDS = 10.0
 @dataclass(frozen=True)
 class Located:
     """A model of the hub on this machine. ``path`` is a folder or an ONNX file. ``spec`` is the id with the commit,
-    which names the same files forever. ``name`` is the id that the user gave. ``facts`` is what the manifest records."""
+    which names the same files forever. ``name`` is the id that the user gave. ``facts`` is for the manifest."""
 
     path: Path
     spec: str

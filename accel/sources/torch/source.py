@@ -46,9 +46,10 @@ def open_torch(
     """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
-    folder, a folder of ``accel train``, or the id of a model of the Hugging Face Hub. ``inputs`` replaces the inputs that the factory declares. ``weights`` is a
-    state dict or the folder of a training checkpoint, which is loaded into the factory's module. ``like`` returns the
-    signature of another version of the model, and is called if neither ``spec`` nor ``inputs`` declares the inputs.
+    folder, a folder of ``accel train``, or the id of a model of the Hugging Face Hub. ``inputs`` replaces the inputs
+    that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
+    the factory's module. ``like`` returns the signature of another version of the model, and is called if neither
+    ``spec`` nor ``inputs`` declares the inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.

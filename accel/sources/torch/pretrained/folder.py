@@ -32,7 +32,7 @@ def open_folder(folder: Path, name: str = "") -> Found:
     if "architecture" in config and "model_type" not in config:
         from .timm_folder import open_timm
 
-        return open_timm(folder, name, config)
+        return open_timm(folder, name)
     from .transformers_folder import open_transformers
 
     return open_transformers(folder, name, config)

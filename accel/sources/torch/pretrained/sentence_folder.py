@@ -5,34 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accel.errors import BadSource, InvalidModel, MissingExtra, one_line
 
 from ..found import Found
 from .folder import MODULES, read_json, weight_files
+from .sentence_encoder import INPUTS, SentenceEncoder
 from .transformers_folder import own_code, quiet_transformers
 from .transformers_inputs import forms
-
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-
-
-class SentenceEncoder(torch.nn.Module):
-    """A model of sentence-transformers with named tensors instead of a dict, and the embedding as its only output."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        given = dict(zip(_INPUTS, (input_ids, attention_mask, token_type_ids), strict=True))
-        features = {name: tensor for name, tensor in given.items() if tensor is not None}
-        return {"sentence_embedding": self.model(features)["sentence_embedding"]}
 
 
 def open_sentence_encoder(folder: Path, name: str) -> Found:
@@ -71,7 +50,7 @@ def open_sentence_encoder(folder: Path, name: str) -> Found:
         reason = one_line(error, 200)
         raise InvalidModel(f"sentence-transformers can't load {name} ({reason}); save the model again") from error
     found = forms(encoder, places[0])
-    if not found or not {spec.name for spec in found[0].inputs} <= set(_INPUTS):
+    if not found or not {spec.name for spec in found[0].inputs} <= set(INPUTS):
         raise BadSource(
             f"{name} takes other inputs than text; load it with sentence-transformers and give the model itself with "
             "the example inputs of a call"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from accel.errors import InvalidModel, UnsupportedHere, one_line
 from accel.signature import BATCH, DimRange, TensorSpec
@@ -13,7 +11,7 @@ from ..found import Found
 from .folder import weight_files
 
 
-def open_timm(folder: Path, name: str, config: Mapping[str, Any]) -> Found:
+def open_timm(folder: Path, name: str) -> Found:
     """Opens the model of ``folder`` by the architecture that its config names, for images of the size in the config.
 
     Raises ``InvalidModel`` if timm can't load the folder, ``UnsupportedHere`` if timm can't be imported.

@@ -44,8 +44,8 @@ def open_transformers(folder: Path, name: str, config: Mapping[str, Any]) -> Fou
 
 
 def quiet_transformers() -> Any:
-    """Imports transformers, and turns off its warnings and progress bars. Raises ``MissingExtra`` if transformers is not
-    installed."""
+    """Imports transformers, and turns off its warnings and progress bars. Raises ``MissingExtra`` if transformers is
+    not installed."""
     try:
         import transformers
     except ImportError as error:
