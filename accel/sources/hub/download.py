@@ -64,7 +64,7 @@ def locate(asked: ModelId) -> Located:
         if folder is None:
             raise refusal(asked, error) from error
         choice = choose(asked, _names_in(asked, folder))
-        if missing := [name for name in choice.files if not (folder / name).is_file()]:
+        if missing := _missing(folder, choice.files):
             raise refusal(asked, error, missing) from error
     else:
         choice = choose(asked, names)
@@ -81,7 +81,7 @@ def locate(asked: ModelId) -> Located:
                 )
             )
         except Exception as error:
-            raise refusal(asked, error, choice.files) from error
+            raise refusal(asked, error, _missing(_cached_folder(asked), choice.files)) from error
     commit = folder.name
     found = Located(
         path=_opened_path(folder, choice.files, choice.main),
@@ -110,10 +110,10 @@ def _listing(asked: ModelId) -> list[str] | None:
     import huggingface_hub
 
     listed = getattr(huggingface_hub, "get_cached_repo_tree", None)
-    if listed is None or len(asked.revision) != 40:
+    if listed is None or not asked.commit:
         return None
     try:
-        return [file.path for file in listed(asked.repo, revision=asked.revision)]
+        return [file.path for file in listed(asked.repo, revision=asked.commit)]
     except Exception:  # the list is only a shortcut
         return None
 
@@ -130,6 +130,10 @@ def _cached_folder(asked: ModelId) -> Path | None:
     except Exception:  # the caller has the better reason
         return None
     return Path(found)
+
+
+def _missing(folder: Path | None, names: Sequence[str]) -> list[str]:
+    return [name for name in names if folder is None or not (folder / name).is_file()]
 
 
 def _names_in(asked: ModelId, folder: Path) -> list[str]:

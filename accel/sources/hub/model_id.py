@@ -34,6 +34,11 @@ class ModelId:
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.repo}{revision}{f':{self.file}' if self.file else ''}"
 
+    @property
+    def commit(self) -> str:
+        """Returns the revision if it is a full commit hash, else "". The files of a commit never change."""
+        return self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else ""
+
 
 def model_id(spec: str) -> ModelId | None:
     """Returns the id that ``spec`` writes as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx``. Returns

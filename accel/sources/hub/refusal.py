@@ -28,7 +28,8 @@ def refusal(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> Ac
         return _cannot_write(asked, unwritable)
     if caused_by(errors.GatedRepoError):
         return BadSource(f"{asked.repo} is gated: ask for access on its page, then {_LOG_IN}")
-    if caused_by(errors.RepositoryNotFoundError):
+    status = getattr(getattr(caused_by(errors.HfHubHTTPError), "response", None), "status_code", None)
+    if caused_by(errors.RepositoryNotFoundError) or status == 401:
         return BadSource(
             f"{nowhere} the Hugging Face Hub has no public model of this name; check the path or the id, or for a "
             f"private model {_LOG_IN}"
@@ -45,7 +46,7 @@ def refusal(asked: ModelId, error: Exception, missing: Sequence[str] = ()) -> Ac
         return BadSource(
             f"{nowhere} the local cache of the Hugging Face Hub has no such model; check the path, or {unset}"
         )
-    reason = one_line(causes[-1], 120)
+    reason = f"the hub answers {status}" if status else one_line(causes[-1], 120)
     if missing:
         return BadSource(f"the download of {asked} broke off ({reason}); run it again to go on")
     return BadSource(

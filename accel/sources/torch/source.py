@@ -46,7 +46,7 @@ def open_torch(
     """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
-    folder, a folder of ``accel train``, or the id of a model of the Hugging Face Hub. ``inputs`` replaces the inputs
+    folder, a folder of ``accel train``, or a model of the Hugging Face Hub at a commit. ``inputs`` replaces the inputs
     that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
     the factory's module. ``like`` returns the signature of another version of the model, and is called if neither
     ``spec`` nor ``inputs`` declares the inputs.
@@ -172,7 +172,8 @@ def _precision(module: torch.nn.Module) -> str:
 
 
 def _find(spec: str, weights: Path | None) -> Found:
-    if (asked := model_id(spec)) is not None:
+    asked = model_id(spec)
+    if asked is not None and asked.commit:  # Source replaces any other revision by its commit
         found = locate(asked)
         return replace(open_folder(found.path, found.name), name=found.name)
     path = Path(spec)

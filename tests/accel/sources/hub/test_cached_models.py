@@ -23,6 +23,7 @@ from accel.sources.source import Source
 from tests.support.fake_hub import COMMIT, files_of, into_cache
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers(
     cache: Path, bert: dict[str, bytes], own_cache: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
@@ -145,7 +146,7 @@ def test_a_model_of_timm(cache: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "timm")
     (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnsupportedHere, match="torchvision::nms.*install the torchvision that belongs to torch"):
+    with pytest.raises(UnsupportedHere, match=r"torchvision::nms.*install the torchvision that belongs to torch"):
         Source("timm/net.a1").open()
     (tmp_path / "timm.py").write_text(textwrap.dedent(TIMM))
     found = Source("hf-hub:timm/net.a1").open()
@@ -157,7 +158,9 @@ def net(folder: Path) -> dict[str, bytes]:
     """Returns the files of an ONNX model with external data."""
     weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
     ends = [onnx.helper.make_tensor_value_info(name, 1, ["batch", 4]) for name in ("x", "y")]
-    graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weight])
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weight]
+    )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
     folder.mkdir()
     onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0)
@@ -204,5 +207,5 @@ def test_a_config_that_is_no_object(cache: Path, bert: dict[str, bytes]) -> None
     """Fails if a damaged config ends in a traceback."""
     for number, text in enumerate((b"", b"[1]", b'{"architectures": 3}', b"\xff")):
         into_cache(cache, f"org/damaged-{number}", {**bert, "config.json": text})
-        with pytest.raises(InvalidModel, match="no JSON object|can't load org/damaged"):
+        with pytest.raises(InvalidModel, match=r"no JSON object|can't load org/damaged"):
             Source(f"org/damaged-{number}").open()
