@@ -19,7 +19,7 @@ from accel.version import __version__
 
 from .choice import choose
 from .model_id import ModelId
-from .refusal import refusal
+from .refusal import refuse
 
 _SECONDS = 10.0
 
@@ -62,10 +62,10 @@ def locate(asked: ModelId) -> Located:
     except Exception as error:  # the errors of the library have several roots
         folder = _cached_folder(asked)
         if folder is None:
-            raise refusal(asked, error) from error
+            refuse(asked, error)
         choice = choose(asked, _names_in(asked, folder))
         if missing := _missing(folder, choice.files):
-            raise refusal(asked, error, missing) from error
+            refuse(asked, error, missing)
     else:
         choice = choose(asked, names)
         report(f"download {asked}")
@@ -81,7 +81,7 @@ def locate(asked: ModelId) -> Located:
                 )
             )
         except Exception as error:
-            raise refusal(asked, error, _missing(_cached_folder(asked), choice.files)) from error
+            refuse(asked, error, _missing(_cached_folder(asked), choice.files))
     commit = folder.name
     found = Located(
         path=_opened_path(folder, choice.files, choice.main),
@@ -164,14 +164,15 @@ def _bar(message: str) -> type[Any]:
 
     context = contextvars.copy_context()  # files are downloaded in other threads
 
-    class Reported(tqdm):  # type: ignore[type-arg]
+    class Reported(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:
             check_interrupted()  # ends the threads after Ctrl-C
-            return super().update(n)
+            shown: bool | None = super().update(n)
+            return shown
 
         def display(self, *_: Any, **__: Any) -> None:
             if self.total and self.unit == "B":
