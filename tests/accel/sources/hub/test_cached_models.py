@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import accel
 from accel.api.reproduce import reproduce
 from accel.errors import BadSource, InvalidModel, UnsupportedHere, UsageError
 from accel.sources.source import Source
+from tests.support import ROOT
 from tests.support.fake_hub import COMMIT, files_of, into_cache
 
 
@@ -27,18 +29,20 @@ from tests.support.fake_hub import COMMIT, files_of, into_cache
 def test_a_model_of_transformers(
     cache: Path, bert: dict[str, bytes], own_cache: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
-    """Fails if an id isn't exported like the folder of the model, if the manifest lacks the commit, or if reproduce
-    and inspect can't follow the manifest back to the cache."""
-    into_cache(cache, "org/bert", bert)
-    ran = cli("export", "org/bert", "-o", tmp_path / "out.onnx", "--no-simplify")
+    """Fails if the first command of the page about the hub fails, if the manifest lacks the commit, or if reproduce
+    and inspect can't follow the manifest back to the cache. The test puts a tiny model in place of MiniLM."""
+    page = (ROOT / "docs" / "how-to" / "hub.md").read_text(encoding="utf-8")
+    words = shlex.split(page.partition("$ accel ")[2].partition("\n")[0])
+    into_cache(cache, words[1], bert)
+    ran = cli(*words, "--no-simplify")
     assert ran.code == 0, ran.stderr
-    source = json.loads((tmp_path / "out.onnx.manifest.json").read_text())["source"]
-    assert source["spec"] == f"org/bert@{COMMIT}"
-    assert source["hub"] == {"id": "org/bert", "revision": "main", "commit": COMMIT}
-    assert accel.inspect(tmp_path / "out.onnx", check=True).intact
-    assert reproduce(tmp_path / "out.onnx").passed
-    (cache / "models--org--bert" / "snapshots" / COMMIT / "config.json").unlink()
-    ran = cli("reproduce", tmp_path / "out.onnx")
+    source = json.loads(Path(f"{words[-1]}.manifest.json").read_text())["source"]
+    assert source["spec"] == f"{words[1]}@{COMMIT}"
+    assert source["hub"] == {"id": words[1], "revision": "main", "commit": COMMIT}
+    assert accel.inspect(words[-1], check=True).intact
+    assert reproduce(words[-1]).passed
+    next(cache.glob("*/snapshots/*/config.json")).unlink()
+    ran = cli("reproduce", words[-1])
     assert (ran.code, "restore it" in ran.stderr) == (1, True), ran.stderr
 
 

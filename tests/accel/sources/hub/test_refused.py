@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,6 @@ def test_a_cache_that_cannot_be_written(
     hub: FakeHub, bert: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, kind: int, words: str
 ) -> None:
     """Fails if a full disk or a folder of another user is blamed on the network."""
-    import os
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(kind, os.strerror(kind))
@@ -180,3 +181,13 @@ def test_a_path_is_no_id(cache: Path, tmp_path: Path) -> None:
     """Fails if a Path that doesn't exist is sent to the hub."""
     with pytest.raises(BadSource, match="no file, folder or importable module"):
         Source(Path("models/net")).open()
+
+
+def test_without_huggingface_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a mistyped path ends in a traceback without huggingface_hub, or if the message lacks the package."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    words = (
+        r"'models/net' is no file or folder here, and .* huggingface_hub has to be installed; .*toolchain\[examples\]"
+    )
+    with pytest.raises(BadSource, match=words):
+        Source("models/net").open()
