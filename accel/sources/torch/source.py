@@ -18,16 +18,18 @@ from accel.spelling import option
 
 from ..checkpoints.checkpoint import detect
 from ..declare import Dims, Inputs, input_example, parse_dims, parse_inputs
+from ..hub.download import locate
+from ..hub.model_id import model_id
 from .call import NamedModule, discover_outputs, in_training, run_named
 from .factory import forward_parameters, open_factory, required_parameters
 from .fingerprint import code_sha256, state_sha256
 from .found import Found
 from .integer_bounds import bounds_words, find_bounds
 from .live import SUFFIX, open_captured
+from .pretrained.folder import open_folder
+from .pretrained.transformers_inputs import that_runs
 from .saved import open_exported_program, open_torchscript, weights_without_code
 from .train_folder import final_folder, open_train_folder
-from .transformers_folder import open_folder
-from .transformers_inputs import that_runs
 
 # The modules that this process has opened, by the sha256 of their sources. Building a module again costs seconds.
 _opened: dict[str, torch.nn.Module] = {}
@@ -44,9 +46,10 @@ def open_torch(
     """Opens the PyTorch model that ``spec`` names, as an artifact of kind ``torch``.
 
     ``spec`` is ``package.module:factory``, ``file.py:factory``, ``model.pt2``, a TorchScript file, a transformers
-    folder, or a folder of ``accel train``. ``inputs`` replaces the inputs that the factory declares. ``weights`` is a
-    state dict or the folder of a training checkpoint, which is loaded into the factory's module. ``like`` returns the
-    signature of another version of the model, and is called if neither ``spec`` nor ``inputs`` declares the inputs.
+    folder, a folder of ``accel train``, or a model of the Hugging Face Hub at a commit. ``inputs`` replaces the inputs
+    that the factory declares. ``weights`` is a state dict or the folder of a training checkpoint, which is loaded into
+    the factory's module. ``like`` returns the signature of another version of the model, and is called if neither
+    ``spec`` nor ``inputs`` declares the inputs.
 
     Raises ``BadSource`` or ``InvalidModel`` if the model can't be found, read or run, and ``BadInputSpec`` if its
     inputs are unknown or wrong.
@@ -169,6 +172,10 @@ def _precision(module: torch.nn.Module) -> str:
 
 
 def _find(spec: str, weights: Path | None) -> Found:
+    asked = model_id(spec)
+    if asked is not None and asked.commit:  # Source replaces any other revision by its commit
+        found = locate(asked)
+        return replace(open_folder(found.path, found.name), name=found.name)
     path = Path(spec)
     if path.is_dir():
         if (trained := final_folder(path)) is not None:

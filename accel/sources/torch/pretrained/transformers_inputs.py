@@ -11,9 +11,9 @@ from typing import Any
 
 from accel.signature import BATCH, DimRange, Signature, TensorSpec
 
-from ..declare import input_example
-from ..output_specs import farthest, probe_cases
-from .call import NamedModule, run_named
+from ...declare import input_example
+from ...output_specs import farthest, probe_cases
+from ..call import NamedModule, run_named
 
 # No default range of a text's length goes beyond this size. Gates run at both ends of a range, and a longer text would
 # take too long.

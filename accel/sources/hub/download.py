@@ -1,0 +1,181 @@
+"""Finds a model of the Hugging Face Hub in the cache of huggingface_hub, or downloads it there."""
+
+from __future__ import annotations
+
+import contextvars
+import io
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.artifact import text_sha256
+from accel.cache import StageCache
+from accel.cancel import check_interrupted
+from accel.errors import BadSource
+from accel.progress import report
+from accel.version import __version__
+
+from .choice import choose
+from .model_id import ModelId
+from .refusal import refuse
+
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model of the hub on this machine. ``path`` is a folder or an ONNX file. ``spec`` is the id with the commit,
+    which names the same files forever. ``name`` is the id that the user gave. ``facts`` is for the manifest."""
+
+    path: Path
+    spec: str
+    name: str
+    facts: dict[str, str]
+
+
+# The models that this process has located. An id means the same commit for the whole process.
+_located: dict[ModelId, Located] = {}
+
+
+def locate(asked: ModelId) -> Located:
+    """Returns the model ``asked``. Downloads the files that the cache lacks. Without network, takes the files of the
+    cache.
+
+    Raises ``BadSource`` if there is no such model, if it can't be downloaded, or if it has nothing that accel reads,
+    and ``CannotWrite`` if the cache can't be written.
+    """
+    known = _located.get(asked)
+    if known is not None and known.path.exists():
+        return known
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise BadSource(
+            f"{str(asked)!r} is no file or folder here, and to read a model of the Hugging Face Hub, huggingface_hub "
+            'has to be installed; check the path, or run: pip install "accel-toolchain[examples]"'
+        ) from error
+    revision = asked.revision or None
+    try:
+        names = _names(asked)
+    except Exception as error:  # the errors of the library have several roots
+        folder = _cached_folder(asked)
+        if folder is None:
+            refuse(asked, error)
+        choice = choose(asked, _names_in(asked, folder))
+        if missing := _missing(folder, choice.files):
+            refuse(asked, error, missing)
+    else:
+        choice = choose(asked, names)
+        report(f"download {asked}")
+        try:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    asked.repo,
+                    revision=revision,
+                    allow_patterns=list(choice.files),
+                    library_name="accel",
+                    library_version=__version__,
+                    tqdm_class=_bar(f"download {asked}"),
+                )
+            )
+        except Exception as error:
+            refuse(asked, error, _missing(_cached_folder(asked), choice.files))
+    commit = folder.name
+    found = Located(
+        path=_opened_path(folder, choice.files, choice.main),
+        spec=str(ModelId(asked.repo, commit, asked.file)),
+        name=str(asked),
+        facts={"id": asked.repo, "revision": asked.revision or "main", "commit": commit},
+    )
+    _located[asked] = _located[ModelId(asked.repo, commit, asked.file)] = found
+    return found
+
+
+def _names(asked: ModelId) -> Sequence[str]:
+    """Returns the names of all files of the repository. Asks the hub, unless the cache has the list of this commit."""
+    import huggingface_hub
+
+    if (known := _listing(asked)) is not None:
+        return known
+    api = huggingface_hub.HfApi(library_name="accel", library_version=__version__)
+    info = api.model_info(asked.repo, revision=asked.revision or None, timeout=_SECONDS)
+    return [file.rfilename for file in info.siblings or ()]
+
+
+def _listing(asked: ModelId) -> list[str] | None:
+    """Returns the names that the cache lists for a commit. Returns None for a branch, and if there is no list, which
+    older versions of huggingface_hub don't keep."""
+    import huggingface_hub
+
+    listed = getattr(huggingface_hub, "get_cached_repo_tree", None)
+    if listed is None or not asked.commit:
+        return None
+    try:
+        return [file.path for file in listed(asked.repo, revision=asked.commit)]
+    except Exception:  # the list is only a shortcut
+        return None
+
+
+def _cached_folder(asked: ModelId) -> Path | None:
+    """Returns the folder of the revision in the cache, which may lack files, or None."""
+    import huggingface_hub
+
+    try:
+        # Without patterns, a folder that lacks any file of the repository would be refused.
+        found = huggingface_hub.snapshot_download(
+            asked.repo, revision=asked.revision or None, local_files_only=True, allow_patterns=[]
+        )
+    except Exception:  # the caller has the better reason
+        return None
+    return Path(found)
+
+
+def _missing(folder: Path | None, names: Sequence[str]) -> list[str]:
+    return [name for name in names if folder is None or not (folder / name).is_file()]
+
+
+def _names_in(asked: ModelId, folder: Path) -> list[str]:
+    """Returns the names of the files of a cached revision, those that were not downloaded included if known."""
+    listed = _listing(ModelId(asked.repo, folder.name))
+    return listed or [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _opened_path(folder: Path, files: Sequence[str], main: str) -> Path:
+    """Returns the path to open. Copies an ONNX file with external data to accel's cache, because the cache of
+    huggingface_hub consists of symbolic links, and onnx refuses external data behind a link."""
+    if len(files) == 1 or not main:
+        return folder / main
+    cache = StageCache()
+    key = text_sha256(f"{folder} {main}")
+    kept = cache.entry(key) / Path(main).name
+    if not kept.is_file():
+        with cache.scratch() as scratch:
+            for name in files:
+                shutil.copyfile(folder / name, scratch / Path(name).name)
+            cache.keep(key, scratch)
+    return kept
+
+
+def _bar(message: str) -> type[Any]:
+    """Returns a class of progress bars that report to accel's watcher instead of drawing."""
+    from tqdm import tqdm
+
+    context = contextvars.copy_context()  # files are downloaded in other threads
+
+    class Reported(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            check_interrupted()  # ends the threads after Ctrl-C
+            shown: bool | None = super().update(n)
+            return shown
+
+        def display(self, *_: Any, **__: Any) -> None:
+            if self.total and self.unit == "B":
+                context.copy().run(report, message, min(1.0, self.n / self.total))
+
+    return Reported

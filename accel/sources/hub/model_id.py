@@ -1,0 +1,53 @@
+"""Tells the ids of models on the Hugging Face Hub from paths."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel.tables.kinds import KINDS
+
+# A spec with one of these suffixes is a path, although a repository could have such a name.
+_FILES = {kind.suffix for kind in KINDS.values()} | {
+    ".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".jit", ".json", ".keras", ".meta", ".npz", ".pkl", ".pt", ".pth", ".py",
+    ".safetensors", ".tar", ".torchscript", ".ts", ".zip",
+}  # fmt: skip
+# timm writes its ids with this prefix.
+_PREFIX = "hf-hub:"
+_ID = re.compile(
+    r"(?P<repo>[a-z0-9][\w.-]*/[a-z0-9_][\w.-]*)(?:@(?P<revision>\w[\w./-]*))?(?::(?P<file>[^:]+\.onnx))?",
+    re.IGNORECASE | re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class ModelId:
+    """A repository of the hub. ``revision`` is a branch, a tag or a commit, or "" for the main branch. ``file`` is an
+    ONNX file of the repository, or "" for the model of the whole repository."""
+
+    repo: str
+    revision: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.repo}{revision}{f':{self.file}' if self.file else ''}"
+
+    @property
+    def commit(self) -> str:
+        """Returns the revision if it is a full commit hash, else "". The files of a commit never change."""
+        return self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else ""
+
+
+def model_id(spec: str) -> ModelId | None:
+    """Returns the id that ``spec`` writes as ``org/name``, ``org/name@revision`` or ``org/name:file.onnx``. Returns
+    None if ``spec`` is an existing path, or looks like a path: a path ends in the suffix of a model file, or has more
+    than one slash.
+    """
+    found = _ID.fullmatch(spec.removeprefix(_PREFIX))
+    if found is None or ".." in spec:
+        return None
+    if not spec.startswith(_PREFIX) and (Path(spec).exists() or Path(found["repo"]).suffix.lower() in _FILES):
+        return None
+    return ModelId(found["repo"], found["revision"] or "", found["file"] or "")

@@ -1,0 +1,62 @@
+"""Tells which library wrote a folder, and opens the folder with that library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel.errors import BadSource, InvalidModel
+
+from ..found import Found
+
+MODULES = "modules.json"
+_CONFIG = "config.json"
+
+
+def open_folder(folder: Path, name: str = "") -> Found:
+    """Opens the model of ``folder``. ``name`` names the model in messages, by default the path of the folder.
+
+    Raises ``BadSource`` if a file is missing or the model needs code of its own, ``InvalidModel`` if the library can't
+    load the model, ``MissingExtra`` if the library is not installed.
+    """
+    name = name or str(folder)
+    if (folder / MODULES).is_file():
+        from .sentence_folder import open_sentence_encoder
+
+        return open_sentence_encoder(folder, name)
+    if not (folder / _CONFIG).is_file():
+        raise BadSource(f"{name} has no config.json; give a folder written by save_pretrained or by accel train")
+    config = read_json(folder / _CONFIG, dict)
+    if "architecture" in config and "model_type" not in config:
+        from .timm_folder import open_timm
+
+        return open_timm(folder, name)
+    from .transformers_folder import open_transformers
+
+    return open_transformers(folder, name, config)
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """Reads a config. Raises ``InvalidModel`` if its content is not of ``kind`` (a dict or a list)."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidModel(f"{path} is no JSON object; save the model again") from error
+    if not isinstance(body, kind):
+        raise InvalidModel(f"{path} is no JSON object; save the model again")
+    return body
+
+
+def weight_files(folder: Path, name: str) -> Sequence[Path]:
+    """Returns the files of the weights, the index included: safetensors, or pickled weights if there are none.
+
+    Raises ``BadSource`` if the folder has no weights.
+    """
+    for main, others in (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "pytorch_model-*.bin")):
+        index = folder / f"{main}.index.json"
+        found = [folder / main] if (folder / main).is_file() else sorted(folder.glob(others))
+        if found:
+            return [*found, *([index] if index.is_file() else [])]
+    raise BadSource(f"{name} has no .safetensors file; save the model with save_pretrained (safetensors)")

@@ -1,0 +1,63 @@
+"""Folders written by transformers' ``save_pretrained``: config.json and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel.errors import BadSource, InvalidModel, MissingExtra, one_line
+
+from ..found import Found
+from .folder import weight_files
+from .transformers_inputs import example, forms
+
+
+def open_transformers(folder: Path, name: str, config: Mapping[str, Any]) -> Found:
+    """Opens the model of ``folder`` by the architecture that its config names. Never executes files of the folder.
+
+    Raises ``BadSource`` if the weights are missing or the model needs code of its own, ``InvalidModel`` if transformers
+    can't load the folder, ``MissingExtra`` if transformers is not installed.
+    """
+    weights = weight_files(folder, name)
+    transformers = quiet_transformers()
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else ""
+    kind = getattr(transformers, str(architecture), None)
+    if kind is None and "auto_map" in config:
+        raise own_code(name)
+    kind = kind or transformers.AutoModel
+    safe = weights[0].suffix == ".safetensors"
+    try:
+        # Pickled weights are read by a reader that runs no code.
+        module = kind.from_pretrained(
+            str(folder), local_files_only=True, use_safetensors=safe, weights_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        reason = one_line(error, 200)
+        raise InvalidModel(
+            f"transformers can't load {name} as {kind.__name__} ({reason}); save the model again"
+        ) from error
+    found = forms(module, folder)
+    files = (*weights, folder / "config.json")
+    return Found(module=module, path=folder / "config.json", files=files, forms=found, example=example(module))
+
+
+def quiet_transformers() -> Any:
+    """Imports transformers, and turns off its warnings and progress bars. Raises ``MissingExtra`` if transformers is
+    not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "examples") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def own_code(name: str) -> BadSource:
+    """Returns the error for a model whose class is code in its folder."""
+    return BadSource(
+        f"{name} needs code of its own, which accel doesn't run; write a function that loads the model with "
+        "trust_remote_code=True and give it as FILE.py:FUNCTION"
+    )
