@@ -70,7 +70,7 @@ class Trainer:
         self.checked = ranks.tp is None  # True once check_replicated() has run or isn't needed.
         self.metrics: dict[str, float] = {}
         self.reordered: list[str] = []  # The config keys that were changed and thereby reordered the samples.
-        self.log: StepLog | None = None  # None on other ranks than 0, and outside run().
+        self.log: StepLog | None = None  # None on ranks other than 0, and outside run().
         self.written = True  # False if any rank was still writing a checkpoint when this step's losses were summed.
 
     def run(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Trainer:
         before = run["config"]["optimizer"]
         if all(before[key] == getattr(self.config.optimizer, key) for key in ("name", "momentum")):
             # If the checkpoint comes from the same optimizer, a missing moment means that the moment was never updated.
-            # Another optimizer may simply not have this moment.
+            # If the checkpoint comes from another optimizer, that optimizer may not have the moment at all.
             self.optimizer.forget_all_but({n.removeprefix("optimizer.") for n in names if n.startswith("optimizer.")})
         found = self._weights()
         if memory is not None and saved.get("begun") and saved["rank"] == memory.rank:

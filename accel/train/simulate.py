@@ -222,7 +222,7 @@ class Sent(TorchDispatchMode):
     """Sums the bytes that a ring would send for each collective, and the bytes that pipeline stages send.
 
     DDP and FSDP2 call the collectives of c10d. DTensor calls functional collectives. In an all-to-all, a rank sends as
-    many bytes as in a ring.
+    many bytes as in an all-gather over a ring.
     """
 
     def __init__(self, found: Simulated) -> None:

@@ -67,8 +67,8 @@ class Command(NamedTuple):
         return cls(method.__name__, arguments)
 
     def run(self, control: Control) -> None:
-        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` has no such
-        method."""
+        """Call the command's method on ``control``. Raises ``ServeError`` UNIMPLEMENTED if ``Control`` doesn't have
+        this method."""
         if self.name not in COMMANDS:
             raise ServeError(Code.UNIMPLEMENTED, f"unknown command {self.name!r}")
         getattr(control, self.name)(*self.arguments)

@@ -1,4 +1,5 @@
-"""``InferenceServer``: the methods that every transport calls. They take and return the types of ``transport.py``."""
+"""``InferenceServer``: the methods that every transport calls. The methods take and return the types of
+``transport.py``."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ for _name in METHODS:
 def app(arguments: dict[str, str]) -> Any:
     """Returns the application for these arguments of ``serve run``.
 
-    ``repository`` is required: a folder that every machine can read, or an address. The other arguments are optional.
+    ``repository`` is required: a folder that every machine can read, or an address. All further arguments are optional.
     ``mode`` is none or poll. ``poll_seconds`` is the time between two polls. ``tokens`` is a path. ``replicas`` is the
     number of replicas. ``concurrency`` is the number of requests that a replica runs at the same time. ``threads`` is
     the number of threads of a session. Each replica gets ``cpus`` and ``gpus``. Raises ``UsageError`` if an argument is

@@ -2,13 +2,13 @@
 
 Parameters of ``config.pbtxt`` declare the loop:
 
-- ``stream_tokens``: the input for the tokens. Its shape is (rows, length), or (rows, 1) for one token at a time.
-- ``stream_logits``: the output with the logits. Its shape is (rows, vocabulary) or (rows, length, vocabulary).
-- ``stream_state.OUT``: the input that gets the output OUT at the next step, such as a KV cache.
-- ``stream_mask``: the input for the mask, which is ones of shape (rows, all tokens so far).
-- ``stream_positions``: the input for the positions of the given tokens, of shape (rows, length).
-- ``stream_end``: the token that ends a row.
-- ``stream_steps``: the largest number of generated tokens, 256 by default.
+``stream_tokens``: the input for the tokens. Its shape is (rows, length), or (rows, 1) for one token at a time.
+``stream_logits``: the output with the logits. Its shape is (rows, vocabulary) or (rows, length, vocabulary).
+``stream_state.OUT``: the input that gets the output OUT at the next step, such as a KV cache.
+``stream_mask``: the input for the mask, which is ones of shape (rows, all tokens so far).
+``stream_positions``: the input for the positions of the given tokens, of shape (rows, length).
+``stream_end``: the token that ends a row.
+``stream_steps``: the largest number of generated tokens, 256 by default.
 
 The server makes the states, the mask and the positions, and clients send the remaining inputs. A model without states
 gets all tokens so far at each step. The next token is the token with the largest logit. For each step, clients get a

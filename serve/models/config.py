@@ -32,7 +32,7 @@ PLATFORMS = {
 }
 # accel's own options are free parameters of the config, so that Triton can still read the file.
 LENGTH_DIM, LENGTH_MASK, LENGTH_PAD, THREADS = "length_dim", "length_mask", "length_pad", "threads"
-LENGTH_GROUPING = "length_grouping"  # cost: the cheapest batches (the default); none: the order of arrival
+LENGTH_GROUPING = "length_grouping"  # cost (the default) forms the cheapest batches; none keeps the order of arrival
 QUEUE_ROWS, QUEUE_BYTES = "queue_rows", "queue_bytes"
 TOOLKIT = "toolkit"  # the runtime of an engine without a manifest: tensorrt (the default) or tensorrt-rtx
 _MAX_CONFIG = 1 << 20
@@ -40,7 +40,8 @@ _NO_BATCH = -(1 << 31)
 
 
 def parse(text: str, where: str) -> ModelConfig:
-    """Reads the text of a ``config.pbtxt``. Raises ``BadRepository`` with the line if the text can't be parsed."""
+    """Reads the text of a ``config.pbtxt``. Raises ``BadRepository`` if the text can't be parsed, and names the
+    line."""
     config = proto.message("ModelConfig")()
     if len(text) > _MAX_CONFIG:
         raise BadRepository(f"{where} is larger than {_MAX_CONFIG} bytes; a config is a few lines")

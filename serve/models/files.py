@@ -212,8 +212,8 @@ def _open(path: Path, kind: str, trust: Trust, config: ModelConfig) -> Artifact:
 
 
 def _bare(path: Path, kind: str, config: ModelConfig) -> Artifact:
-    """Opens a file without a manifest. The signature of an engine comes from ``config``, the signature of any other
-    artifact from the file.
+    """Opens a file without a manifest. The signature of an engine comes from ``config``. If the artifact isn't an
+    engine, the signature comes from the file.
 
     Native parsers run in a child process, because a parser may crash.
     """

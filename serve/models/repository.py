@@ -252,7 +252,7 @@ class Repository:
         return steps
 
     def _steps_in_config(self, name: str) -> list[str]:
-        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list for any other config."""
+        """Returns the steps in an ensemble's ``config.pbtxt``, or an empty list if the config isn't an ensemble's."""
         if not valid_name(name):
             return []
         try:

@@ -92,8 +92,8 @@ class Peers:
         self._run(Command.of(Control.change_log_settings, changes))
 
     def _run(self, command: Command) -> None:
-        """Run ``command`` here, then in every other process. Raises ``ServeError`` INTERNAL, which names the processes,
-        if the command worked here and failed in another process."""
+        """Run ``command`` here, then in every other process. Raises ``ServeError`` INTERNAL if the command worked here
+        and failed in another process. The error names the processes."""
         with self._turn(_LOAD_PATIENCE if command.name in _LONG_TURNS else _TURN_PATIENCE):
             command.run(self._local)
             failed = [

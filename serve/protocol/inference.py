@@ -220,7 +220,7 @@ class ModelStatistics:
     real_tokens: int = 0
 
     def add(self, other: ModelStatistics) -> None:
-        """Adds ``other``: the statistics of another process, or of an executor in front of this executor."""
+        """Adds the statistics ``other``, which come from another process or from an outer executor."""
         for known in fields(ModelStatistics):
             mine, further = getattr(self, known.name), getattr(other, known.name)
             if isinstance(mine, DurationStatistic):

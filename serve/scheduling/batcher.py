@@ -95,7 +95,7 @@ class RowBatching:
         self._preferred = {size for size in scheduling.preferred if size <= self.limit}
         self._delay = scheduling.max_delay_us / 1e6
         self._outputs = {spec.name for spec in signature.outputs}
-        # Rows are padded to an allowed size. The size of every other dim has to be a multiple of the dim's step.
+        # Rows are padded to an allowed size. The size of each remaining dim has to be a multiple of the dim's step.
         self._stepped = [
             (spec.name, axis, dim, signature.dims[dim])
             for spec in signature.inputs

@@ -185,7 +185,7 @@ class QueuedExecutor:
             return self._no_run(expired, NEVER)
         try:
             batch, wake = self._batching.choose(self._queue, now, hurry=self._closing)
-        except Exception as error:  # only a bug of the server gets here; every waiting request gets an error
+        except Exception as error:  # reached only through a bug of the server; every waiting request gets an error
             _LOG.exception("model %s: batching failed", self.name)
             batch, wake = [], NEVER
             for entry in list(self._queue):

@@ -11,9 +11,9 @@ With ``Scheduling.eager``, an idle instance runs a batch at once, because furthe
 busy. With ``eager``, a request is late if its run begins after the delay bound.
 
 Without ``eager``, an idle instance waits until the latest time at which no request is late, or until the waiting
-requests fill a batch. This time assumes that all batches run one after the other. Without ``eager``, a request is late
-if its answer comes after the delay bound. If a run takes more than half of the bound, the requests of this run are late
-only if the run begins after half of the bound.
+requests fill a batch. The latest time is computed as if all batches ran one after the other. Without ``eager``, a
+request is late if its answer comes after the delay bound. If a run takes more than half of the bound, the requests of
+this run are late only if the run begins after half of the bound.
 """
 
 from __future__ import annotations
@@ -316,4 +316,4 @@ def check_lengths(signature: Signature, scheduling: Scheduling, options: LengthB
             if known and one not in known:
                 raise BadConfig(f"model '{name}': {what} is given for '{one}', which the model lacks; take it out")
     if any(axis < 1 for axis in options.outputs.values()):
-        raise BadConfig(f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, take another")
+        raise BadConfig(f"model '{name}': an output is cut along an axis below 1; axis 0 is the batch, so give 1 or more")

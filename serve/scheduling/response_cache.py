@@ -129,7 +129,7 @@ class CachingExecutor:
         self._closed = False
 
     def submit(self, request: InferenceRequest, answer: Answer) -> Ticket:
-        """Answers a cached request before returning. Passes any other request to the inner executor."""
+        """Answers a cached request before returning. Passes a request that isn't cached to the inner executor."""
         start = self._clock()
         if self._closed or (request.deadline is not None and request.deadline <= start):
             return self.inner.submit(request, answer)  # the inner executor refuses the request

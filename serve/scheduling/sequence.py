@@ -2,8 +2,8 @@
 
 The inner executor has at most one request of a sequence at a time and batches requests of different sequences. A failed
 or canceled request leaves the state unchanged. If the first request of a sequence fails, the sequence has no state. If
-a request fails, the requests of the sequence that already wait behind it fail too (FAILED_PRECONDITION), up to the next
-start, because the caller relied on success.
+a request fails, the requests of the sequence that already wait behind the failed request fail too
+(FAILED_PRECONDITION), up to the next start. The caller sent these requests before learning of the failure.
 """
 
 from __future__ import annotations

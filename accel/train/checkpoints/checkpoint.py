@@ -206,8 +206,8 @@ class Checkpoints:
     def load_newest(
         self, wanted: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]], model: str
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Reads the newest undamaged checkpoint. Returns its ``run.json`` and tensors, or None if there is no
-        checkpoint.
+        """Reads the newest undamaged checkpoint. Returns the checkpoint's ``run.json`` and tensors, or None if there is
+        no checkpoint.
 
         ``wanted`` takes ``run.json`` and the names of the saved tensors, and returns the tensors to read into. Every
         rank has to call ``load_newest``, and all ranks take the same checkpoint. ``damaged`` lists the skipped

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import toml
 
-# The precision modes, and the mode that each of apex's names (O0 to O3) stands for. See ``accel.train.precision``.
+# The precision modes, and the map from apex's names (O0 to O3) to these modes. See ``accel.train.precision``.
 MODES = ("fp32", "autocast-bf16", "autocast-fp16", "bf16", "fp16", "bf16-only", "fp16-only")
 APEX = {"O0": "fp32", "O1": "autocast-fp16", "O2": "fp16", "O3": "fp16-only"}
 OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -20,8 +20,8 @@ RECOMPUTE = ("none", "selective", "full")
 STYLES = ("column", "row", "vocabulary", "sequence", "split")
 COMPRESSION = ("none", "bf16", "fp16", "powersgd")
 PIPELINES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-# The first step may take this many times ``hang_seconds``, because it includes imports, building the model and reading
-# a checkpoint.
+# The first step may take this many times ``hang_seconds``, because the first step includes imports, building the model
+# and reading a checkpoint.
 FIRST_STEP_FACTOR = 10
 
 

@@ -204,8 +204,8 @@ def _shared(module: nn.Module) -> list[tuple[str, list[str]]]:
 def check_replicated(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
     """Checks after the first backward pass that parameters outside the plan have the same gradient on every rank.
 
-    Raises ``TrainingFailed`` with the first parameter whose gradients differ. Such a parameter's module saw only a part
-    of the sequence or of the hidden states, so the ranks' weights would diverge.
+    Raises ``TrainingFailed`` with the first parameter whose gradients differ. If a parameter's gradients differ, its
+    module saw only a part of the sequence or of the hidden states, and the ranks' weights would diverge.
     """
     outside = [(name, p) for name, p in named if p.grad is not None and not _is_on(p, mesh)]
     if not outside:

@@ -252,8 +252,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_config(path: Path) -> Path:
-    """Returns ``path``, or accel's example config of the same name if the file ``path`` doesn't exist, so that
-    ``examples/digits.toml`` works anywhere."""
+    """Returns ``path`` if the file exists, and accel's example config of the same name if not. So
+    ``examples/digits.toml`` works in any folder."""
     if path.is_file() or path.parent.name != "examples":
         return path
     root = Path(accel.__file__).resolve().parent
